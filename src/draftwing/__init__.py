@@ -1,0 +1,40 @@
+"""draftwing: serves large language models with exact tree-based speculative decoding.
+
+from draftwing import LLM, SamplingParams
+
+with LLM(model="smollm2") as llm:
+    print(llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0))[0].text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CheckpointError", "Completion", "ConfigError", "RequestError", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from draftwing.errors import CheckpointError, ConfigError, RequestError
+    from draftwing.llm import LLM, Completion
+    from draftwing.params import SamplingParams
+
+# Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
+_HOMES = {
+    "LLM": "draftwing.llm",
+    "Completion": "draftwing.llm",
+    "SamplingParams": "draftwing.params",
+    "CheckpointError": "draftwing.errors",
+    "ConfigError": "draftwing.errors",
+    "RequestError": "draftwing.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'draftwing' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

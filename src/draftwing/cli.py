@@ -1,0 +1,53 @@
+"""The command line: `draftwing serve ...`. Nothing heavy is imported before the options are checked."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import draftwing
+from draftwing.config import Options, add_arguments, dashed
+from draftwing.errors import CheckpointError, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code. 2: an option or a model that cannot work."""
+    parser = _parser()
+    arguments = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
+    if arguments.pop("command") is None:
+        parser.print_help()
+        return 2
+    try:
+        options = Options(**arguments).resolve()
+        from draftwing.server.run import serve
+
+        serve(options)
+    except (ConfigError, CheckpointError) as error:
+        print(f"draftwing: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="draftwing", description="Serves large language models with exact tree-based speculative decoding."
+    )
+    parser.add_argument("--version", action="version", version=f"draftwing {draftwing.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        usage="draftwing serve [options]",
+        help="serve a model over HTTP",
+        description="Serves a model over HTTP: OpenAI's chat and text completions, and /generate. "
+        "Option names may be written with - or _.",
+        allow_abbrev=False,
+    )
+    add_arguments(serve)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

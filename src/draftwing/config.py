@@ -1,0 +1,293 @@
+"""Every option of the engine and its server, once: the command line and `LLM(...)` are both built from the fields.
+
+No torch here: options are checked before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import logging
+import math
+import secrets
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
+ALGORITHMS = ("none", "NGRAM")
+ALGORITHMS_TO_COME = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+
+
+def _option(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    aliases: Sequence[str] = (),
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A field with what the command line and the checks need. `minimum` and `maximum` are inclusive."""
+    meta = {"group": group, "help": help, "aliases": aliases, "choices": choices, "min": minimum, "max": maximum}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can choose. `resolve()` checks it and fills what follows from other options; resolving twice is the
+    same as once."""
+
+    model: str = _option(
+        "smollm2",
+        MODEL,
+        "an alias (smollm2), a folder in Hugging Face's format, a hub id, or a .gguf file",
+        aliases=("model_path",),
+    )
+    tokenizer_path: str | None = _option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
+    revision: str | None = _option(None, MODEL, "branch, tag or commit, when the model is a hub id")
+    chat_template: str | None = _option(None, MODEL, "Jinja chat template in place of the model's own: a file, or the text itself")
+    trust_remote_code: bool = _option(False, MODEL, "accepted; code that comes with a checkpoint is never executed")
+    dtype: str = _option(
+        "auto",
+        MODEL,
+        "of weights and KV; auto on a CPU: bfloat16 where it is native, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = _option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    context_length: int | None = _option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
+    random_seed: int | None = _option(
+        None, MODEL, "where the seeds of unseeded requests come from (default: random)", minimum=0, maximum=2**63 - 1
+    )
+
+    served_model_name: str | None = _option(None, SERVER, "name in /v1/models (default: the model as given)")
+    host: str = _option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0 for every interface")
+    port: int = _option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
+    log_level: str = _option(
+        "info", SERVER, "least severe messages to log", choices=("debug", "info", "warning", "error", "critical")
+    )
+    request_timeout: float | None = _option(
+        None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
+    )
+
+    mem_fraction_static: float | None = _option(
+        None,
+        MEMORY,
+        "share of the device's memory for weights and KV pool (default on a CPU: the smaller of 2 GiB and a quarter "
+        "of free memory for the pool)",
+        aliases=("mem_fraction",),
+        minimum=0.01,
+        maximum=0.99,
+    )
+    max_total_tokens: int | None = _option(
+        None, MEMORY, "tokens in the KV pool, in place of a share of the memory", minimum=2
+    )
+    max_running_requests: int = _option(64, MEMORY, "requests that run at once; others wait", minimum=1, maximum=65536)
+    chunked_prefill_size: int = _option(512, MEMORY, "most prompt tokens of one step; -1: no limit", minimum=-1)
+    disable_radix_cache: bool = _option(False, MEMORY, "do not reuse the KV of common prefixes")
+    disable_overlap_schedule: bool = _option(False, MEMORY, "wait for every step's result before planning the next")
+    enable_overlap: bool = _option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
+    num_threads: int | None = _option(None, MEMORY, "CPU threads of a forward (default: all cores)", minimum=1)
+
+    speculative_algorithm: str = _option("none", SPECULATION, "who drafts tokens", choices=ALGORITHMS)
+    speculative_draft_model_path: str | None = _option(
+        None,
+        SPECULATION,
+        "model that drafts (no algorithm of this version has one)",
+        aliases=("speculative_draft_model",),
+    )
+    speculative_num_steps: int | None = _option(
+        None, SPECULATION, "depth of a draft (default for NGRAM: draft tokens - 1)", minimum=1, maximum=256
+    )
+    speculative_eagle_topk: int | None = _option(
+        None, SPECULATION, "branching factor of a draft (default for NGRAM: max bfs breadth)", minimum=1, maximum=64
+    )
+    speculative_num_draft_tokens: int | None = _option(
+        None, SPECULATION, "nodes verified in a step, the root included (NGRAM: 12)", minimum=2, maximum=512
+    )
+    speculative_ngram_min_match_window_size: int = _option(
+        1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=64
+    )
+    speculative_ngram_max_match_window_size: int = _option(
+        12, SPECULATION, "most last tokens that are matched", minimum=1, maximum=64
+    )
+    speculative_ngram_min_bfs_breadth: int = _option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
+    speculative_ngram_max_bfs_breadth: int = _option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)
+    speculative_ngram_branch_length: int = _option(
+        18, SPECULATION, "most tokens of one remembered continuation", minimum=1, maximum=256
+    )
+    speculative_ngram_capacity: int = _option(
+        10_000_000, SPECULATION, "tokens of log that the shared memory keeps", minimum=1024, maximum=2**31 - 1
+    )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> Options:
+        """Options by name or alias, `-` read as `_`. Raises ConfigError for an unknown or repeated name."""
+        names = _names()
+        values: dict[str, Any] = {}
+        for key, value in kwargs.items():
+            name = names.get(key.replace("-", "_"))
+            if name is None:
+                near = difflib.get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.0)[0]
+                raise ConfigError(f"unknown option {key!r}; the nearest one is {near!r}")
+            if name in values:
+                raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
+            values[name] = value
+        return cls(**values)
+
+    def resolve(self) -> Options:
+        """Checked options with every default that follows from other options filled in. Raises ConfigError."""
+        for spec in dataclasses.fields(self):
+            _check_field(spec, getattr(self, spec.name))
+        if self.disable_overlap_schedule and self.enable_overlap:
+            raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
+        if self.chunked_prefill_size == 0:
+            raise ConfigError("chunked_prefill_size must be at least 1, or -1 for no limit; found 0")
+        fraction = self.mem_fraction_static
+        if self.max_total_tokens is not None and fraction is not None:
+            logger.warning("max_total_tokens sets the size of the KV pool; mem_fraction_static has no effect")
+            fraction = None
+        seed = secrets.randbits(31) if self.random_seed is None else self.random_seed
+        return dataclasses.replace(self, mem_fraction_static=fraction, random_seed=seed, **self._resolve_speculation())
+
+    def lag(self, device_type: str) -> int:
+        """Steps between a launch and the commit of its result: 1 with overlap, else 0. Overlap is CUDA's default."""
+        if self.disable_overlap_schedule:
+            return 0
+        return 1 if self.enable_overlap or device_type == "cuda" else 0
+
+    @property
+    def speculative_shape(self) -> TreeShape:
+        """The draft tree that the user asked for; of resolved options."""
+        if self.speculative_algorithm == "none":
+            return PLAIN
+        steps, topk, nodes = (
+            self.speculative_num_steps,
+            self.speculative_eagle_topk,
+            self.speculative_num_draft_tokens,
+        )
+        assert steps is not None and topk is not None and nodes is not None, "options are not resolved"
+        return TreeShape(steps, topk, nodes)
+
+    def _resolve_speculation(self) -> dict[str, Any]:
+        if self.speculative_draft_model_path is not None:
+            raise ConfigError(
+                f"speculative_draft_model_path belongs to {', '.join(ALGORITHMS_TO_COME)}, which are not in this "
+                f"version; found it with speculative_algorithm {self.speculative_algorithm!r}"
+            )
+        tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        if self.speculative_algorithm.lower() == "none":
+            given = [name for name in tree if getattr(self, name) is not None]
+            if given:
+                logger.warning("without speculative_algorithm, %s has no effect", ", ".join(given))
+            return {"speculative_algorithm": "none"} | dict.fromkeys(tree)
+        for part in ("match_window_size", "bfs_breadth"):
+            low = getattr(self, f"speculative_ngram_min_{part}")
+            high = getattr(self, f"speculative_ngram_max_{part}")
+            if low > high:
+                raise ConfigError(
+                    f"speculative_ngram_min_{part} must be at most speculative_ngram_max_{part}; found {low} and {high}"
+                )
+        return {"speculative_algorithm": "NGRAM"} | dict(zip(tree, self._ngram_shape(), strict=True))
+
+    def _ngram_shape(self) -> TreeShape:
+        steps, topk, nodes = (
+            self.speculative_num_steps,
+            self.speculative_eagle_topk,
+            self.speculative_num_draft_tokens,
+        )
+        if topk is None:
+            topk = self.speculative_ngram_max_bfs_breadth
+        if nodes is None:
+            nodes = 12 if topk > 1 or steps is None else steps + 1
+        if steps is None:
+            steps = nodes - 1
+        if steps > nodes - 1:
+            raise ConfigError(
+                "speculative_num_steps must be at most speculative_num_draft_tokens - 1 (the root is one of the draft "
+                f"tokens); found {steps} and {nodes}"
+            )
+        if topk == 1 and nodes != steps + 1:
+            logger.warning("speculative_eagle_topk 1 is a chain: speculative_num_draft_tokens is set to %d", steps + 1)
+            nodes = steps + 1
+        return TreeShape(steps, topk, nodes)
+
+
+def _names() -> dict[str, str]:
+    """Every accepted name, aliases included, to its field's name."""
+    fields = dataclasses.fields(Options)
+    return {f.name: f.name for f in fields} | {alias: f.name for f in fields for alias in f.metadata["aliases"]}
+
+
+def _type_of(name: str) -> tuple[type[Any], bool]:
+    """A field's type, and whether None is allowed."""
+    hint = typing.get_type_hints(Options)[name]
+    if isinstance(hint, types.UnionType):
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _check_field(spec: dataclasses.Field[Any], value: Any) -> None:
+    kind, optional = _type_of(spec.name)
+    if value is None and optional:
+        return
+    allowed: tuple[type[Any], ...] = (int, float) if kind is float else (kind,)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{spec.name} must be a {kind.__name__}; found {value!r}")
+    meta = spec.metadata
+    if spec.name == "speculative_algorithm":
+        if value.upper() in ALGORITHMS_TO_COME:
+            raise ConfigError(
+                f"speculative_algorithm {value.upper()} is not in this version; use one of {_list(ALGORITHMS)}"
+            )
+        value = value.upper() if value.lower() != "none" else "none"
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"{spec.name} must be one of {_list(meta['choices'])}; found {value!r}")
+    if kind is str and not value:
+        raise ConfigError(f"{spec.name} must not be empty")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{spec.name} must be a finite number; found {value!r}")
+    if meta["min"] is not None and value < meta["min"]:
+        raise ConfigError(f"{spec.name} must be at least {meta['min']}; found {value}")
+    if meta["max"] is not None and value > meta["max"]:
+        raise ConfigError(f"{spec.name} must be at most {meta['max']}; found {value}")
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one argument per field of `Options`, grouped. Defaults stay out, so that only what was given is set."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for spec in dataclasses.fields(Options):
+        meta = spec.metadata
+        group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        flags = ["--" + name.replace("_", "-") for name in (spec.name, *meta["aliases"])]
+        kind, _ = _type_of(spec.name)
+        text = meta["help"].replace("%", "%%")
+        if kind is bool:
+            group.add_argument(*flags, dest=spec.name, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        if spec.default is not None:
+            text += f" (default: {spec.default})"
+        metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.__name__.upper()
+        group.add_argument(*flags, dest=spec.name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """Arguments with `_` in option names replaced by `-`, so that both spellings work; values stay as they are."""
+    out = []
+    for arg in argv:
+        name, eq, value = arg.partition("=")
+        out.append(name.replace("_", "-") + eq + value if arg.startswith("--") else arg)
+    return out

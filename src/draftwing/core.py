@@ -1,0 +1,133 @@
+"""The nouns that every part of the engine shares. No torch here: the scheduler imports this module.
+
+`Plan` goes from the scheduler down to the executor, `StepResult` comes back; nothing else passes between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+class TreeShape(NamedTuple):
+    """Shape of one draft tree. Plain decoding is `(0, 1, 1)`, a chain of k drafts is `(k, 1, k + 1)`.
+
+    depth: levels below the root, so at most `depth + 1` tokens are committed by one step.
+    topk:  branching factor of the growth loop.
+    nodes: nodes that the target verifies, the root included.
+    """
+
+    depth: int
+    topk: int
+    nodes: int
+
+    @property
+    def max_commit(self) -> int:
+        return self.depth + 1
+
+
+PLAIN = TreeShape(0, 1, 1)
+MAX_HINT = 31  # a drafter's outlook for a row's next draft lies in [0, MAX_HINT]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request asks of the sampler and of the stop rules; field names as in `/generate`'s `sampling_params`."""
+
+    max_new_tokens: int | None = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    sampling_seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    n: int = 1
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p removes any token."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+class Admission(NamedTuple):
+    """A request taking a row: what `SlotTable` needs to know of it."""
+
+    row: int
+    tokens: list[int]  # everything known so far: prompt, and output when resumed
+    slots: IntArray  # [cached] KV slots of the matched prefix
+    seed: int
+    params: SamplingParams
+    prompt_len: int  # of the request, not counting output carried over a preemption
+    stop_ids: tuple[int, ...]  # token ids that end it; the sampler bans them before `min_new_tokens`
+    salt: int  # 63-bit hash of cache_salt; 0 without one
+
+
+class Chunk(NamedTuple):
+    """Positions `[start, start + length)` of a row's tokens to prefill in this step."""
+
+    row: int
+    start: int
+    length: int
+    final: bool  # the last chunk of the prompt: its last row's logits are sampled
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step of the engine, decided on the host. Holds numpy and plain Python only, so that it pickles.
+
+    `new_slots` are written into page-table rows before anything runs: (row, first position, slot ids). They come after
+    `admits` and may name rows that do not run in this step.
+    For kind "tree" every row of `rows` runs `shape`; for "prefill" the `chunks` run and `rows` are their rows.
+    """
+
+    step: int
+    kind: Literal["prefill", "tree"]
+    rows: IntArray  # [B]
+    admission: IntArray  # [B] admission number of each row: a result whose number is no longer current is dropped
+    shape: TreeShape
+    max_bound: int  # upper bound of kv_len over rows before this step (tree) or after it (prefill)
+    admits: tuple[Admission, ...] = ()
+    new_slots: tuple[tuple[int, int, IntArray], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    noisy: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # batch indices with temperature > 0
+    filtered: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of those, with top-k, top-p or min-p
+    banning: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # batch indices below min_new_tokens
+    host_edits: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, on the host.
+
+    tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk).
+    order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
+    proposed[B]: live draft nodes, the root not counted.  hint[B]: the drafter's outlook for the next step.
+    """
+
+    tokens: IntArray
+    count: IntArray
+    order: IntArray
+    proposed: IntArray
+    hint: IntArray
+    seconds: float = 0.0
+
+
+@dataclass
+class Output:
+    """News of one request, from the scheduler to whoever asked: new tokens, and how it ended if it did."""
+
+    uid: str
+    token_ids: list[int]
+    finish_reason: dict[str, Any] | None = None
+    meta: dict[str, Any] = field(default_factory=dict)  # filled when finished

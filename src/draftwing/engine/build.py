@@ -1,0 +1,154 @@
+"""Puts an engine together from options: model, drafter, KV pool, device tables, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from draftwing.attn.torch_ref import TorchAttention
+from draftwing.config import Options
+from draftwing.core import PLAIN
+from draftwing.engine.device import Device, pick_device, pick_dtype
+from draftwing.engine.executor import Executor
+from draftwing.engine.slots import SlotTable
+from draftwing.errors import ConfigError
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_config, load_model
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, shape_menu
+from draftwing.spec.drafter import Drafter
+from draftwing.spec.ngram import NGramDrafter
+
+log = logging.getLogger("draftwing")
+
+CPU_POOL_BYTES = 2 << 30
+CUDA_RESERVE_BYTES = 1 << 30  # left for activations when the pool is sized from free memory
+
+
+@dataclass
+class Parts:
+    """What `Engine` drives."""
+
+    executor: Executor
+    sched: Scheduler
+    model: DecoderModel
+    context_length: int
+    pool_tokens: int
+
+
+def build(options: Options, path: Path) -> Parts:
+    device = pick_device(options.device)
+    if options.num_threads and not device.is_cuda:
+        torch.set_num_threads(options.num_threads)
+    config = load_config(path)
+    dtype = pick_dtype(options.dtype, device, config.dtype)
+    model = load_with_progress(path, dtype, device)
+    model.pack()
+    drafter, policy = make_drafter(options, device)
+    return assemble(options, model, dtype, device, drafter, policy)
+
+
+def assemble(
+    options: Options,
+    model: DecoderModel,
+    dtype: torch.dtype,
+    device: Device,
+    drafter: Drafter | None,
+    policy: ShapePolicy,
+) -> Parts:
+    """The engine around a loaded model."""
+    config = model.config
+    rows = options.max_running_requests
+    spans = {shape: shape.nodes if drafter is None else drafter.span(shape) for shape in policy.menu}
+    max_span, max_commit = max(spans.values()), max(shape.max_commit for shape in policy.menu)
+
+    layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+    draft_layers = list(drafter.kv_layers) if drafter is not None else []
+    pool_tokens = size_pool(options, [*layers, *draft_layers], dtype, device)
+    context = min(options.context_length or config.max_positions, pool_tokens - max_span - max_commit)
+    if context < 2:
+        raise ConfigError(
+            f"the KV pool holds {pool_tokens} tokens, and a step alone needs {max_span + max_commit}: "
+            "raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens"
+        )
+    # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
+    length = context + max_commit + max_span + 1
+    pool = KVPool([*layers, *draft_layers], pool_tokens, dtype, device.device)
+    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, dtype) / 1e9 for part in (layers, draft_layers))
+    log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
+    log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
+
+    model.set_max_positions(length)
+    slots = SlotTable(rows, length, device)
+    executor = Executor(model, drafter, slots, TorchAttention(pool), device)
+    sched = Scheduler(
+        SchedulerConfig(
+            slots=pool_tokens,
+            max_rows=rows,
+            max_span=max_span,
+            chunk_tokens=options.chunked_prefill_size if options.chunked_prefill_size > 0 else pool_tokens,
+            lookahead=drafter.lookahead if drafter is not None else 0,
+            radix=not options.disable_radix_cache,
+        ),
+        policy,
+        spans,
+    )
+    return Parts(executor, sched, model, context, pool_tokens)
+
+
+def make_drafter(options: Options, device: Device) -> tuple[Drafter | None, ShapePolicy]:
+    """The drafter and shape policy that resolved options ask for."""
+    shape = options.speculative_shape
+    if options.speculative_algorithm == "NGRAM":
+        drafter = NGramDrafter(
+            min_window=options.speculative_ngram_min_match_window_size,
+            max_window=options.speculative_ngram_max_match_window_size,
+            min_breadth=options.speculative_ngram_min_bfs_breadth,
+            max_breadth=options.speculative_ngram_max_bfs_breadth,
+            branch_length=options.speculative_ngram_branch_length,
+            capacity=options.speculative_ngram_capacity,
+            rows=options.max_running_requests + 1,
+            device=device.device,
+        )
+        return drafter, ExpectedGain(shape_menu(shape))
+    return None, FixedShape(PLAIN)
+
+
+def size_pool(options: Options, layers: list[LayerSpec], dtype: torch.dtype, device: Device) -> int:
+    """Tokens that the KV pool holds."""
+    if options.max_total_tokens:
+        return options.max_total_tokens
+    free = device.free_memory()
+    if device.is_cuda:
+        fraction = options.mem_fraction_static or 0.88
+        # The fraction is of all memory, weights included, as users of such servers know it.
+        budget = int(device.total_memory() * fraction) - (device.total_memory() - free) - CUDA_RESERVE_BYTES
+    elif options.mem_fraction_static:
+        budget = int(free * options.mem_fraction_static)
+    else:
+        budget = min(CPU_POOL_BYTES, free // 4)
+    tokens = budget // KVPool.bytes_per_slot(layers, dtype)
+    if tokens < 1:
+        raise ConfigError(
+            f"no memory is left for the KV pool ({free / 1e9:.2f} GB free): lower the model's size or dtype, "
+            "raise --mem-fraction-static, or set --max-total-tokens"
+        )
+    return tokens
+
+
+def load_with_progress(path: Path, dtype: torch.dtype, device: Device) -> DecoderModel:
+    with tqdm(unit="B", unit_scale=True, desc="loading weights", file=sys.stderr, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return load_model(path, dtype, device.device, progress)
+
+

@@ -1,0 +1,44 @@
+"""The only loop. Overlap is a lag of one step: step N is launched before the result of step N-1 is looked at, so
+host work hides under device work. Without overlap the same lines run with a lag of zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from draftwing.core import Plan, StepResult
+from draftwing.engine.executor import Executor, InFlight
+from draftwing.sched.scheduler import Scheduler
+
+
+class Loop:
+    def __init__(
+        self, sched: Scheduler, executor: Executor, overlap: bool, watch: Callable[[Plan, StepResult], None]
+    ) -> None:
+        """watch: sees every plan with its result before it is committed (log lines, statistics)."""
+        self._sched = sched
+        self._executor = executor
+        self._overlap = overlap
+        self._watch = watch
+        self._flying: InFlight | None = None
+        self._ready = 0.0  # when the last result was there
+
+    @property
+    def idle(self) -> bool:
+        return self._sched.idle and self._flying is None
+
+    def turn(self) -> None:
+        """One step: plan and launch it, then commit the step before it (overlap) or itself (no overlap)."""
+        plan = self._sched.plan()
+        flying = self._executor.settle(self._executor.launch(plan)) if plan is not None else None
+        if self._flying is not None:
+            self._commit(self._flying)
+            self._flying = None
+        if flying is not None and not self._overlap:
+            self._commit(flying)
+            flying = None
+        self._flying = flying
+
+    def _commit(self, flying: InFlight) -> None:
+        result, self._ready = flying.wait(self._ready)
+        self._watch(flying.plan, result)
+        self._sched.commit(flying.plan, result)

@@ -1,0 +1,145 @@
+"""Row-indexed device state: everything a step needs to know of a running request without asking the host.
+
+The host writes a row at admission and appends slots; the device does the rest (kv_len, last, tokens, the order of
+the page-table entries past kv_len). A step is a list of rows. The last row is a dummy for padding.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.core import Admission, IntArray, Plan
+from draftwing.engine.device import Device
+from draftwing.sampling.sampler import SamplingRows
+
+BAN_IDS = 16  # most stop ids of a request with min_new_tokens
+
+
+class Upload(NamedTuple):
+    """A plan's numbers on the device; the sizes are known to the host."""
+
+    rows: Tensor  # [B]
+    noisy: Tensor  # [Bn] batch indices with temperature > 0
+    filtered: Tensor  # [Bf] of those, with top-k, top-p or min-p
+    banning: Tensor  # [Bb] batch indices that may still be below min_new_tokens
+    kv_len: Tensor  # prefill: [B] kv_len after the step; tree: empty
+    token_rows: Tensor  # prefill: [M] row of each query
+    positions: Tensor  # prefill: [M]
+    last: Tensor  # prefill: [F] flat index of the last query of each final chunk
+    final: Tensor  # prefill: [F] batch index of each final chunk
+
+
+class SlotTable:
+    def __init__(self, rows: int, length: int, device: Device) -> None:
+        """rows: requests that may run at once; length: page-table entries of a row (context, plus the room that a
+        step may need past the last token)."""
+        self.device = device
+        self.rows, self.length = rows, length
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device.device)
+
+        self.table = zeros(rows + 1, length)  # KV slot of each position; 0 is the pool's dummy slot
+        self.tokens = zeros(rows + 1, length)  # token at each position up to kv_len
+        self.kv_len = zeros(rows + 1)
+        self.last = zeros(rows + 1)  # tokens[r, kv_len[r]]: known, but not in the KV yet
+        self.seed = zeros(rows + 1)
+        self.salt = zeros(rows + 1)
+        self.top_k = zeros(rows + 1)
+        self.ban_until = zeros(rows + 1)
+        self.ban_ids = zeros(rows + 1, BAN_IDS)
+        self.floats = zeros(rows + 1, 3, dtype=torch.float32)  # temperature, top_p, min_p
+
+    def sampling(self, rows: Tensor) -> SamplingRows:
+        floats = self.floats[rows]  # [B, 3]
+        return SamplingRows(
+            seed=self.seed[rows],
+            temperature=floats[:, 0],
+            top_k=self.top_k[rows],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            ban_until=self.ban_until[rows],
+            ban_ids=self.ban_ids[rows],
+        )
+
+    def upload(self, plan: Plan) -> Upload:
+        """One copy to the device, then the scatters of what the host decided."""
+        sections = _pack(plan, self.length)
+        packed = self.device.upload(np.concatenate(sections))
+        return self.apply(packed, [len(part) for part in sections])
+
+    def apply(self, packed: Tensor, sizes: list[int]) -> Upload:
+        """Device side of `upload`: packed [sum(sizes)] int64 in the order of `_pack`."""
+        ends = [0, *accumulate(sizes)]
+        parts = [packed[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        slot_at, slot, token_at, token, admits = parts[:5]
+        if admits.numel():
+            self._admit(admits.view(-1, ADMIT_WORDS))
+            self.tokens.view(-1).index_copy_(0, token_at, token)
+        if slot.numel():
+            self.table.view(-1).index_copy_(0, slot_at, slot)
+        return Upload(*parts[5:])
+
+    def _admit(self, fields: Tensor) -> None:
+        """fields [A, ADMIT_WORDS] in the order of `_admission_words`."""
+        rows = fields[:, 0]
+        for column, state in enumerate((self.kv_len, self.seed, self.salt, self.top_k, self.ban_until), 1):
+            state.index_copy_(0, rows, fields[:, column])
+        floats = fields[:, 6:8].contiguous().view(torch.float32)  # [A, 4]
+        self.floats.index_copy_(0, rows, floats[:, :3])
+        self.ban_ids.index_copy_(0, rows, fields[:, 8:])
+
+
+ADMIT_WORDS = 8 + BAN_IDS
+
+
+def _admission_words(admit: Admission) -> IntArray:
+    """row, kv_len, seed, salt, top_k, ban_until, (temperature, top_p), (min_p, 0), ban ids padded with -1."""
+    params = admit.params
+    words = np.full(ADMIT_WORDS, -1, np.int64)
+    ban_until = admit.prompt_len + params.min_new_tokens
+    words[:6] = admit.row, len(admit.slots), admit.seed, admit.salt, params.top_k, ban_until
+    words[6:8] = np.asarray([params.temperature, params.top_p, params.min_p, 0.0], np.float32).view(np.int64)
+    if params.min_new_tokens:
+        assert len(admit.stop_ids) <= BAN_IDS, "the engine refuses more at its border"
+        words[8 : 8 + len(admit.stop_ids)] = admit.stop_ids
+    return words
+
+
+def _pack(plan: Plan, length: int) -> list[IntArray]:
+    """The sections of a plan's upload: slot positions and slots, token positions and tokens, admissions, then the
+    fields of `Upload`. Positions are flat indices into [rows, length]."""
+    empty = np.empty(0, np.int64)
+    slot_at, slots, token_at, tokens = [empty], [empty], [empty], [empty]
+    for admit in plan.admits:
+        slot_at.append(admit.row * length + np.arange(len(admit.slots)))
+        slots.append(admit.slots)
+        token_at.append(admit.row * length + np.arange(len(admit.tokens)))
+        tokens.append(np.asarray(admit.tokens, np.int64))
+    for row, start, new in plan.new_slots:
+        slot_at.append(row * length + start + np.arange(len(new)))
+        slots.append(new)
+    admits = [empty, *map(_admission_words, plan.admits)]
+    kv_len, token_rows, positions, last, final = [empty], [empty], [empty], [], []
+    offset = 0
+    for index, chunk in enumerate(plan.chunks):
+        end = chunk.start + chunk.length
+        kv_len.append(np.asarray([end]))
+        token_rows.append(np.full(chunk.length, chunk.row))
+        positions.append(np.arange(chunk.start, end))
+        offset += chunk.length
+        if chunk.final:
+            last.append(offset - 1)
+            final.append(index)
+    lists = (slot_at, slots, token_at, tokens, admits)
+    prefill = (kv_len, token_rows, positions, [np.asarray(last, np.int64)], [np.asarray(final, np.int64)])
+    return [
+        *(np.concatenate(part).astype(np.int64, copy=False) for part in lists),
+        plan.rows, plan.noisy, plan.filtered, plan.banning,
+        *(np.concatenate(part).astype(np.int64, copy=False) for part in prefill),
+    ]  # fmt: skip

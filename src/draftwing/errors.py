@@ -1,0 +1,21 @@
+"""The errors a user can meet. Each says what was expected, what was found, and what to do about it."""
+
+
+class DraftwingError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(DraftwingError):
+    """An option, or a combination of options, that cannot work; raised before weights are loaded."""
+
+
+class CheckpointError(DraftwingError):
+    """A model file that cannot be served: missing or misshapen tensors, unsupported types or config keys."""
+
+
+class RequestError(DraftwingError):
+    """A request that is refused. `param` names the offending field (HTTP 400)."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param

@@ -1,0 +1,41 @@
+"""One pool of keys and values for every model that the engine runs, target and drafter alike.
+
+Slot s holds "token s" for all of them: the drafter's layers are further layers of the same pool, so one allocator,
+one prefix match and one memory formula serve both. Slot 0 is a dummy that padding rows write to; it is never owned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerSpec(NamedTuple):
+    """Key/value shape of one attention layer."""
+
+    kv_heads: int
+    head_dim: int
+
+
+class KVPool:
+    """kv[layer]: [slots, 2, kv_heads, head_dim]; index 0 of the second axis holds keys, index 1 values."""
+
+    def __init__(self, layers: Sequence[LayerSpec], slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """slots: usable slots; one more is allocated for the dummy."""
+        self.layers = tuple(layers)
+        self.slots = slots
+        self.dtype = dtype
+        self.kv = [
+            torch.zeros(slots + 1, 2, spec.kv_heads, spec.head_dim, dtype=dtype, device=device) for spec in self.layers
+        ]
+
+    @staticmethod
+    def bytes_per_slot(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+        return sum(2 * spec.kv_heads * spec.head_dim for spec in layers) * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """slots [M] int64; k, v [M, kv_heads, head_dim]. Two queries may share a slot only if it is the dummy."""
+        self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 1))

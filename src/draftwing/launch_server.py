@@ -1,0 +1,10 @@
+"""`python -m draftwing.launch_server ...` is `draftwing serve ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from draftwing.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))

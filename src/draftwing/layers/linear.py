@@ -1,0 +1,64 @@
+"""A matrix product whose weight can be packed once into the layout that the CPU reads fastest.
+
+Packed, it also gives each row the same bits whatever other rows are in the batch, which is what makes greedy text
+with speculation equal text without it in bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# oneDNN sums up to this many products of a row in one go; beyond it, a single row is summed in another order than
+# several are.
+_ONE_PASS = 1024
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN takes this weight: a CPU tensor of a dtype for which its products are faster than torch's."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
+
+
+class Linear(nn.Module):
+    """y = x @ weight.T + bias (+ residual).
+
+    weight: [out_features, in_features]; bias: [out_features] or None. After `pack()` on the CPU `weight` is gone,
+    unless it was kept for another use (a tied embedding).
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
+        self._packed: Tensor | None = None
+
+    def pack(self, keep_weight: bool = False) -> None:
+        """Packs the loaded weight, once; does nothing where there is no faster layout."""
+        if self._packed is not None or not can_pack(self.weight):
+            return
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+        if not keep_weight:
+            del self.weight
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [M, in_features], residual [M, out_features] -> [M, out_features]."""
+        if self._packed is None:
+            y = F.linear(x, self.weight, self.bias)
+            return y if residual is None else y + residual
+        if x.shape[0] == 1 and self.in_features > _ONE_PASS:  # see _ONE_PASS: two rows are summed as any number is
+            return self._product(x.repeat(2, 1), None if residual is None else residual.repeat(2, 1))[:1]
+        return self._product(x, residual)
+
+    def _product(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")

@@ -1,0 +1,104 @@
+"""The one decoder: Llama, Mistral, Qwen2 and Qwen3, which differ by the values of a `ModelConfig`.
+
+Queries are a flat list of M tokens. Which tokens see which is not known here: attention is the injected `attend`, so
+serving binds the paged pool, and a test or a trainer a dense mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.attn.base import Attend
+from draftwing.layers.linear import Linear
+from draftwing.layers.norm import RMSNorm
+from draftwing.layers.rope import rope_table, rotate
+from draftwing.models.config import ModelConfig
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and gated MLP. q, k and v are one product, and so are gate and up: fewer passes over x."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.index = index
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, ffn, eps = config.hidden_size, config.ffn_size, config.norm_eps
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.attn_norm = RMSNorm(hidden, eps, dtype, device)
+        self.qkv = Linear(hidden, q_rows + 2 * kv_rows, config.qkv_bias, dtype, device)
+        self.q_norm = RMSNorm(self.head_dim, eps, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps, dtype, device) if config.qk_norm else None
+        self.o = Linear(q_rows, hidden, config.o_bias, dtype, device)
+        self.mlp_norm = RMSNorm(hidden, eps, dtype, device)
+        self.gate_up = Linear(hidden, 2 * ffn, config.mlp_bias, dtype, device)
+        self.down = Linear(ffn, hidden, config.mlp_bias, dtype, device)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
+        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (-1, self.head_dim))  # [M, heads + 2 * kv_heads, head_dim]
+        qk = qkv[:, : self.heads + self.kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
+        qk = rotate(qk, cos, sin)
+        v = qkv[:, self.heads + self.kv_heads :]
+        x = self.o(attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v), x)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)  # [M, ffn] each
+        return self.down(F.silu(gate) * up, x)
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers, final norm and head; an ordinary trainable module as long as it is not packed."""
+
+    rope: Tensor  # [positions, 2, head_dim]
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Weights are allocated and not filled; on device "meta" they take no memory (the loader's way)."""
+        super().__init__()
+        device = torch.device(device)
+        self.config = config
+        # from_pretrained skips the random initialisation, which on the meta device costs a second of imports.
+        table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed = nn.Embedding.from_pretrained(table, freeze=False)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+        self.register_buffer("rope", torch.empty(0), persistent=False)
+
+    def set_max_positions(self, positions: int) -> None:
+        """Makes the rotary table; every position of a later `forward` must be below `positions`."""
+        weight = self.norm.weight
+        self.rope = rope_table(self.config.rope, self.config.head_dim, positions, weight.dtype, weight.device)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """ids, positions [M] int64 -> hidden states after the final norm [M, hidden], and the taps.
+
+        taps: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
+        wanted; they come concatenated in the order given, [M, len(taps) * hidden], or None when there are none.
+        """
+        assert self.rope.numel(), "call set_max_positions first"
+        cos, sin = self.rope.index_select(0, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
+        x = self.embed(ids)  # [M, hidden]
+        streams = {0: x} if 0 in taps else {}
+        for i, layer in enumerate(self.layers, 1):
+            x = layer(x, cos, sin, attend)
+            if i in taps:
+                streams[i] = x
+        return self.norm(x), torch.cat([streams[i] for i in taps], -1) if taps else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""
+        return self.lm_head(hidden)
+
+    def pack(self) -> None:
+        """Lets every linear layer rearrange its weights for inference; the model is not trainable afterwards."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()

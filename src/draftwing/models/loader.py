@@ -1,0 +1,198 @@
+"""Loads a model folder or a GGUF file into a `DecoderModel`.
+
+Parameters start on the meta device and are allocated one by one as their tensors arrive, so memory stays within the
+weights plus one shard. Nothing from a checkpoint is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError
+from draftwing.models import gguf
+from draftwing.models.config import ModelConfig, from_hf
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.gguf import Progress
+from draftwing.models.names import Slot, canonical, checkpoint_names
+
+logger = logging.getLogger(__name__)
+
+Tensors = Iterable[tuple[str, Tensor]]  # Hugging Face name with its `model.` prefix, tensor on the CPU
+
+# (index of the shards, single file), in order of preference
+WEIGHT_FILES = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The config of a model folder or `.gguf` file, without its weights; raises CheckpointError."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return gguf.model_config(gguf.open_gguf(path))
+    if not path.is_dir():
+        raise CheckpointError(f"expected a model folder or a .gguf file, found neither at {path}")
+    config = read_json(path / "config.json")
+    if "auto_map" in config:
+        logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
+    return from_hf(config)
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None
+) -> DecoderModel:
+    """Loads a folder or a `.gguf` file; the rotary table covers the config's `max_positions`.
+
+    The parameters come frozen, as serving wants them; a trainer calls `requires_grad_()` on what it trains.
+
+    Raises CheckpointError for missing, misshapen or duplicate tensors and for what the config asks in vain.
+    """
+    started = time.perf_counter()
+    path = Path(path)
+    config = load_config(path)
+    model = DecoderModel(config, dtype, "meta")
+    if path.suffix == ".gguf":
+        tensors: Tensors = gguf.tensors(gguf.open_gguf(path), config, progress)
+    else:
+        tensors = _folder_tensors(path, progress)
+    harmless = {"lm_head.weight"} if config.tie_embeddings else set()
+    fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
+    if config.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
+    model.set_max_positions(config.max_positions)
+    size = sum(p.nbytes for p in model.parameters())
+    logger.info("weights loaded: %.2f s, %.2f GB", time.perf_counter() - started, size / 1e9)
+    return model.requires_grad_(False)
+
+
+def fill_parameters(
+    module: nn.Module,
+    table: Mapping[str, Slot],
+    tensors: Tensors,
+    device: torch.device | str,
+    harmless: Iterable[str] = (),
+) -> None:
+    """Allocates on `device` and fills the parameters of a meta `module`, casting to each parameter's dtype.
+
+    A tensor that `table` does not name is reported in the log unless it is `harmless`; one that `table` names and
+    that does not come is an error.
+    """
+    params = dict(module.named_parameters(remove_duplicate=False))
+    missing, unused = set(table), []
+    for name, tensor in tensors:
+        slot = table.get(name)
+        if slot is None:
+            if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
+                unused.append(name)
+            continue
+        if name not in missing:
+            raise CheckpointError(f"{name} is in the checkpoint twice")
+        missing.discard(name)
+        param = params[slot.param]
+        expected = (slot.rows, *param.shape[1:])
+        if tensor.shape != expected:
+            raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{name}: expected floating point values, found {tensor.dtype}")
+        if param.is_meta:
+            param = params[slot.param] = _allocate(module, slot.param, param, device)
+        with torch.no_grad():
+            param[slot.start : slot.start + slot.rows].copy_(tensor)
+    if missing:
+        raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")
+    if unused:
+        logger.warning("tensors of the checkpoint that are not used: %s", _listed(unused))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing in {path.parent}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _allocate(module: nn.Module, name: str, meta: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+    owner, _, leaf = name.rpartition(".")
+    param = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device))
+    setattr(module.get_submodule(owner), leaf, param)
+    return param
+
+
+def _listed(names: Iterable[str], limit: int = 8) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _folder_tensors(folder: Path, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+    files = _weight_files(folder)
+    total, done = sum(file.stat().st_size for file in files), 0
+    for file in files:
+        for name, tensor in _safetensors(file) if file.suffix == ".safetensors" else _pickled(file):
+            yield canonical(name), tensor
+            done += tensor.nbytes
+            if progress is not None:
+                progress(min(done, total), total)
+    if progress is not None:
+        progress(total, total)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for index, single in WEIGHT_FILES:
+        if (folder / index).exists():
+            weight_map = read_json(folder / index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{folder / index}: expected a weight_map")
+            files = [folder / name for name in sorted(set(weight_map.values()))]
+            for file in files:
+                if file.parent != folder or not file.exists():
+                    raise CheckpointError(f"{index} names the shard {file.name}, which is not in {folder}")
+            return files
+        if (folder / single).exists():
+            return [folder / single]
+    expected = ", ".join(single for _, single in WEIGHT_FILES)
+    raise CheckpointError(f"no weights in {folder}: expected one of {expected}, or shards with an index")
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                yield name, shard.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """A shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
+    try:
+        try:
+            shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            # The format before torch 1.6 cannot be mapped.
+            shard = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if not isinstance(shard, dict):
+        raise CheckpointError(f"{file}: expected a dictionary of tensors, found {type(shard).__name__}")
+    for name, value in shard.items():
+        if isinstance(value, Tensor):
+            yield name, value

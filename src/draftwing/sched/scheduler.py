@@ -1,0 +1,391 @@
+"""Who runs, on which slots: admission, plans, commits, preemption. Host only, one step behind the device if asked.
+
+Ownership: a KV slot belongs to the allocator, to the radix tree, or to one running request (`Req.owned`), and
+`_release` is the only function that takes slots and rows from a request. Freeing while a step that still writes
+those slots is in flight is safe, because whoever gets them next is launched later on the same stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from draftwing.core import PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TreeShape
+from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.radix import RadixCache
+from draftwing.sched.request import Req, ReqState
+from draftwing.sched.shapes import ShapePolicy
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    slots: int  # KV slots in the pool
+    max_rows: int  # requests that may run at once
+    max_span: int  # most page-table entries past kv_len that a step may write
+    chunk_tokens: int  # most prompt tokens in one prefill plan
+    lookahead: int = 0
+    radix: bool = True
+
+
+class Scheduler:
+    # Share of the running requests' remaining tokens that admission leaves free; grows when a guess was too bold.
+    RESERVE_MIN, RESERVE_STEP, RESERVE_DECAY = 0.1, 0.3, 0.998
+
+    def __init__(self, config: SchedulerConfig, policy: ShapePolicy, spans: dict[TreeShape, int]) -> None:
+        """spans: page-table entries past kv_len that a step of each shape in the policy's menu may write."""
+        assert set(policy.menu) <= set(spans) and max(spans.values()) <= config.max_span
+        self.config = config
+        self.policy = policy
+        self.spans = spans
+        self.pool = SlotAllocator(config.slots)
+        self.radix = RadixCache(config.lookahead, config.radix)
+        self.waiting: list[Req] = []
+        self.running: list[Req] = []
+        self.retractions = 0
+        self.stale_results = 0
+        self._free_rows = list(range(config.max_rows - 1, -1, -1))
+        self._by_row: dict[int, Req] = {}
+        self._by_uid: dict[str, Req] = {}
+        self._reserve = self.RESERVE_MIN
+        self._arrivals = self._admissions = self._steps = 0
+        self._prefilled_last = False
+        self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
+        self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
+        self._news: list[Output] = []
+
+    # -- requests in, requests out ------------------------------------------------------------------------------
+
+    def submit(self, req: Req) -> None:
+        """`req.max_total` must leave room for one step in the pool; the engine checks that at its border."""
+        assert req.max_total + self._step_room() <= self.config.slots
+        req.arrival = self._arrivals
+        self._arrivals += 1
+        self._by_uid[req.uid] = req
+        self._queue(req)
+
+    def abort(self, uid: str, message: str = "aborted") -> None:
+        """Ends a request wherever it is; a step still in flight for it is ignored when it comes back."""
+        req = self._by_uid.get(uid)
+        if req is not None:
+            self._finish(req, [], {"type": "abort", "message": message})
+
+    def take_outputs(self) -> list[Output]:
+        out, self._news = self._news, []
+        return out
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache; only when nothing runs."""
+        if not self.idle:
+            return False
+        self.pool.free(self.radix.evict(self.radix.evictable))
+        return True
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when nothing can run before a result comes back."""
+        self._expire()
+        self._admit()
+        self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
+        plan = None
+        decoding = any(req.state is ReqState.DECODE and req.may_grow for req in self.running)
+        if not (self._prefilled_last and decoding):  # prefill chunks and decode steps alternate
+            plan = self._plan_prefill()
+        if plan is None:
+            plan = self._plan_tree()
+        self._prefilled_last = plan is not None and plan.kind == "prefill"
+        return plan
+
+    def _admit(self) -> None:
+        while self.waiting and self._free_rows:
+            req = self.waiting[0]
+            tokens = np.asarray(req.tokens, np.int64)
+            match = self.radix.match(tokens, req.salt, len(tokens) - max(1, self.config.lookahead))
+            self.radix.lock(match.node)
+            cached = len(match.slots)
+            need = len(tokens) - cached + self._step_room()
+            growth = sum(max(other.max_total - other.covered, 0) for other in self.running)
+            reserve = int(self._reserve * growth) + self._step_room() * len(self.running)
+            if self.running and need + reserve > self.pool.available + self.radix.evictable:
+                self.radix.unlock(match.node)
+                return
+            self.waiting.pop(0)
+            req.node = match.node
+            req.row = self._free_rows.pop()
+            req.admission = self._admissions
+            self._admissions += 1
+            req.state = ReqState.PREFILL
+            req.covered = 0
+            req.append_slots(match.slots)
+            req.owned[:cached] = False
+            req.kv = req.sent = req.bound = cached
+            req.inflight = req.hint = 0
+            if not req.retractions:
+                req.cached_tokens = cached
+            self._by_row[req.row] = req
+            self.running.append(req)
+            self._admits[req.row] = Admission(
+                req.row, list(req.tokens), match.slots, req.seed, req.params, req.prompt_len,
+                tuple(sorted(req.stop_ids)), req.salt,
+            )  # fmt: skip
+
+    def _plan_prefill(self) -> Plan | None:
+        chunks: list[Chunk] = []
+        chosen: list[Req] = []
+        budget = self.config.chunk_tokens
+        for req in sorted(self.running, key=lambda r: r.rank):
+            if budget == 0:
+                break
+            if req.state is not ReqState.PREFILL:
+                continue
+            length = min(budget, len(req.tokens) - req.sent)
+            if not self._cover(req, req.sent + length):
+                continue
+            final = req.sent + length == len(req.tokens)
+            chunks.append(Chunk(req.row, req.sent, length, final))
+            chosen.append(req)
+            budget -= length
+            req.sent += length
+            req.bound = req.sent
+            if final:  # decodable before its first token is known here
+                req.state = ReqState.DECODE
+                req.inflight += 1
+        if not chunks:
+            return None
+        return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
+
+    def _plan_tree(self) -> Plan | None:
+        ready = [req for req in self.running if req.state is ReqState.DECODE and req.may_grow]
+        if not ready:
+            return None
+        shape = self.policy.choose([req.hint for req in ready])
+        span = self.spans[shape]
+        chosen = []
+        for req in sorted(ready, key=lambda r: r.rank):
+            # A worse-placed request may have been retracted for a better-placed one.
+            if req.state is ReqState.DECODE and self._cover(req, req.bound + span):
+                chosen.append(req)
+        if not chosen:
+            return None
+        max_bound = max(req.bound for req in chosen)
+        for req in chosen:
+            req.bound += shape.max_commit
+            req.inflight += 1
+        return self._make_plan("tree", shape, chosen, max_bound, [])
+
+    def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_bound: int, chunks: list[Chunk]) -> Plan:
+        # Only the last chunk of a prompt draws a token; the others need no sampling.
+        drawing = [i for i, req in enumerate(reqs) if not chunks or chunks[i].final]
+
+        def where(test: Any) -> IntArray:
+            return np.asarray([i for i in drawing if test(reqs[i])], np.int64)
+
+        plan = Plan(
+            step=self._steps,
+            kind=kind,
+            rows=np.asarray([req.row for req in reqs], np.int64),
+            admission=np.asarray([req.admission for req in reqs], np.int64),
+            shape=shape,
+            max_bound=max_bound,
+            admits=tuple(self._admits.values()),
+            new_slots=tuple(
+                (row, start, slots) for row, parts in self._new_slots.items() for start, slots in parts
+            ),
+            chunks=tuple(chunks),
+            noisy=where(lambda r: r.params.temperature > 0),
+            filtered=where(lambda r: r.params.filtered),
+            banning=where(lambda r: r.completion_tokens < r.params.min_new_tokens),
+        )
+        self._steps += 1
+        self._admits, self._new_slots = {}, {}
+        return plan
+
+    def _cover(self, req: Req, upto: int) -> bool:
+        """Gives `req` slots for positions below `upto`, retracting worse-placed requests if it must; False when
+        `req` itself was the worst-placed and has been retracted."""
+        need = upto - req.covered
+        if need <= 0:
+            return True
+        while need > self.pool.available + self.radix.evictable:
+            victim = max(self.running, key=lambda r: r.rank)
+            self._retract(victim)
+            if victim is req:
+                return False
+        if need > self.pool.available:
+            self.pool.free(self.radix.evict(need - self.pool.available))
+        new = self.pool.alloc(need)
+        self._new_slots.setdefault(req.row, []).append((req.covered, new))
+        req.append_slots(new)
+        return True
+
+    def _retract(self, req: Req) -> None:
+        """Back to the queue with everything generated so far. Noise is keyed by position, so resuming is exact."""
+        self._release(req)
+        req.retractions += 1
+        self.retractions += 1
+        self._reserve = min(1.0, self._reserve + self.RESERVE_STEP)
+        req.state = ReqState.WAITING
+        self._queue(req)
+
+    def _release(self, req: Req) -> None:
+        """The only function that frees: the committed prefix goes to the radix tree, all else that is owned back to
+        the allocator, the row to the free rows."""
+        assert req.running and req.node is not None
+        known = np.asarray(req.tokens[: req.kv + self.config.lookahead], np.int64)
+        self.radix.insert(known, req.slots, req.owned, req.salt)
+        self.radix.unlock(req.node)
+        self.pool.free(req.slots[: req.covered][req.owned[: req.covered]])
+        req.slots, req.owned, req.covered, req.node = np.empty(0, np.int64), np.empty(0, bool), 0, None
+        self._admits.pop(req.row, None)
+        self._new_slots.pop(req.row, None)
+        del self._by_row[req.row]
+        self._free_rows.append(req.row)
+        self.running.remove(req)
+        req.row = req.admission = -1
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: Plan, result: StepResult) -> None:
+        """Takes a step's result; the news are in `take_outputs`. Rows whose request is no longer the one that was
+        planned are skipped."""
+        live = [self._live(int(row), int(number)) for row, number in zip(plan.rows, plan.admission, strict=True)]
+        self.stale_results += sum(req is None for req in live)
+        if plan.kind == "tree":
+            self.policy.record(plan.shape, self._hints_before(live), result.count - 1, result.seconds)
+        for i, req in enumerate(live):
+            if req is None:
+                continue
+            count = int(result.count[i])
+            req.hint = int(result.hint[i])
+            if plan.kind == "prefill":
+                self._commit_chunk(req, plan.chunks[i], result.tokens[i, :count].tolist())
+            else:
+                self._commit_path(req, plan.shape, result, i, count)
+
+    def _live(self, row: int, admission: int) -> Req | None:
+        req = self._by_row.get(row)
+        return req if req is not None and req.admission == admission else None
+
+    def _hints_before(self, live: Sequence[Req | None]) -> IntArray:
+        return np.asarray([0 if req is None else req.hint for req in live], np.int64)
+
+    def _commit_chunk(self, req: Req, chunk: Chunk, tokens: list[int]) -> None:
+        req.kv = chunk.start + chunk.length
+        if not chunk.final:
+            return
+        req.inflight -= 1
+        self._emit(req, tokens)
+        if req.running:
+            self._share(req)
+
+    def _share(self, req: Req) -> None:
+        """Gives the prompt to the radix tree at once, so that others can use it.
+
+        Where somebody else was first, the row moves over to the tree's slots (same content) and frees its own: with
+        both pinned, a request could need twice its length. A step in flight still reads the old slots; whoever gets
+        them is launched after it.
+        """
+        known = np.asarray(req.tokens[: req.kv + self.config.lookahead], np.int64)
+        node = self.radix.insert(known, req.slots, req.owned, req.salt)
+        assert req.node is not None
+        self.radix.lock(node)
+        self.radix.unlock(req.node)
+        req.node = node
+        held = self.radix.path_slots(node)
+        twice = np.flatnonzero(req.owned[: len(held)])
+        if len(twice):
+            self.pool.free(req.slots[twice])
+            req.slots[twice] = held[twice]
+            req.owned[twice] = False
+            start, end = int(twice[0]), int(twice[-1]) + 1
+            self._new_slots.setdefault(req.row, []).append((start, held[start:end]))
+
+    def _commit_path(self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int) -> None:
+        window = slice(req.kv, req.kv + shape.nodes)
+        req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
+        req.kv += count
+        req.bound -= shape.max_commit - count
+        req.inflight -= 1
+        req.verify_steps += 1
+        req.proposed += int(result.proposed[i])
+        req.note_accepted(count - 1)
+        self._emit(req, result.tokens[i, :count].tolist())
+
+    def _emit(self, req: Req, new: list[int]) -> None:
+        """Appends tokens up to the first stop; what the device committed past it is dropped."""
+        for done, token in enumerate(new, 1):
+            req.tokens.append(token)
+            matched: int | str | None = token if token in req.stop_ids else None
+            if req.scanner is not None:
+                found = req.scanner.push(token)
+                matched = found if matched is None else matched
+            if matched is not None:
+                self._finish(req, new[:done], {"type": "stop", "matched": matched})
+                return
+            if len(req.tokens) >= req.max_total:
+                self._finish(req, new[:done], {"type": "length", "length": req.completion_tokens})
+                return
+        self._news.append(Output(req.uid, new))
+
+    def _finish(self, req: Req, new: list[int], reason: dict[str, Any]) -> None:
+        if req.running:
+            req.kv = min(req.kv, len(req.tokens) - 1)  # the device may have committed past a stop
+            self._release(req)
+        elif req in self.waiting:
+            self.waiting.remove(req)
+        req.state = ReqState.DONE
+        del self._by_uid[req.uid]
+        self._news.append(Output(req.uid, new, reason, self._meta(req)))
+
+    def _meta(self, req: Req) -> dict[str, Any]:
+        correct = sum(drafts * times for drafts, times in enumerate(req.accepted))
+        return {
+            "prompt_tokens": req.prompt_len,
+            "completion_tokens": req.completion_tokens,
+            "cached_tokens": req.cached_tokens,
+            "num_retractions": req.retractions,
+            "e2e_latency": time.monotonic() - req.created,
+            "spec_verify_ct": req.verify_steps,
+            "spec_num_proposed_drafts": req.proposed,
+            "spec_num_correct_drafts": correct,
+            "spec_accept_length": 1 + correct / req.verify_steps if req.verify_steps else 1.0,
+            "spec_accept_rate": correct / req.proposed if req.proposed else 0.0,
+            "spec_correct_drafts_histogram": list(req.accepted),
+        }
+
+    # -- small things -------------------------------------------------------------------------------------------
+
+    def _queue(self, req: Req) -> None:
+        self.waiting.append(req)
+        self.waiting.sort(key=lambda r: r.rank)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [req.uid for req in self._by_uid.values() if req.deadline is not None and now > req.deadline]
+        for uid in late:
+            self.abort(uid, "the request exceeded its timeout")
+
+    def _step_room(self) -> int:
+        """Slots past the committed length that two steps in flight may need."""
+        return self.config.max_span + max(shape.max_commit for shape in self.policy.menu)
+
+    def check_integrity(self) -> None:
+        """Every slot has exactly one owner, every row one holder, every lock its request. For tests and idle time."""
+        owned = [req.slots[: req.covered][req.owned[: req.covered]] for req in self.running]
+        slots = np.concatenate([self.pool.free_slots(), self.radix.slots(), *owned])
+        assert len(slots) == self.config.slots, f"{len(slots)} slots are owned, the pool has {self.config.slots}"
+        assert len(np.unique(slots)) == len(slots), "a slot has two owners"
+        rows = Counter([*self._free_rows, *self._by_row])
+        assert len(rows) == self.config.max_rows and max(rows.values()) == 1, "a row was lost or given twice"
+        assert set(self._by_row.values()) == set(self.running)
+        if not self.running:
+            assert self.radix.locked == 0, "a lock outlived its request"

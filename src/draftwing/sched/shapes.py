@@ -1,0 +1,98 @@
+"""Which tree shape a step runs: the menu, and a policy that weighs tokens expected against seconds measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from draftwing.core import MAX_HINT, PLAIN, IntArray, TreeShape
+
+
+class ShapePolicy(Protocol):
+    menu: tuple[TreeShape, ...]
+
+    def choose(self, hints: Sequence[int]) -> TreeShape:
+        """The shape for a batch whose rows have these outlooks (0: nothing can be proposed)."""
+        ...
+
+    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+        """What a step of `shape` gave: accepted drafts of each row, and how long the step took."""
+        ...
+
+
+def shape_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """The user's shape, halves of it, and plain decoding, largest first."""
+    menu = [shape]
+    while menu[-1].nodes > 3:
+        nodes = menu[-1].nodes // 2
+        menu.append(TreeShape(min(shape.depth, nodes - 1), min(shape.topk, nodes - 1), nodes))
+    return (*menu, PLAIN) if shape != PLAIN else (PLAIN,)
+
+
+class FixedShape:
+    """Always the same shape; plain decoding when no row has anything to propose."""
+
+    def __init__(self, shape: TreeShape) -> None:
+        self.menu = (shape,) if shape == PLAIN else (shape, PLAIN)
+
+    def choose(self, hints: Sequence[int]) -> TreeShape:
+        return self.menu[0] if any(hints) else PLAIN
+
+    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+        pass
+
+
+class ExpectedGain:
+    """Maximises expected tokens per second, sum over rows of E[tokens | shape, outlook] / seconds[shape, batch].
+
+    Both factors are exponential averages of what steps gave. A shape not timed yet is taken to cost what the plain
+    step does plus `ROW_COST` of it per further row; outlooks not met yet start from a moderate guess. Rarely, a step
+    tries the largest shape against the estimate, so that an estimate cannot stay wrong for ever.
+    """
+
+    RATE = 0.15
+    ROW_COST = 0.05
+    PROBE_EVERY = 128
+
+    def __init__(self, menu: Sequence[TreeShape]) -> None:
+        self.menu = tuple(menu)
+        outlook = np.arange(MAX_HINT + 1, dtype=np.float64)
+        # accepted[s, h]: drafts that shape s is expected to have accepted at outlook h
+        self._accepted = np.stack([np.minimum(shape.depth, 0.25 * outlook) for shape in self.menu])
+        self._seconds: dict[tuple[int, int], float] = {}  # (shape index, batch bucket) -> seconds
+        self._steps = 0
+
+    def choose(self, hints: Sequence[int]) -> TreeShape:
+        if not any(hints):
+            return PLAIN
+        self._steps += 1
+        if self._steps % self.PROBE_EVERY == 0:
+            return self.menu[0]
+        bucket = len(hints).bit_length()
+        tokens = len(hints) + self._accepted[:, list(hints)].sum(axis=1)
+        rates = [tokens[i] / self._cost(i, bucket, len(hints)) for i in range(len(self.menu))]
+        return self.menu[int(np.argmax(rates))]
+
+    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+        index = self.menu.index(shape)
+        key = (index, len(hints).bit_length())
+        # A first step pays for caches and allocations: the smaller of the two is nearer to the truth.
+        old = self._seconds.get(key)
+        if seconds > 0:
+            self._seconds[key] = seconds if old is None else old + self.RATE * (min(seconds, 3 * old) - old)
+        for i, smaller in enumerate(self.menu):
+            if i < index:
+                continue  # a smaller tree says nothing about a larger one
+            for hint, drafts in zip(hints.tolist(), accepted.tolist(), strict=True):
+                if hint:
+                    got = min(drafts, smaller.depth)
+                    self._accepted[i, hint] += self.RATE * (got - self._accepted[i, hint])
+
+    def _cost(self, index: int, bucket: int, batch: int) -> float:
+        known = self._seconds.get((index, bucket))
+        if known is not None:
+            return known
+        plain = self._seconds.get((len(self.menu) - 1, bucket), 0.02)
+        return plain * (1 + self.ROW_COST * (self.menu[index].nodes - 1) * batch)

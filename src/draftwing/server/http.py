@@ -1,0 +1,162 @@
+"""Bodies in and errors out: what every endpoint shares, whatever it generates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from draftwing.errors import RequestError
+from draftwing.server.bridge import EngineDead
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    415: "BadRequestError",
+    503: "ServiceUnavailableError",
+}
+
+
+def error_body(path: str, status: int, message: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
+    """The documented shape: flat under /v1, nested for the native endpoints."""
+    if path.startswith("/v1"):
+        kind = _TYPES.get(status, "InternalServerError")
+        return {"object": "error", "message": message, "type": kind, "param": param, "code": code or status}
+    return {"error": {"message": message}}
+
+
+def error_response(
+    request: Request, status: int, message: str, param: str | None = None, code: Any = None
+) -> JSONResponse:
+    return JSONResponse(error_body(request.url.path, status, message, param, code), status_code=status)
+
+
+def stream_error(path: str, error: Exception) -> str:
+    """An error that comes when the response has begun, as an event of the stream."""
+    message = str(error) if isinstance(error, EngineDead) else "internal error; the server's log has the cause"
+    if path.startswith("/v1"):
+        return event({"error": error_body(path, 503, message)})
+    return event({"error": {"message": message, "type": "server_error", "code": 503, "retryable": False}})
+
+
+def event(data: Any) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return error_response(request, 400, str(error), error.param)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(request, error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+        response.headers.update(error.headers or {})
+        return response
+
+    async def dead(request: Request, error: Exception) -> Response:
+        return error_response(request, 503, str(error))
+
+    async def disconnected(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def bug(request: Request, error: Exception) -> Response:
+        return error_response(request, 500, "internal error; the server's log has the cause")
+
+    app.add_exception_handler(RequestError, refused)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(EngineDead, dead)
+    app.add_exception_handler(ClientDisconnect, disconnected)
+    app.add_exception_handler(Exception, bug)
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    """The body as `model`. Raises RequestError, naming the field, for anything that is not one."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise RequestError(f"the content type must be application/json; found {kind[:80]!r}", "content-type")
+    body = await request.body()
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        # Without the input: it may be huge, or hold what no response can.
+        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)) from None
+
+
+def _refusal(errors: list[Any]) -> RequestError:
+    first = errors[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if not path:
+        return RequestError(f"the body is not what is expected: {first['msg']}", "body")
+    # A union gives one error for each of its members; together they say what is allowed.
+    field = str(first["loc"][0])
+    messages = dict.fromkeys(e["msg"] for e in errors if e["loc"][:1] == first["loc"][:1])
+    unknown = first["type"] == "extra_forbidden"
+    what = "is not a known field" if unknown else "; or ".join(list(messages)[:4])
+    shown = path if unknown or len(messages) == 1 else field
+    return RequestError(f"{shown[:200]}: {what}", shown[:200])
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away. The body has been read before."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for waiting in (task, watcher):
+            waiting.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. `close` runs however the response ends, even when it never began."""
+
+    def __init__(self, path: str, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(_guarded(path, events), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    try:
+        async for text in events:
+            yield text
+    except EngineDead as error:
+        yield stream_error(path, error)
+    except Exception as error:
+        logger.exception("a stream of %s ended by an exception", path)
+        yield stream_error(path, error)
+    yield DONE

@@ -1,0 +1,66 @@
+"""What a drafter is: two methods on device state. It never sees requests, the scheduler, the sampler or others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+
+from draftwing.attn.base import Batch
+from draftwing.core import TreeShape
+from draftwing.kv.pool import LayerSpec
+
+if TYPE_CHECKING:
+    from draftwing.engine.slots import SlotTable
+
+
+class Draft(NamedTuple):
+    """A tree of draft tokens per row, parents before children, node 0 the root (the row's last token).
+
+    Siblings are distinct. A dead node has a valid token id and a valid parent, is never accepted and never counted
+    as proposed; the children of a dead node are dead.
+    """
+
+    tokens: Tensor  # [B, N] int64
+    parent: Tensor  # [B, N] int64, parent[:, 0] = 0, parent[:, i] < i
+    alive: Tensor  # [B, N] bool, alive[:, 0] is True
+
+
+class Drafter(Protocol):
+    """taps: target layers whose hidden states `observe` wants; lookahead: how many tokens past position t the
+    drafter's KV at t depends on; kv_layers: its layers in the pool, after the target's."""
+
+    taps: tuple[int, ...]
+    lookahead: int
+    kv_layers: Sequence[LayerSpec]
+
+    def span(self, shape: TreeShape) -> int:
+        """Page-table entries past kv_len that a step of this shape may write."""
+        ...
+
+    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int) -> Draft:
+        """A draft tree for each row; `max_bound` bounds kv_len of the rows on the host."""
+        ...
+
+    def observe(
+        self, slots: SlotTable, batch: Batch, taps: Tensor | None, next_ids: Tensor, count: Tensor | None
+    ) -> None:
+        """Sees what the target ran: a prefill chunk (`batch.chunks`) or the accepted path of each row. The table has
+        advanced already; `batch.prefix_len` is kv_len before the step.
+
+        next_ids [M]: the token that follows each query.  count [B]: valid queries of each row's path, None for
+        prefill. Queries past the count are garbage that must leave no trace.
+        """
+        ...
+
+    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int) -> Tensor:
+        """[B] int64 in [0, MAX_HINT]: how promising the next draft is; 0 means that nothing can be proposed.
+
+        Runs last in every step, so that a drafter may look its next draft up here and keep it as row state.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Forgets what was learnt from past requests (the prefix cache is being flushed)."""
+        ...

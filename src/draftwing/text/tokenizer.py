@@ -1,0 +1,268 @@
+"""Text to tokens and back, and the chat template, for every kind of checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.models.gguf import read_metadata
+from draftwing.text import gguf_tokenizer
+from draftwing.text.chat_template import ChatTemplate, Message, end_of_turn
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """A vocabulary with its chat template.
+
+    backend: does the work.  special_tokens: text of `bos_token`, `eos_token`, ...
+    chat_template: jinja2 source, or None.  tool_template: another source, used when a conversation has tools.
+    extra_stop_ids: tokens that end an answer beside eos, as the checkpoint names them.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None = None,
+        tool_template: str | None = None,
+        extra_stop_ids: Sequence[int] = (),
+    ) -> None:
+        self.backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = dict(special_tokens)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1  # highest id + 1
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.bos_id = self._id_of("bos_token")
+        self.eos_id = self._id_of("eos_token")
+        # Byte tokens of a sentencepiece vocabulary; the decoder joins runs of them to characters.
+        falls_back = backend.decoder is not None and b'"ByteFallback"' in backend.decoder.__getstate__()
+        self.byte_fallback_ids = frozenset(i for t, i in vocab.items() if falls_back and _BYTE_TOKEN.fullmatch(t))
+        self.joins_bytes = not falls_back  # any token may end inside a character
+        self.chat_template = chat_template
+        self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
+        self._tool_template = None if tool_template is None else ChatTemplate(tool_template, self.special_tokens)
+        stop = {i for i in (self.eos_id, self._end_of_turn(), *extra_stop_ids) if i is not None}
+        self.stop_ids = frozenset(stop)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _end_of_turn(self) -> int | None:
+        if self._template is None:
+            return None
+        return end_of_turn(self._template, lambda text: self.encode(text, add_special_tokens=False), self.special_ids)
+
+    def has_text(self, token: int) -> bool:
+        """False for ids outside the vocabulary (padding of the embedding) and for empty tokens; decoding drops them."""
+        return bool(self.backend.id_to_token(token))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`. Special tokens written in it are recognised; `add_special_tokens` adds BOS and EOS as the
+        checkpoint asks."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `spaces_between_special_tokens` has no effect, as for
+        every tokenizer that the `tokenizers` library runs."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation. Raises RequestError without a template or when it refuses the messages."""
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        if template is None:
+            raise RequestError(
+                "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        return template.render(messages, add_generation_prompt, tools, **kwargs)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Ids of the rendered conversation. The template writes all special tokens, BOS included, so none is added."""
+        return self.encode(self.render_chat(messages, add_generation_prompt, tools, **kwargs), add_special_tokens=False)
+
+
+def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Tokenizer:
+    """Tokenizer of a Hugging Face folder or a `.gguf` file.
+
+    chat_template: replaces the checkpoint's; a file, or the jinja2 text itself.
+    Raises CheckpointError for a missing or unsupported tokenizer, ConfigError for a template file that does not exist.
+    """
+    override = None if chat_template is None else _template_text(chat_template)
+    return _from_gguf(path, override) if path.is_file() else _from_folder(path, override)
+
+
+def _template_text(template: str | Path) -> str:
+    if isinstance(template, str) and ("{%" in template or "{{" in template):
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"--chat-template: expected a file or a jinja2 template, found {str(template)!r}")
+    return file.read_text(encoding="utf-8")
+
+
+def _from_gguf(path: Path, override: str | None) -> Tokenizer:
+    metadata = read_metadata(path)
+    backend = gguf_tokenizer.build_backend(metadata)
+    stop = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    return Tokenizer(
+        backend,
+        gguf_tokenizer.special_tokens(metadata),
+        override or metadata.get("tokenizer.chat_template"),
+        None if override else metadata.get("tokenizer.chat_template.tool_use"),
+        [int(i) for i in stop if i is not None],
+    )
+
+
+def _from_folder(path: Path, override: str | None) -> Tokenizer:
+    config = _read_json(path / "tokenizer_config.json")
+    specials = _special_tokens(_read_json(path / "special_tokens_map.json"), config)
+    file = path / "tokenizer.json"
+    if file.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    else:
+        backend = _convert(path)
+    _add_tokens(backend, path, config, specials)
+    _apply_bos_eos_flags(backend, config, specials)
+    templates = _templates(path, config)
+    if override is not None:
+        return Tokenizer(backend, specials, override)
+    return Tokenizer(backend, specials, templates.get("default"), templates.get("tool_use"))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty when there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _convert(path: Path) -> tokenizers.Tokenizer:
+    """Older formats (tokenizer.model, vocab.json with merges.txt) through transformers, where it is installed."""
+    sources = [name for name in ("tokenizer.model", "vocab.json") if (path / name).is_file()]
+    if not sources:
+        raise CheckpointError(f"{path} has no tokenizer: expected tokenizer.json")
+    hint = (
+        f"{path} has {sources[0]} but no tokenizer.json. Convert it once, with transformers and sentencepiece "
+        f'installed: python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{path}').save_pretrained('{path}')\""
+    )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise CheckpointError(hint) from error
+    try:
+        converted = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        backend = converted.backend_tokenizer
+    except Exception as error:  # whatever its many converters raise
+        raise CheckpointError(f"{hint}\n(transformers could not convert it here: {error})") from error
+    assert isinstance(backend, tokenizers.Tokenizer)
+    return backend
+
+
+def _content(token: Any) -> str | None:
+    """Text of a token in a configuration file: a string, or an object with its flags."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(mapping: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
+    found = {name: _content(config.get(name, mapping.get(name))) for name in _SPECIAL_NAMES}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any], specials: Mapping[str, str]) -> None:
+    """Tokens that other files add to tokenizer.json, under the ids they state, and named special tokens."""
+    known = backend.get_added_tokens_decoder()
+    named = set(specials.values())
+    declared: dict[int, AddedToken] = {}
+    for text, i in _read_json(path / "added_tokens.json").items():
+        declared[int(i)] = AddedToken(text, normalized=False, special=text in named)
+    for key, spec in config.get("added_tokens_decoder", {}).items():
+        flags = {flag: bool(spec.get(flag, False)) for flag in ("single_word", "lstrip", "rstrip")}
+        special = bool(spec.get("special", False)) or spec["content"] in named
+        normalized = bool(spec.get("normalized", not special))
+        declared[int(key)] = AddedToken(spec["content"], normalized=normalized, special=special, **flags)
+    for i, token in sorted(declared.items()):
+        if i in known and known[i].content == token.content and known[i].special == token.special:
+            continue
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != i:
+            raise CheckpointError(
+                f"{path}: token {token.content!r} is declared with id {i}, but tokenizer.json gives it id "
+                f"{backend.token_to_id(token.content)}"
+            )
+    known = backend.get_added_tokens_decoder()
+    special_now = {token.content for token in known.values() if token.special}
+    extra = config.get("extra_special_tokens", config.get("additional_special_tokens")) or []
+    extra = [_content(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
+    # A special token outside the vocabulary would get an id beyond the embedding: leave it out.
+    wanted = [
+        t for t in [*specials.values(), *extra] if t and t not in special_now and backend.token_to_id(t) is not None
+    ]
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in dict.fromkeys(wanted)])
+
+
+def _apply_bos_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any], specials: Mapping[str, str]) -> None:
+    """`add_bos_token` and `add_eos_token` overrule what tokenizer.json does by itself, where they are stated."""
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return
+    bos, eos = (backend.token_to_id(specials[name]) if name in specials else None for name in _SPECIAL_NAMES[:2])
+    plain = backend.encode("a", add_special_tokens=False).ids
+    ids = backend.encode("a", add_special_tokens=True).ids
+    has_bos, has_eos = ids[: -len(plain)] == [bos], ids[len(ids) - 1 :] == [eos] != plain[-1:]
+    add_bos = config.get("add_bos_token", has_bos)
+    add_eos = config.get("add_eos_token", has_eos)
+    gguf_tokenizer.set_bos_eos(backend, bos if add_bos else None, eos if add_eos else None)
+
+
+def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name. A file of its own wins over the configuration."""
+    found: dict[str, str] = {}
+    stated = config.get("chat_template")
+    if isinstance(stated, str):
+        found["default"] = stated
+    elif isinstance(stated, list):
+        found = {entry["name"]: entry["template"] for entry in stated}
+    in_json = _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(in_json, str):
+        found["default"] = in_json
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        found["default"] = file.read_text(encoding="utf-8")
+    return found

@@ -1,0 +1,28 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tests' tensors are tiny: a second thread only waits, and on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's GGUF file, downloaded on first use."""
+    try:
+        from draftwing.models.hub import fetch_default_model
+    except ImportError:
+        return Path.home() / ".cache/draftwing/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(fetch_default_model())

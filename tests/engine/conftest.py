@@ -1,0 +1,237 @@
+"""A tiny float32 model in a real engine, and drafters whose quality a test can choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftwing.attn.torch_ref import TorchAttention
+from draftwing.core import MAX_HINT, PLAIN, Output, SamplingParams, TreeShape
+from draftwing.engine.device import pick_device
+from draftwing.engine.executor import Executor
+from draftwing.engine.loop import Loop
+from draftwing.engine.slots import SlotTable
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.sched.request import Req
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.shapes import FixedShape
+from draftwing.spec.drafter import Draft
+from draftwing.spec.ngram import NGramDrafter
+
+VOCAB = 48
+CONTEXT = 128
+
+
+def tiny_model(seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0):
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        ffn_size=96, vocab_size=VOCAB, max_positions=CONTEXT,
+    )  # fmt: skip
+    model = DecoderModel(config, torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                scale = sharpen if name.startswith("lm_head") else 1.0
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+class OracleDrafter:
+    """Knows the answers: `book[t0]` is the whole token sequence of the request whose first prompt token is t0.
+
+    It proposes the true continuation on a branch whose place among its siblings moves with the position (so that
+    later children get accepted too), wrong in `miss` of 8 positions, among decoys. It has one KV layer with a
+    lookahead of one token, in which it keeps the pair (token, next token) of every position, and on every proposal
+    counts the committed positions whose entry is not that pair: `wrong_kv` must stay 0.
+    """
+
+    def __init__(self, book: torch.Tensor, pool: KVPool, first_layer: int, miss: int, lookahead: int = 1) -> None:
+        self.taps, self.lookahead, self.kv_layers = (), lookahead, (LayerSpec(1, 2),)
+        self.book, self.pool, self.layer, self.miss = book, pool, first_layer, miss
+        self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
+
+    def span(self, shape):
+        return max(shape.nodes, 1 + shape.topk * (shape.depth - 1))
+
+    def propose(self, slots, rows, shape, max_bound):
+        kv_len, root = slots.kv_len[rows], slots.last[rows]
+        self._check_kv(slots, rows, kv_len, max_bound)
+        device, batch, nodes = rows.device, rows.shape[0], shape.nodes
+        first = slots.tokens[rows, torch.zeros_like(rows)]
+        topk = min(shape.topk, nodes - 1)
+        levels = -(-(nodes - 1) // topk)
+        node = torch.arange(1, nodes, device=device)
+        level, child = (node - 1) // topk, (node - 1) % topk  # [N - 1]
+        position = kv_len[:, None] + 1 + level  # [B, N - 1] where the node's token would stand
+        # the true branch at this level, and at the level above (its node is the parent of the whole level)
+        width = torch.clamp(torch.tensor(nodes - 1, device=device) - level * topk, max=topk)
+        lucky = (position * 5 + 3) % width
+        above = (position - 1) * 5 + 3
+        parent = torch.where(level == 0, 0, 1 + (level - 1) * topk + above % topk)
+        truth = self.book[first[:, None], position.clamp(max=self.book.shape[1] - 1)]
+        truth = torch.where(position % 8 < self.miss, (truth + 1) % VOCAB, truth)
+        token = torch.where(child == lucky, truth, (truth + 1 + child) % VOCAB)
+        alive = (level < shape.depth).expand(batch, -1)
+        assert levels >= 1
+        return Draft(
+            torch.cat((root[:, None], token), 1),
+            torch.cat((torch.zeros_like(root)[:, None], torch.where(alive, parent, 0)), 1),
+            torch.cat((torch.ones_like(root, dtype=torch.bool)[:, None], alive), 1),
+        )
+
+    def observe(self, slots, batch, taps, next_ids, count):
+        k = torch.stack((batch.ids, next_ids), -1).to(self.pool.dtype)[:, None]
+        self.pool.write(self.layer, batch.write_slots, k, k)
+
+    def outlook(self, slots, rows, max_bound):
+        return torch.full_like(rows, MAX_HINT)
+
+    def flush(self):
+        pass
+
+    def _check_kv(self, slots, rows, kv_len, max_bound):
+        at = torch.arange(max_bound, device=rows.device)
+        pairs = self.pool.kv[self.layer][slots.table[rows, :max_bound], 0, 0]  # [B, P, 2]
+        tokens = slots.tokens[rows, : max_bound + 1]
+        wrong = (pairs[..., 0] != tokens[:, :-1]) | (pairs[..., 1] != tokens[:, 1:])
+        self.wrong_kv += (wrong & (at < kv_len[:, None])).sum()
+
+
+@dataclass
+class Answers:
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    final: dict[str, Output] = field(default_factory=dict)
+
+
+class Rig:
+    """A scheduler, an executor and a loop around a tiny model."""
+
+    def __init__(
+        self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
+        book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None,
+    ):  # fmt: skip
+        self.policy = policy or FixedShape(shapes[0])
+        dev = fake_device or pick_device(device)
+        config = model.config
+        layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        dtype = next(model.parameters()).dtype
+        self.pool = KVPool([*layers, LayerSpec(1, 2)], slots, dtype, dev.device)
+        if drafter == "oracle":
+            drafter = OracleDrafter(book.to(dev.device), self.pool, len(layers), miss)
+        elif drafter == "ngram":
+            drafter = NGramDrafter(capacity=4096, rows=rows + 1, device=dev.device)
+        self.drafter = drafter
+        menu = self.policy.menu
+        spans = {s: s.nodes if drafter is None else drafter.span(s) for s in menu}
+        max_span, max_commit = max(spans.values()), max(s.max_commit for s in menu)
+        length = CONTEXT + max_span + max_commit + 1
+        model.set_max_positions(length)
+        self.slots = SlotTable(rows, length, dev)
+        self.executor = Executor(model, drafter, self.slots, attn(self.pool), dev)
+        lookahead = drafter.lookahead if drafter is not None else 0
+        self.sched = Scheduler(SchedulerConfig(slots, rows, max_span, chunk, lookahead, radix), self.policy, spans)
+        self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
+        self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
+
+    def _watch(self, plan, result):
+        if plan.kind == "prefill":
+            self.stats.prefills += 1
+            return
+        self.stats.rows += len(plan.rows)
+        self.stats.tokens += int(result.count.sum())
+        self.stats.shapes.add(plan.shape)
+        self.stats.moved += int((result.order != range(plan.shape.nodes)).any(1).sum())
+
+    @property
+    def accept_length(self):
+        return self.stats.tokens / max(self.stats.rows, 1)
+
+    def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None):
+        room = CONTEXT - len(prompt)
+        wanted = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
+        req = Req(
+            uid=uid, tokens=list(prompt), params=params, seed=params.sampling_seed or 0,
+            max_total=len(prompt) + wanted, stop_ids=frozenset((*stop_ids, *params.stop_token_ids)),
+            priority=priority, salt=salt, scanner=scanner, deadline=deadline,
+        )  # fmt: skip
+        self.sched.submit(req)
+        return req
+
+    def run(self, answers=None, turns=100_000, between=None):
+        """Turns the loop until everything is answered, checking who owns what after every commit."""
+        answers = answers or Answers()
+        for turn in range(turns):
+            if self.loop.idle:
+                break
+            self.loop.turn()
+            self.sched.check_integrity()
+            for out in self.sched.take_outputs():
+                answers.tokens.setdefault(out.uid, []).extend(out.token_ids)
+                if out.finish_reason:
+                    answers.final[out.uid] = out
+            if between is not None:
+                between(turn)
+        assert self.loop.idle
+        if isinstance(self.drafter, OracleDrafter):
+            assert int(self.drafter.wrong_kv) == 0, "the drafter's KV does not belong to the committed tokens"
+        return answers
+
+
+def prompts_for(count, seed=0, shortest=3, longest=20):
+    """Prompts with distinct first tokens (the oracle's key) that share stretches of text in pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randint(0, VOCAB, (longest,), generator=generator).tolist()
+    out = []
+    for i in range(count):
+        length = int(torch.randint(shortest, longest, (1,), generator=generator))
+        tail = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+        out.append([i, *(common[: length // 2] if i % 2 else []), *tail][:longest])
+    return out
+
+
+def greedy(tokens=40, **kw):
+    return SamplingParams(max_new_tokens=tokens, temperature=0.0, **kw)
+
+
+def seeded(tokens=40, seed=7, **kw):
+    return SamplingParams(max_new_tokens=tokens, **{"temperature": 0.8, "sampling_seed": seed, **kw})
+
+
+def answers_without_speculation(model, prompts, params, **kw):
+    rig = Rig(model, rows=1, radix=False, **kw)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    return rig.run()
+
+
+def make_book(prompts, answers, length=CONTEXT + 64):
+    """What the oracle knows: row t0 holds the request whose first prompt token is t0."""
+    book = torch.zeros(VOCAB, length, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        whole = torch.tensor([*prompt, *answers.tokens[str(i)]])
+        book[prompt[0], : len(whole)] = whole
+    return book
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny tensors: a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def harness():
+    return SimpleNamespace(
+        Rig=Rig, OracleDrafter=OracleDrafter, tiny_model=tiny_model, prompts_for=prompts_for, greedy=greedy,
+        seeded=seeded, plain_answers=answers_without_speculation, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT,
+        TreeShape=TreeShape,
+    )  # fmt: skip

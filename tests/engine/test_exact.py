@@ -1,0 +1,219 @@
+"""Speculation on equals speculation off, token for token, in float32, whatever else happens.
+
+Every test also asserts that it met its subject: accepted drafts, later children, retractions, cached tokens.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftwing.core import PLAIN, TreeShape
+
+CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
+
+
+def mixed_params(h, count, tokens=40):
+    return [h.greedy(tokens) if i % 2 else h.seeded(tokens, seed=i) for i in range(count)]
+
+
+class Cycle:
+    """Another shape each step, plain decoding included."""
+
+    def __init__(self, *shapes):
+        self.menu = (*shapes, PLAIN)
+        self._next = itertools.cycle(self.menu)
+
+    def choose(self, hints):
+        return next(self._next)
+
+    def record(self, shape, hints, accepted, seconds):
+        pass
+
+
+@pytest.fixture(scope="session")
+def case(harness, one_thread):
+    """Model, prompts, parameters and the answers of plain decoding, one request at a time."""
+    model = harness.tiny_model()
+    prompts = harness.prompts_for(12)
+    params = mixed_params(harness, len(prompts))
+    expected = harness.plain_answers(model, prompts, params)
+    assert all(len(expected.tokens[str(i)]) == 40 for i in range(len(prompts)))
+    assert len({tuple(t) for t in expected.tokens.values()}) == len(prompts)
+    return model, prompts, params, expected, harness.make_book(prompts, expected)
+
+
+def answer(h, case, **kw):
+    model, prompts, params, expected, book = case
+    rig = h.Rig(model, book=book, **kw)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    got = rig.run()
+    assert got.tokens == expected.tokens
+    return rig, got
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE, BUSHY], ids=["chain", "tree", "bushy"])
+def test_oracle_drafts(harness, case, shape, lag):
+    rig, _ = answer(harness, case, shapes=(shape,), drafter="oracle", miss=2, lag=lag)
+    assert rig.accept_length > 1.5
+    if shape != CHAIN:
+        assert rig.stats.moved > 50, "no later child was accepted"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_ngram_drafts(harness, lag):
+    model = harness.tiny_model(seed=3)
+    # Text that repeats itself: greedy decoding of a tiny model runs into loops by itself.
+    prompts = harness.prompts_for(8, seed=5)
+    params = [harness.greedy(90) if i % 2 else harness.seeded(90, seed=i, temperature=0.3) for i in range(8)]
+    expected = harness.plain_answers(model, prompts, params)
+    rig = harness.Rig(model, shapes=(TreeShape(7, 4, 8),), drafter="ngram", lag=lag)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+    assert rig.accept_length > 1.5
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram"])
+def test_changing_shapes(harness, case, drafter, lag):
+    rig, _ = answer(harness, case, drafter=drafter, policy=Cycle(CHAIN, TREE, BUSHY), miss=1, lag=lag)
+    assert rig.stats.shapes == {CHAIN, TREE, BUSHY, PLAIN}
+    assert rig.accept_length > (1.5 if drafter == "oracle" else 1.0)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 17])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prefill_chunks_of_any_size(harness, case, chunk, lag):
+    rig, _ = answer(harness, case, shapes=(TREE,), drafter="oracle", chunk=chunk, lag=lag)
+    assert rig.stats.prefills > 6 and rig.accept_length > 1.5
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prefix_hits(harness, case, lag):
+    """Every prompt twice, and then again continued: the radix cache serves what it has, with the drafter's KV."""
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, lag=lag)
+    for round_ in range(2):
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            rig.submit(f"{round_}/{i}", prompt, param)
+        got = rig.run()
+        assert {uid.split("/")[1]: tokens for uid, tokens in got.tokens.items()} == expected.tokens
+        cached = sum(out.meta["cached_tokens"] for out in got.final.values())
+    # all but the last 1 + lookahead - 1 tokens of every prompt
+    assert cached == sum(len(prompt) - 1 for prompt in prompts)
+    for i, prompt in enumerate(prompts):  # conversations go on
+        whole = [*prompt, *expected.tokens[str(i)]]
+        rig.submit(str(i), whole[: len(prompt) + 20], harness.greedy(10))
+    greedy_rows = [i for i in range(len(prompts)) if i % 2]
+    got = rig.run()
+    for i in greedy_rows:
+        assert got.tokens[str(i)] == expected.tokens[str(i)][20:30]
+        assert got.final[str(i)].meta["cached_tokens"] == len(prompts[i]) + 19
+    assert rig.accept_length > 1.5
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram"])
+def test_preemption(harness, case, drafter, lag):
+    """A pool for less than two requests, six rows: requests are retracted and resume exactly."""
+    rig, got = answer(harness, case, shapes=(TREE,), drafter=drafter, lag=lag, slots=120, chunk=8)
+    assert rig.sched.retractions >= 2
+    assert sum(out.meta["num_retractions"] for out in got.final.values()) == rig.sched.retractions
+    if lag:
+        assert rig.sched.stale_results > 0, "no step was in flight for a retracted request"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_a_request_that_ends_exactly_at_the_context_length(harness, shape, lag):
+    model = harness.tiny_model()
+    prompts = harness.prompts_for(4)
+    params = [harness.greedy(None), harness.seeded(None, seed=5)] * 2
+    expected = harness.plain_answers(model, prompts, params)
+    book = harness.make_book(prompts, expected)
+    rig = harness.Rig(model, shapes=(shape,), drafter="oracle", book=book, lag=lag)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    got = rig.run()
+    assert got.tokens == expected.tokens
+    for i, prompt in enumerate(prompts):
+        assert len(prompt) + len(got.tokens[str(i)]) == harness.CONTEXT
+        assert got.final[str(i)].finish_reason["type"] == "length"
+    assert shape == PLAIN or rig.accept_length > 1.5
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case, lag):
+    model, prompts, params, expected, book = case
+    rig = harness.Rig(model, shapes=(CHAIN,), drafter="oracle", book=book, lag=lag)
+    want, cut_inside = {}, 0
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        tokens = expected.tokens[str(i)]
+        stop = tokens[13]
+        at = tokens.index(stop)
+        cut_inside += at % 5 not in (0, 4)
+        want[str(i)] = tokens[: at + 1]
+        rig.submit(str(i), prompt, param, stop_ids=[stop])
+    got = rig.run()
+    assert got.tokens == want and cut_inside > 3
+    assert all(out.finish_reason == {"type": "stop", "matched": want[uid][-1]} for uid, out in got.final.items())
+    # what the device committed past the stop must not be served from the cache
+    for i, prompt in enumerate(prompts):
+        rig.submit(str(i), prompt, params[i])
+    assert rig.run().tokens == expected.tokens
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed):
+    """Aborts at random moments leave every other answer exact and no slot behind (checked after every turn)."""
+    model, prompts, params, expected, book = case
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return int(torch.randint(0, n, (1,), generator=generator))
+
+    rig = harness.Rig(
+        model, drafter="oracle", policy=Cycle(TREE, CHAIN), book=book, lag=lag, slots=150, chunk=7, miss=1
+    )
+    todo, aborted = list(range(36)), set()
+
+    def between(turn):
+        for _ in range(draw(3)):
+            if todo:
+                j = todo.pop()
+                rig.submit(str(j), prompts[j % 12], params[j % 12], priority=draw(2))
+        if draw(12) == 0:
+            uid = str(draw(36))
+            if rig.sched._by_uid.get(uid):
+                aborted.add(uid)
+                rig.sched.abort(uid)
+
+    for _ in range(4):
+        between(0)
+    answers = SimpleNamespace(tokens={}, final={})
+    while todo or not rig.loop.idle:
+        between(0)
+        if not rig.loop.idle:
+            _turn(rig, answers)
+    for uid, out in answers.final.items():
+        if uid in aborted:
+            assert out.finish_reason["type"] == "abort"
+        else:
+            assert answers.tokens[uid] == expected.tokens[str(int(uid) % 12)]
+    assert len(answers.final) == 36 and aborted and rig.sched.retractions > 0 and rig.accept_length > 1.5
+    assert int(rig.drafter.wrong_kv) == 0
+    assert rig.sched.flush_cache() and rig.sched.pool.available == 150
+
+
+def _turn(rig, answers):
+    rig.loop.turn()
+    rig.sched.check_integrity()
+    for out in rig.sched.take_outputs():
+        answers.tokens.setdefault(out.uid, []).extend(out.token_ids)
+        if out.finish_reason:
+            answers.final[out.uid] = out

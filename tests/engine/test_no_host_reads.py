@@ -1,0 +1,77 @@
+"""Propose, verify and settle run on tensors that have no data: nothing on the device's path reads them on the host or
+lets a shape depend on them. On a CPU such a read costs nothing and hides; on CUDA it is a stall, and cannot be captured
+in a graph."""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+
+SHAPES = [PLAIN, TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
+
+
+class FakeDevice:
+    """Uploads arrive as tensors without data."""
+
+    is_cuda = False
+    device = torch.device("cpu")
+
+    def __init__(self, mode):
+        self.mode = mode
+
+    def upload(self, host):
+        with self.mode:
+            return torch.empty(host.shape, dtype=torch.int64)
+
+    def download(self, tensor):
+        return tensor
+
+
+def plans(shape, params):
+    """Two requests prefill (one of them in two chunks), then both take tree steps."""
+    rows = np.asarray([0, 2])
+    admits = tuple(
+        Admission(int(row), [5, 6, 7, 8, 9], np.asarray([40 + row]), 11, params, 5, (3, 4), 0) for row in rows
+    )
+    both = np.asarray([0, 1])
+    noisy = both if params.temperature > 0 else both[:0]
+    filtered = both if params.filtered else both[:0]
+    banning = both if params.min_new_tokens else both[:0]
+    new = tuple((int(row), 1, np.arange(10 * row + 1, 10 * row + 5)) for row in rows)
+    chunks = (Chunk(0, 1, 4, True), Chunk(2, 1, 2, False))
+    yield Plan(0, "prefill", rows, rows, PLAIN, 5, admits, new, chunks, noisy[:1], filtered[:1], banning[:1])
+    yield Plan(1, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 2, True),), noisy[:1], filtered[:1])
+    yield Plan(2, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 1, False),))
+    more = tuple((int(row), 5, np.arange(10 * row + 50, 10 * row + 50 + 20)) for row in rows)
+    yield Plan(3, "tree", rows, rows, shape, 5, (), more, (), noisy, filtered, banning)
+    yield Plan(4, "tree", rows, rows, shape, 5 + shape.max_commit, (), (), (), noisy, filtered, banning)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("drafter", [None, "ngram", "oracle"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.02, min_new_tokens=4),
+    ],
+    ids=["greedy", "everything"],
+)
+def test_a_step_needs_no_data(harness, drafter, shape, params):
+    mode = FakeTensorMode()
+    model = harness.tiny_model()
+    for name, tensor in [*model.named_parameters()]:
+        module = model.get_submodule(name.rpartition(".")[0])
+        fake = mode.from_tensor(tensor.detach())
+        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(fake, requires_grad=False))
+    with mode:
+        device = FakeDevice(mode)
+        book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+        rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
+        for plan in plans(shape, params):
+            pending = rig.executor.launch(plan)
+            packed = rig.executor.settle(pending)._download
+            commit = plan.shape.max_commit
+            assert tuple(packed.shape) == (len(plan.rows), 3 + commit + plan.shape.nodes)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import math
+
+import torch
+
+from draftwing.layers.rope import RopeConfig, inverse_frequencies, rope_table, rotate
+
+
+def test_rotate_turns_each_pair_by_its_angle() -> None:
+    torch.manual_seed(0)
+    config = RopeConfig(theta=10000.0)
+    x = torch.randn(6, 3, 8, dtype=torch.float64)
+    positions = torch.tensor([0, 1, 2, 17, 100, 511])
+    cos, sin = rope_table(config, 8, 512, torch.float64, "cpu")[positions].unsqueeze(2).unbind(1)
+    found = rotate(x, cos, sin)
+    pairs = torch.complex(x[..., :4], x[..., 4:])
+    angles = torch.tensor([[p * 10000.0 ** (-2 * i / 8) for i in range(4)] for p in positions.tolist()])
+    turned = pairs * torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
+    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), -1), atol=1e-4, rtol=1e-5)
+
+
+def test_scores_depend_on_the_distance_only() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+    cos, sin = rope_table(RopeConfig(), 16, 64, torch.float32, "cpu").unsqueeze(2).unbind(1)
+
+    def score(i: int, j: int) -> float:
+        return (rotate(q, cos[i, None], sin[i, None]) * rotate(k, cos[j, None], sin[j, None])).sum().item()
+
+    assert math.isclose(score(9, 4), score(55, 50), abs_tol=1e-4)
+    assert not math.isclose(score(9, 4), score(9, 5), abs_tol=1e-4)
+
+
+def test_llama3_keeps_short_and_divides_long_wavelengths() -> None:
+    config = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    plain, scaled = inverse_frequencies(RopeConfig(500000.0), 128), inverse_frequencies(config, 128)
+    wavelength = 2 * math.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    assert torch.equal(plain[short], scaled[short])
+    torch.testing.assert_close(plain[long] / 8, scaled[long])
+    between = ~short & ~long
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+def test_divisors_divide_each_frequency() -> None:
+    config = RopeConfig(divisors=(1.0, 2.0, 4.0, 8.0))
+    torch.testing.assert_close(
+        inverse_frequencies(RopeConfig(), 8) / inverse_frequencies(config, 8), torch.tensor([1.0, 2.0, 4.0, 8.0])
+    )

@@ -1,0 +1,239 @@
+"""Config parsing: the published configs, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from draftwing.errors import CheckpointError
+from draftwing.layers.rope import RopeConfig
+from draftwing.models.config import ModelConfig, from_hf
+
+LLAMA2_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+LLAMA32_1B: dict[str, Any] = {
+    **LLAMA2_7B,
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN25_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN25_15B_TRANSFORMERS5: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "dtype": "float16",
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "layer_types": ["full_attention"] * 28,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MISTRAL_7B_V01: dict[str, Any] = {
+    **LLAMA2_7B,
+    "architectures": ["MistralForCausalLM"],
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+
+
+def test_llama2() -> None:
+    assert from_hf(LLAMA2_7B) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        ffn_size=11008,
+        vocab_size=32000,
+        max_positions=4096,
+        norm_eps=1e-5,
+        rope=RopeConfig(10000.0),
+        dtype=torch.float16,
+        stop_ids=(2,),
+    )
+
+
+def test_llama32() -> None:
+    config = from_hf(LLAMA32_1B)
+    assert config.rope == RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (8, 64, True)
+    assert config.stop_ids == (128001, 128008, 128009)
+    assert config.dtype == torch.bfloat16
+
+
+def test_qwen2() -> None:
+    config = from_hf(QWEN25_7B)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
+    assert (config.head_dim, config.rope.theta, config.tie_embeddings) == (128, 1e6, False)
+
+
+def test_transformers5_keys() -> None:
+    config = from_hf(QWEN25_15B_TRANSFORMERS5)
+    assert (config.rope, config.dtype, config.tie_embeddings) == (RopeConfig(1e6), torch.float16, True)
+
+
+def test_qwen3() -> None:
+    config = from_hf(QWEN3_8B)
+    assert (config.qk_norm, config.qkv_bias, config.head_dim, config.stop_ids) == (True, False, 128, (151645,))
+
+
+def test_llama3_scaling_in_rope_parameters_is_that_of_rope_scaling() -> None:
+    new = {k: v for k, v in LLAMA32_1B.items() if k not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {**LLAMA32_1B["rope_scaling"], "rope_theta": 500000.0}
+    assert from_hf(new).rope == from_hf(LLAMA32_1B).rope
+
+
+def test_rope_theta_beside_rope_parameters_is_used_when_they_have_none() -> None:
+    assert from_hf({**LLAMA2_7B, "rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}).rope.theta == 5e5
+
+
+def test_legacy_linear_scaling() -> None:
+    config = from_hf({**LLAMA2_7B, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert config.rope == RopeConfig(10000.0, "linear", 2.0)
+
+
+def test_model_type_stands_in_for_missing_architectures() -> None:
+    config = {k: v for k, v in QWEN3_8B.items() if k != "architectures"}
+    assert from_hf({**config, "model_type": "qwen3"}).architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**MISTRAL_7B_V01, "sliding_window": None},
+        {**MISTRAL_7B_V01, "sliding_window": 32768},
+        {**QWEN25_7B, "sliding_window": 4096},  # use_sliding_window is false
+        {**QWEN25_7B, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 28},
+        {**QWEN25_7B, "sliding_window": 4096, "use_sliding_window": True, "layer_types": ["full_attention"] * 28},
+        {**LLAMA2_7B, "quantization_config": None, "num_experts": 0, "partial_rotary_factor": 1.0},
+        {**LLAMA2_7B, "rope_scaling": {"rope_type": "default"}},
+    ],
+)
+def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
+    from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (MISTRAL_7B_V01, "sliding_window = 4096"),
+        ({k: v for k, v in MISTRAL_7B_V01.items() if k != "sliding_window"}, "sliding_window = 4096"),
+        (
+            {**QWEN25_7B, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 21},
+            "sliding_window = 4096",
+        ),
+        (
+            {**QWEN25_7B, "sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 28},
+            "sliding_window = 64",
+        ),
+        ({**LLAMA2_7B, "layer_types": ["linear_attention"] * 32}, "linear_attention"),
+        ({**QWEN3_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type = 'yarn'"),
+        ({**LLAMA2_7B, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type = 'dynamic'"),
+        ({**LLAMA2_7B, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type = 'longrope'"),
+        ({**LLAMA2_7B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        ({**LLAMA2_7B, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({**LLAMA2_7B, "rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ({**LLAMA2_7B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({**LLAMA2_7B, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({**LLAMA2_7B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),
+        ({**LLAMA2_7B, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({**LLAMA2_7B, "architectures": ["DeepseekV3ForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
+        ({k: v for k, v in LLAMA2_7B.items() if k != "hidden_size"}, "hidden_size, found None"),
+        ({**LLAMA2_7B, "num_key_value_heads": 5}, "found 32 and 5"),
+        ({**LLAMA2_7B, "torch_dtype": "int8"}, "'int8'"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        from_hf(config)
+    assert named in str(error.value)

@@ -1,0 +1,192 @@
+"""The decoder against transformers on small random checkpoints, one per family and switch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_model
+from draftwing.models.names import checkpoint_tensors
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama3.1": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama3.2-tied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 32}),
+    "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32, "rope_parameters": PLAIN}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": PLAIN}),
+    "qwen2.5": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": PLAIN}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": PLAIN}),
+}
+
+
+class DenseCache:
+    """Causal attention with a cache that grows by every call, in plain matrix products."""
+
+    def __init__(self) -> None:
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in self.kv:
+            k, v = torch.cat((self.kv[layer][0], k)), torch.cat((self.kv[layer][1], v))
+        self.kv[layer] = (k, v)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [T, heads, head_dim]
+        scores = torch.einsum("mhd,thd->hmt", q, k) * q.shape[-1] ** -0.5
+        future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return torch.einsum("hmt,thd->mhd", weights, v).flatten(1)
+
+
+def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedModel:
+    prefix, settings = FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings, **overrides})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():  # the default biases and norms of 0 and 1 would test nothing
+            if name.endswith("bias"):
+                param.normal_(0, 0.3)
+            elif "norm" in name:
+                param.uniform_(0.5, 1.5)
+            else:
+                param.normal_(0, 0.15)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, DecoderModel]:
+    reference = random_reference(request.param)
+    folder = tmp_path_factory.mktemp("model")
+    reference.save_pretrained(folder)
+    return reference, load_model(folder, torch.float32, "cpu")
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(0, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def test_prefill_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
+    reference, model = pair
+    ids = tokens(200)  # beyond the 64 positions that the llama3 scaling calls original
+    expected = reference(ids[None], output_hidden_states=True)
+    hidden, taps = model(ids, torch.arange(200), DenseCache(), (0, 3, 2))
+    torch.testing.assert_close(model.logits(hidden), expected.logits[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden, expected.hidden_states[3][0], atol=1e-4, rtol=1e-4)
+    assert taps is not None and taps.shape == (200, 3 * 64)
+    torch.testing.assert_close(taps[:, :64], expected.hidden_states[0][0])
+    torch.testing.assert_close(taps[:, 128:], expected.hidden_states[2][0], atol=1e-4, rtol=1e-4)
+    # transformers does not show the stream before the final norm, but norming it must give the result.
+    torch.testing.assert_close(model.norm(taps[:, 64:128]), hidden)
+
+
+@torch.inference_mode()
+def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
+    reference, model = pair
+    ids, cache = tokens(80), DenseCache()
+    expected = reference(ids[None]).logits[0]
+    rows = []
+    for start, stop in [(0, 5), *((i, i + 1) for i in range(5, 80))]:
+        hidden, taps = model(ids[start:stop], torch.arange(start, stop), cache)
+        assert taps is None
+        rows.append(model.logits(hidden))
+    torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_packed_model_gives_the_same(tmp_path: Path) -> None:
+    reference = random_reference("llama3.2-tied")
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    model.pack()
+    hidden, taps = model(tokens(9), torch.arange(9), DenseCache(), (1, 3))
+    expected = reference(tokens(9)[None], output_hidden_states=True)
+    torch.testing.assert_close(model.logits(hidden), expected.logits[0], atol=1e-4, rtol=1e-4)
+    assert taps is not None  # a packed product must not write into the residual stream that was tapped
+    torch.testing.assert_close(taps[:, :64], expected.hidden_states[1][0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.norm(taps[:, 64:]), hidden)
+
+
+def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
+    reference, model = pair
+    ids = tokens(12)
+    reference.zero_grad()
+    model.requires_grad_().zero_grad()
+    F.cross_entropy(reference(ids[None]).logits[0, :-1], ids[1:]).backward()
+    hidden, _ = model(ids, torch.arange(12), DenseCache())
+    F.cross_entropy(model.logits(hidden)[:-1], ids[1:]).backward()
+    q_rows = model.config.num_heads * model.config.head_dim
+    layer, theirs = model.layers[0], reference.model.layers[0]
+    for found, expected in (
+        (layer.qkv.weight.grad[:q_rows], theirs.self_attn.q_proj.weight.grad),
+        (layer.attn_norm.weight.grad, theirs.input_layernorm.weight.grad),
+        (model.embed.weight.grad, reference.model.embed_tokens.weight.grad),
+    ):
+        assert expected.abs().max() > 1e-3
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel], tmp_path: Path) -> None:
+    reference, model = pair
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in checkpoint_tensors(model, model.config)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    (tmp_path / "config.json").write_text(json.dumps(reference.config.to_dict(), default=str))
+    again, info = type(reference).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for (name, expected), (_, found) in zip(reference.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(expected, found), name
+
+
+def test_tied_embeddings_share_storage(tmp_path: Path) -> None:
+    random_reference("qwen2-tied").save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    assert model.lm_head.weight is model.embed.weight
+
+
+@torch.inference_mode()
+def test_runs_on_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from draftwing.models.config import from_hf
+
+    config = from_hf(random_reference("qwen3").config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]})
+    with FakeTensorMode():
+        model = DecoderModel(config, torch.bfloat16, "cpu")
+        model.set_max_positions(32)
+        ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
+        hidden, taps = model(ids, positions, lambda layer, q, k, v: q.flatten(1), (1,))
+        assert model.logits(hidden).shape == (5, 101) and taps is not None and taps.shape == (5, 64)

@@ -1,0 +1,270 @@
+"""GGUF: golden values of a published file, and small files written by the gguf package."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import quantize
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.models import gguf
+from draftwing.models.loader import load_config, load_model
+
+HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 40, 4, 2, 16
+
+
+def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What a converter does to q and k of the llama architecture: row i of a half goes to row 2i (+ 1)."""
+    out = np.empty_like(rows)
+    half = len(rows) // heads // 2
+    for head in range(heads):
+        for i in range(half):
+            out[head * 2 * half + 2 * i] = rows[head * 2 * half + i]
+            out[head * 2 * half + 2 * i + 1] = rows[head * 2 * half + half + i]
+    return out
+
+
+def weights(arch: str) -> dict[str, np.ndarray]:
+    """GGUF names with the rows in Hugging Face order."""
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for name, rows, columns in (
+        ("attn_q", HEADS * HEAD_DIM, HIDDEN),
+        ("attn_k", KV_HEADS * HEAD_DIM, HIDDEN),
+        ("attn_v", KV_HEADS * HEAD_DIM, HIDDEN),
+        ("attn_output", HIDDEN, HEADS * HEAD_DIM),
+        ("ffn_gate", FFN, HIDDEN),
+        ("ffn_up", FFN, HIDDEN),
+        ("ffn_down", HIDDEN, FFN),
+    ):
+        shapes[f"blk.0.{name}.weight"] = (rows, columns)
+        if arch == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+            shapes[f"blk.0.{name}.bias"] = (rows,)
+    for name in ("attn_norm", "ffn_norm"):
+        shapes[f"blk.0.{name}.weight"] = (HIDDEN,)
+    if arch == "qwen3":
+        shapes |= {"blk.0.attn_q_norm.weight": (HEAD_DIM,), "blk.0.attn_k_norm.weight": (HEAD_DIM,)}
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def write(
+    path: Path,
+    arch: str,
+    kind: Type = Type.F32,
+    extra: dict[str, np.ndarray] | None = None,
+    edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
+) -> Path:
+    writer = gguf_package.GGUFWriter(path, arch)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_token_list(["a", "<|im_end|>", "<|endoftext|>", *(f"t{i}" for i in range(VOCAB - 3))])
+    writer.add_eos_token_id(4)
+    if edit is not None:
+        edit(writer)
+    for name, values in (weights(arch) | (extra or {})).items():
+        if arch == "llama" and (".attn_q." in name or ".attn_k." in name):
+            values = permuted(values, HEADS if ".attn_q." in name else KV_HEADS)
+        raw = kind if values.ndim == 2 else Type.F32
+        writer.add_tensor(name, quantize(values, raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+
+
+# Largest error of a block format, relative to the largest value of its block.
+TOLERANCE = {Type.F32: 0.0, Type.F16: 1e-3, Type.BF16: 8e-3, Type.Q8_0: 1 / 127, Type.Q4_0: 1 / 7, Type.Q4_1: 1 / 14}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+def test_rows_come_back_in_hugging_face_order(tmp_path: Path, arch: str, kind: Type) -> None:
+    model = load_model(write(tmp_path / "m.gguf", arch, kind), torch.float32, "cpu")
+    values, layer = weights(arch), model.layers[0]
+    expected = {
+        "qkv": np.concatenate([values[f"blk.0.attn_{x}.weight"] for x in "qkv"]),
+        "gate_up": np.concatenate([values[f"blk.0.ffn_{x}.weight"] for x in ("gate", "up")]),
+        "o": values["blk.0.attn_output.weight"],
+        "down": values["blk.0.ffn_down.weight"],
+    }
+    for name, rows in expected.items():
+        found = getattr(layer, name).weight.detach().numpy()
+        assert np.abs(found - rows).max() <= TOLERANCE[kind] * np.abs(rows).max() * 1.01, name
+    assert np.array_equal(layer.attn_norm.weight.detach().numpy(), values["blk.0.attn_norm.weight"])
+    assert model.lm_head.weight is model.embed.weight
+    if arch == "qwen2":
+        bias = np.concatenate([values[f"blk.0.attn_{x}.bias"] for x in "qkv"])
+        assert np.array_equal(layer.qkv.bias.detach().numpy(), bias)
+    else:
+        assert layer.qkv.bias is None
+    assert (layer.q_norm is not None) == (arch == "qwen3")
+    if arch == "qwen3":
+        assert np.array_equal(layer.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
+
+
+def test_biases_of_llama_are_unpermuted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    sizes = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}
+    biases = {f"blk.0.{name}.bias": rng.standard_normal(rows).astype(np.float32) for name, rows in sizes.items()}
+    model = load_model(write(tmp_path / "m.gguf", "llama", extra=biases), torch.float32, "cpu")
+    assert np.array_equal(model.layers[0].qkv.bias.detach().numpy(), np.concatenate(list(biases.values())))
+
+
+def test_config(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path / "m.gguf", "llama"))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (4, 2, 16, VOCAB)
+    assert (config.max_positions, config.rope.theta, config.tie_embeddings) == (128, 5000.0, True)
+    assert config.norm_eps == pytest.approx(1e-5)
+    assert config.stop_ids == (4, 1, 2)  # the named one, and tokens that are known to end an answer
+
+
+def test_untied_output(tmp_path: Path) -> None:
+    head = np.random.default_rng(2).standard_normal((VOCAB, HIDDEN), np.float32)
+    model = load_model(write(tmp_path / "m.gguf", "llama", extra={"output.weight": head}), torch.float32, "cpu")
+    assert np.array_equal(model.lm_head.weight.detach().numpy(), head)
+
+
+@torch.inference_mode()
+def test_rope_freqs_divide_the_frequencies(tmp_path: Path) -> None:
+    """With all factors 4, positions 4p must give what positions p give without."""
+    factors = {"rope_freqs.weight": np.full(HEAD_DIM // 2, 4.0, np.float32)}
+    plain = load_model(write(tmp_path / "plain.gguf", "llama"), torch.float32, "cpu")
+    scaled = load_model(write(tmp_path / "scaled.gguf", "llama", extra=factors), torch.float32, "cpu")
+    ids, positions = torch.arange(20), torch.arange(20)
+    expected, _ = plain(ids, positions, causal)
+    torch.testing.assert_close(scaled(ids, positions * 4, causal)[0], expected, atol=1e-4, rtol=1e-4)
+    assert (scaled(ids, positions, causal)[0] - expected).abs().max() > 1e-2
+
+
+def test_linear_scaling(tmp_path: Path) -> None:
+    def edit(writer: gguf_package.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf_package.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(2.0)
+
+    rope = load_config(write(tmp_path / "m.gguf", "llama", edit=edit)).rope
+    assert (rope.kind, rope.factor) == ("linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda w: w.add_rope_scaling_type(gguf_package.RopeScalingType.YARN), "rope.scaling.type = yarn"),
+        (lambda w: w.add_expert_count(8), "expert_count = 8"),
+        (lambda w: w.add_rope_dimension_count(8), "rope.dimension_count = 16, the head size; found 8"),
+        (lambda w: w.add_sliding_window(64), "sliding_window = 64"),
+        (lambda w: w.add_array("llama.attention.key_length", [16]), "differs by layer"),
+    ],
+)
+def test_unsupported_metadata_is_refused_by_name(
+    tmp_path: Path, edit: Callable[[gguf_package.GGUFWriter], None], named: str
+) -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_config(write(tmp_path / "m.gguf", "llama", edit=edit))
+    assert named in str(error.value)
+
+
+def test_unknown_architecture_type_and_broken_files(tmp_path: Path) -> None:
+    def refused(path: Path, named: str) -> None:
+        with pytest.raises(CheckpointError) as error:
+            load_model(path, torch.float32, "cpu")
+        assert named in str(error.value)
+
+    good = write(tmp_path / "m.gguf", "llama").read_bytes()
+    bad = tmp_path / "bad.gguf"
+    refused(write(tmp_path / "gemma.gguf", "gemma3"), "unknown architecture gemma3; expected one of llama, qwen2")
+    refused(tmp_path / "none.gguf", "found none")
+    for content, named in (
+        (b"", "not a GGUF file"),
+        (b"PK\3\4" + good[4:], "not a GGUF file"),
+        (good[:4] + b"\1\0\0\0" + good[8:], "version 2 or 3, found 1"),
+        (good[:300], "ends within its header"),
+        (good[:-2000], "ends before the data of"),
+    ):
+        bad.write_bytes(content)
+        refused(bad, named)
+    integers = {"blk.0.attn_norm.weight": np.ones(HIDDEN, np.int32)}
+    writer = gguf_package.GGUFWriter(bad, "llama")
+    for name, values in integers.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="has the type I32"):
+        gguf.open_gguf(bad).dequantized("blk.0.attn_norm.weight")
+
+
+def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
+    def edit(writer: gguf_package.GGUFWriter) -> None:
+        writer.add_array("x.floats", [0.5, -2.0])
+        writer.add_array("x.bools", [True, False, True])
+        writer.add_bool("x.flag", True)
+        writer.add_int8("x.small", -3)
+        writer.add_uint64("x.large", 1 << 40)
+        writer.add_float64("x.double", 0.1)
+        writer.add_string("x.text", "naïve ☕")
+
+    path = write(tmp_path / "m.gguf", "llama", edit=edit)
+    found = gguf.read_metadata(path)
+    fields = {k: v for k, v in gguf_package.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
+    assert found.keys() == fields.keys() and len(found) > 15
+    for key, field in fields.items():
+        value = found[key].tolist() if isinstance(found[key], np.ndarray) else found[key]
+        assert value == field.contents(), key
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> gguf.GGUFFile:
+    return gguf.open_gguf(smollm2_path)
+
+
+def test_smollm2_values(smollm2: gguf.GGUFFile) -> None:
+    query = smollm2.dequantized("blk.0.attn_q.weight")
+    expected = torch.tensor([-0.09631348, 0.15734863, -0.09631348, -0.73046875])
+    torch.testing.assert_close(query[0, :4], expected, atol=1e-8, rtol=0)
+    assert query.double().sum().item() == pytest.approx(59.22322, abs=1e-4)
+    expected = torch.tensor([-0.10654449, 0.03297806, 0.0481987, -0.02283096])
+    torch.testing.assert_close(smollm2.dequantized("token_embd.weight")[0, :4], expected, atol=1e-7, rtol=0)
+    expected = torch.tensor([1.7578125, 1.8203125, 1.78125, 1.6015625])
+    assert torch.equal(smollm2.dequantized("output_norm.weight")[:4], expected)
+
+
+@torch.inference_mode()
+def test_smollm2_continues_the_capital_of_france(smollm2_path: Path) -> None:
+    model = load_model(smollm2_path, torch.float32, "cpu")
+    hidden, _ = model(torch.tensor([504, 3575, 282, 4649, 314]), torch.arange(5), causal)
+    values, ids = model.logits(hidden[-1:]).topk(2)
+    assert ids.tolist() == [[7042, 260]]  # " Paris", " the"
+    torch.testing.assert_close(values, torch.tensor([[17.371, 14.889]]), atol=2e-3, rtol=0)
+    assert set(model.config.stop_ids) == {0, 2}
+    assert (model.config.max_positions, model.config.rope.theta) == (8192, 100000.0)
+
+
+def test_smollm2_metadata_is_read_quickly(smollm2_path: Path) -> None:
+    started = time.process_time()  # of this process alone: other work on the machine does not count
+    metadata = gguf.read_metadata(smollm2_path)
+    assert time.process_time() - started < 0.5
+    assert len(metadata["tokenizer.ggml.tokens"]) == 49152 and len(metadata["tokenizer.ggml.merges"]) == 48900
+    assert metadata["tokenizer.ggml.tokens"][:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert np.bincount(metadata["tokenizer.ggml.token_type"]).tolist() == [0, 49135, 0, 17]

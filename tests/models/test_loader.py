@@ -1,0 +1,207 @@
+"""Checkpoint folders in every layout, and the errors of broken ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.models.config import from_hf
+from draftwing.models.loader import load_config, load_model
+from draftwing.models.stop import stop_ids
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+    "eos_token_id": [3, 5],
+}
+
+
+def weights() -> dict[str, Tensor]:
+    """The tensors that a Qwen2 checkpoint of these sizes has, written out independently of the table under test."""
+    torch.manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(40, 16), "model.norm.weight": torch.randn(16)}
+    tensors["lm_head.weight"] = torch.randn(40, 16)
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        for name, rows in (("q_proj", 16), ("k_proj", 8), ("v_proj", 8)):
+            tensors[f"{layer}.self_attn.{name}.weight"] = torch.randn(rows, 16)
+            tensors[f"{layer}.self_attn.{name}.bias"] = torch.randn(rows)
+        tensors[f"{layer}.self_attn.o_proj.weight"] = torch.randn(16, 16)
+        tensors[f"{layer}.mlp.gate_proj.weight"] = torch.randn(24, 16)
+        tensors[f"{layer}.mlp.up_proj.weight"] = torch.randn(24, 16)
+        tensors[f"{layer}.mlp.down_proj.weight"] = torch.randn(16, 24)
+        tensors[f"{layer}.input_layernorm.weight"] = torch.randn(16)
+        tensors[f"{layer}.post_attention_layernorm.weight"] = torch.randn(16)
+    return tensors
+
+
+def write(folder: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor], kind: str) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    weight_map = {}
+    for i, part in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        stem = "model" if kind == "safetensors" else "pytorch_model"
+        file = f"{stem}-0000{i + 1}-of-00002.{kind}"
+        shard = {name: tensors[name] for name in part}
+        (save_file if kind == "safetensors" else torch.save)(shard, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def check(folder: Path, tensors: dict[str, Tensor]) -> None:
+    model = load_model(folder, torch.float32, "cpu")
+    layer = model.layers[1]
+    prefix = "model.layers.1."
+    qkv = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(layer.qkv.weight, torch.cat(qkv))
+    assert torch.equal(layer.qkv.bias, torch.cat([tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"]))
+    gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(layer.gate_up.weight, torch.cat(gate_up))
+    assert torch.equal(layer.down.weight, tensors[f"{prefix}mlp.down_proj.weight"])
+    assert torch.equal(layer.mlp_norm.weight, tensors[f"{prefix}post_attention_layernorm.weight"])
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_single_safetensors(tmp_path: Path) -> None:
+    check(write(tmp_path, weights()), weights())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards(tmp_path: Path, kind: str) -> None:
+    check(write_shards(tmp_path, weights(), kind), weights())
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_single_bin(tmp_path: Path, zipped: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(weights(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    check(tmp_path, weights())
+
+
+def test_names_without_the_model_prefix(tmp_path: Path) -> None:
+    check(write(tmp_path, {name.removeprefix("model."): tensor for name, tensor in weights().items()}), weights())
+
+
+def test_cast_on_the_way_and_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[tuple[int, int]] = []
+    with caplog.at_level(logging.INFO):
+        model = load_model(
+            write(tmp_path, weights()), torch.bfloat16, "cpu", lambda done, total: seen.append((done, total))
+        )
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.norm.weight, weights()["model.norm.weight"].bfloat16())
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] == (tmp_path / "model.safetensors").stat().st_size
+    assert "weights loaded: " in caplog.text and " GB" in caplog.text
+
+
+def test_tied_head_in_the_file_is_harmless_and_others_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "visual.proj.weight": torch.ones(2)}
+    model = load_model(write(tmp_path, weights() | extra, tie_word_embeddings=True), torch.float32, "cpu")
+    assert model.lm_head.weight is model.embed.weight
+    assert "visual.proj.weight" in caplog.text
+    assert "inv_freq" not in caplog.text and "lm_head" not in caplog.text
+
+
+def test_code_of_a_checkpoint_is_not_executed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "modeling.py").write_text("raise SystemExit('executed')")
+    with caplog.at_level(logging.INFO):
+        check(write(tmp_path, weights(), auto_map={"AutoModelForCausalLM": "modeling.Evil"}), weights())
+    assert "auto_map" in caplog.text
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise SystemExit('executed')",))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("write_pickle", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_pickles_that_call_something_are_refused(tmp_path: Path, write_pickle: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_pickle({"model.norm.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be read"):
+        load_model(tmp_path, torch.float32, "cpu")
+
+
+def refused(folder: Path, *expected: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder, torch.float32, "cpu")
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    tensors = weights()
+    del tensors["model.layers.1.mlp.up_proj.weight"]  # half of a fused parameter
+    refused(write(tmp_path, tensors), "missing", "model.layers.1.mlp.up_proj.weight")
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    tensors = weights() | {"model.layers.0.self_attn.k_proj.weight": torch.randn(16, 16)}
+    refused(write(tmp_path, tensors), "model.layers.0.self_attn.k_proj.weight", "[8, 16]", "found [16, 16]")
+
+
+def test_integer_weights(tmp_path: Path) -> None:
+    tensors = weights() | {"model.norm.weight": torch.ones(16, dtype=torch.int8)}
+    refused(write(tmp_path, tensors), "model.norm.weight", "int8")
+
+
+def test_tensor_given_twice(tmp_path: Path) -> None:
+    refused(write(tmp_path, weights() | {"norm.weight": torch.ones(16)}), "model.norm.weight", "twice")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    write_shards(tmp_path, weights(), "safetensors")
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    refused(tmp_path, "model-00002-of-00002.safetensors")
+
+
+def test_truncated_safetensors(tmp_path: Path) -> None:
+    file = write(tmp_path, weights()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(tmp_path, "model.safetensors cannot be read")
+
+
+def test_no_weights_no_config_no_folder(tmp_path: Path) -> None:
+    refused(tmp_path, "config.json is missing")
+    (tmp_path / "config.json").write_text("{")
+    refused(tmp_path, "not valid JSON")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    refused(tmp_path, "no weights", "model.safetensors")
+    refused(tmp_path / "nothing", "neither")
+
+
+def test_stop_ids_are_a_union(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = load_config(tmp_path)
+    assert stop_ids(tmp_path, config) == (3, 5)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3]}))
+    assert stop_ids(tmp_path, config, (11, None, 5)) == (3, 5, 7, 11)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert stop_ids(tmp_path, from_hf({**CONFIG, "eos_token_id": None})) == (9,)
+    assert stop_ids(tmp_path / "model.gguf", config, (1,)) == (1, 3, 5)

@@ -1,0 +1,128 @@
+"""A stand-in for the engine that answers with an echo of the prompt, so that every response can be foretold."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from draftwing.config import Options
+from draftwing.core import Output
+from draftwing.engine.engine import GenRequest
+from draftwing.errors import RequestError
+from draftwing.text.detok import StopStringScanner
+from draftwing.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+    "{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if shout is defined %}{{ shout }}{% endif %}"
+)
+CONTEXT = 2000
+EOS = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and <eos> with id 256, which nothing else in the vocabulary contains."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
+    tokenizer = Tokenizer(backend, {"eos_token": "<eos>"}, TEMPLATE)
+    assert tokenizer.eos_id == EOS
+    return tokenizer
+
+
+class FakeEngine:
+    """Repeats the prompt, then says <eos>; with ignore_eos it repeats for ever. `burst` tokens per step."""
+
+    def __init__(self, options: Options | None = None, burst: int = 3) -> None:
+        self.options = (options or Options(random_seed=7)).resolve()
+        self.tokenizer = byte_tokenizer()
+        self.context_length, self.max_total_tokens, self.model_name = CONTEXT, 4 * CONTEXT, "echo"
+        self.burst = burst
+        self.requests: list[GenRequest] = []  # all that were ever submitted
+        self.aborted: list[str] = []
+        self.running: dict[str, tuple[GenRequest, list[int], StopStringScanner]] = {}
+        self.crash: Exception | None = None
+        self.flushed = 0
+        self.closed = False
+        self._inbox: queue.SimpleQueue[GenRequest | str | None] = queue.SimpleQueue()
+
+    def submit(self, request: GenRequest) -> None:
+        if len(request.prompt_ids) >= self.context_length:
+            raise RequestError("the prompt is too long", "prompt")
+        if not all(0 <= token <= EOS for token in request.prompt_ids):
+            raise RequestError("a token id is outside of the vocabulary", "input_ids")
+        longest = request.params.max_new_tokens
+        if longest is not None and len(request.prompt_ids) + longest > self.context_length:
+            raise RequestError("that many tokens do not fit", "max_new_tokens")
+        self.requests.append(request)
+        self._inbox.put(request)
+
+    def abort(self, uid: str) -> None:
+        self._inbox.put(uid)
+
+    def wake(self) -> None:
+        self._inbox.put(None)
+
+    def flush_cache(self) -> bool:
+        self.flushed += 1
+        return not self.running
+
+    def idle(self) -> bool:
+        return not self.running and self._inbox.empty()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def step(self, block: bool = False) -> list[Output]:
+        news: list[Output] = []
+        items = [self._inbox.get()] if block and not self.running else []
+        while not self._inbox.empty():
+            items.append(self._inbox.get())
+        if self.crash is not None:
+            raise self.crash
+        for item in items:
+            if isinstance(item, GenRequest):
+                scanner = StopStringScanner(self.tokenizer, item.params.stop, item.params.skip_special_tokens)
+                self.running[item.uid] = (item, [], scanner)
+            elif item in self.running:
+                self.aborted.append(item)
+                news.append(self._end(item, [], {"type": "abort", "message": "aborted"}))
+        news += [self._advance(uid) for uid in list(self.running)]
+        if self.running:
+            time.sleep(0.0005)  # a forward
+        return news
+
+    def _advance(self, uid: str) -> Output:
+        request, done, scanner = self.running[uid]
+        params, new = request.params, []
+        limit = params.max_new_tokens or self.context_length - len(request.prompt_ids)
+        for _ in range(self.burst):
+            cycle = [*request.prompt_ids, EOS]
+            token = cycle[len(done) % len(cycle)]
+            done.append(token)
+            new.append(token)
+            found = scanner.push(token)
+            if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+                return self._end(uid, new, {"type": "stop", "matched": token})
+            if found is not None:
+                return self._end(uid, new, {"type": "stop", "matched": found})
+            if len(done) >= limit:
+                return self._end(uid, new, {"type": "length", "length": len(done)})
+        return Output(uid, new)
+
+    def _end(self, uid: str, new: list[int], reason: dict[str, object]) -> Output:
+        request, done, _ = self.running.pop(uid)
+        meta = {
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": len(done),
+            "cached_tokens": 0,
+            "num_retractions": 0,
+            "e2e_latency": 0.1,
+            "spec_verify_ct": 1,
+        }
+        return Output(uid, new, reason, meta)

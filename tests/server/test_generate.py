@@ -1,0 +1,89 @@
+"""/generate and the native endpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fake_engine import CONTEXT, EOS, FakeEngine
+from starlette.testclient import TestClient
+
+KEYS = {
+    "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
+    "completion_tokens", "cached_tokens", "e2e_latency", "spec_verify_ct",
+}  # fmt: skip
+
+
+def test_single_text(client: TestClient, engine: FakeEngine) -> None:
+    data = client.post("/generate", json={"text": "abc"}).json()
+    assert data["text"] == "abc" and data["output_ids"] == [*engine.tokenizer.encode("abc"), EOS]
+    assert set(data["meta_info"]) == KEYS
+    assert data["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert data["meta_info"]["prompt_tokens"] == 3 and data["meta_info"]["completion_tokens"] == 4
+    assert engine.requests[0].params.max_new_tokens == 128
+
+
+def test_batch_with_params_for_each(client: TestClient, engine: FakeEngine) -> None:
+    body = {
+        "input_ids": [engine.tokenizer.encode("abcdef"), engine.tokenizer.encode("ghijkl")],
+        "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 4, "seed": 3}],
+        "rid": ["first", "second"],
+    }
+    data = client.put("/generate", json=body).json()
+    assert [d["text"] for d in data] == ["ab", "ghij"]
+    assert [d["meta_info"]["id"] for d in data] == ["first", "second"]
+    assert [d["meta_info"]["finish_reason"] for d in data] == [{"type": "length", "length": n} for n in (2, 4)]
+    assert engine.requests[1].params.sampling_seed == 3
+
+
+def test_batch_of_one_and_n_give_lists(client: TestClient) -> None:
+    assert len(client.post("/generate", json={"text": ["abc"]}).json()) == 1
+    assert len(client.post("/generate", json={"text": "abc", "sampling_params": {"n": 2}}).json()) == 2
+
+
+def chunks(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = [x.removeprefix("data: ") for x in client.post("/generate", json=body).text.split("\n\n") if x]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_stream_is_cumulative(client: TestClient, engine: FakeEngine) -> None:
+    news = chunks(client, {"text": "abcdefgh", "stream": True, "rid": "mine"})
+    texts = [chunk["text"] for chunk in news]
+    assert texts[0] == "abc" and texts[-1] == "abcdefgh" and len(texts) > 2
+    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert news[-1]["output_ids"] == [*engine.tokenizer.encode("abcdefgh"), EOS]
+    assert [c["meta_info"]["finish_reason"] for c in news[:-1]] == [None] * (len(news) - 1)
+    assert {c["meta_info"]["id"] for c in news} == {"mine"}
+    assert all("index" not in c for c in news)
+
+
+def test_streamed_batch_has_indices(client: TestClient) -> None:
+    news = chunks(client, {"text": ["abcd", "efgh"], "stream": True})
+    last = {c["index"]: c for c in news}
+    assert {i: c["text"] for i, c in last.items()} == {0: "abcd", 1: "efgh"}
+    assert all(c["meta_info"]["finish_reason"]["type"] == "stop" for c in last.values())
+
+
+def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine: FakeEngine) -> None:
+    c = engine.tokenizer.encode("c")
+    for no_trim, text in ((False, "ab"), (True, "abc")):
+        sampling = {"stop_token_ids": c, "no_stop_trim": no_trim}
+        data = client.post("/generate", json={"text": "abcd", "sampling_params": sampling}).json()
+        assert data["text"] == text and data["output_ids"] == engine.tokenizer.encode("abc")
+        assert data["meta_info"]["finish_reason"] == {"type": "stop", "matched": c[0]}
+
+
+def test_health_and_infos(client: TestClient, engine: FakeEngine) -> None:
+    health = client.get("/health")
+    assert health.status_code == 200 and health.content == b""
+    info = client.get("/server_info").json()
+    assert info["port"] == 30000 and info["speculative_algorithm"] == "none" and info["random_seed"] == 7
+    assert info["max_total_num_tokens"] == 4 * CONTEXT and info["context_length"] == CONTEXT
+    assert client.get("/model_info").json()["served_model_name"] == "echo"
+    assert client.get("/openapi.json").json()["paths"]["/generate"]["post"]["requestBody"]
+
+
+def test_flush_cache(client: TestClient, engine: FakeEngine) -> None:
+    assert client.post("/flush_cache").status_code == 200 and client.get("/flush_cache").status_code == 200
+    assert engine.flushed == 2

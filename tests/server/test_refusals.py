@@ -1,0 +1,227 @@
+"""Everything that is refused: the status, the shape of the body, and the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_engine import CONTEXT, FakeEngine
+from starlette.testclient import TestClient
+
+from draftwing.server.protocol import ChatRequest, CompletionRequest, GenerateRequest
+
+COMPLETION, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "a"}]
+
+NOT_BUILT_OPENAI = {
+    "frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
+    "logprobs": True, "response_format": {"type": "json_object"}, "json_schema": "{}", "regex": "a", "ebnf": "a",
+    "structural_tag": "{}", "stop_regex": "a", "lora_path": "x", "session_params": {"id": 1}, "extra_key": "k",
+    "custom_logit_processor": "x", "custom_params": {"a": 1}, "return_hidden_states": True,
+    "return_cached_tokens_details": True, "return_spec_tokens_details": True, "return_token_ids": True,
+    "return_prompt_token_ids": True, "return_meta_info": True,
+}  # fmt: skip
+NOT_BUILT_CHAT = NOT_BUILT_OPENAI | {
+    "top_logprobs": 2, "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{"name": "f"}],
+    "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"}, "prediction": {"type": "content"},
+    "web_search_options": {}, "reasoning_effort": "high", "verbosity": "low", "continue_final_message": True,
+    "input_ids": [1],
+}  # fmt: skip
+NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"logprobs": 0, "best_of": 2, "echo": True, "suffix": "x"}
+NOT_BUILT_GENERATE = {
+    "input_embeds": [[0.5]], "image_data": "x", "audio_data": "x", "video_data": "x", "return_logprob": True,
+    "logprob_start_len": 4, "top_logprobs_num": 1, "token_ids_logprob": [1], "return_hidden_states": True,
+    "return_prompt_token_ids": True, "return_entropy": True, "lora_path": "x", "session_params": {"id": 1},
+    "session_id": "s", "extra_key": "k", "custom_logit_processor": "x",
+}  # fmt: skip
+NOT_BUILT_SAMPLING = {
+    "frequency_penalty": 0.5, "presence_penalty": 1, "repetition_penalty": 0.9, "logit_bias": {"1": 2},
+    "json_schema": "{}", "regex": "a", "ebnf": "a", "structural_tag": "{}", "stop_regex": ["a"], "beam_width": 2,
+    "custom_params": {"a": 1}, "stream_interval": 2,
+}  # fmt: skip
+
+NEUTRAL_OPENAI = {
+    "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
+    "response_format": {"type": "text"}, "stop_regex": [], "return_hidden_states": False, "custom_params": {},
+    "user": "u", "metadata": {"a": [1]}, "store": True, "service_tier": "auto", "safety_identifier": "s",
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "stop": None, "seed": None, "n": None, "stream": False,
+    "temperature": None, "max_tokens": None, "rid": None,
+}  # fmt: skip
+NEUTRAL_CHAT = NEUTRAL_OPENAI | {
+    "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none", "parallel_tool_calls": True,
+    "modalities": ["text"], "separate_reasoning": True, "stream_reasoning": True, "reasoning_effort": None,
+    "functions": [], "function_call": "none",
+}  # fmt: skip
+NEUTRAL_COMPLETION = NEUTRAL_OPENAI | {"logprobs": None, "best_of": 1, "echo": False, "suffix": ""}
+
+
+def base(path: str) -> dict[str, Any]:
+    return {CHAT_PATH: {"messages": MESSAGES}, COMPLETION: {"prompt": "a"}, "/generate": {"text": "a"}}[path]
+
+
+def refused(client: TestClient, path: str, body: Any, param: str) -> str:
+    response = client.post(path, json=body)
+    assert response.status_code == 400, response.text
+    data = response.json()
+    if path.startswith("/v1"):
+        assert set(data) == {"object", "message", "type", "param", "code"}
+        assert (data["object"], data["type"], data["code"]) == ("error", "BadRequestError", 400)
+        assert data["param"] == param
+        return data["message"]
+    assert set(data) == {"error"} and set(data["error"]) == {"message"}
+    assert param in data["error"]["message"]
+    return data["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [(CHAT_PATH, NOT_BUILT_CHAT), (COMPLETION, NOT_BUILT_COMPLETION), ("/generate", NOT_BUILT_GENERATE)],
+)
+def test_what_is_not_built_is_refused_by_name(client: TestClient, engine: FakeEngine, path: str, fields: dict) -> None:
+    for name, value in fields.items():
+        assert name in refused(client, path, base(path) | {name: value}, name)
+    assert not engine.requests
+
+
+def test_every_field_that_is_not_built_is_tried() -> None:
+    """A new `NotBuilt` field of a body has to be added to the lists above."""
+    known = {ChatRequest: NOT_BUILT_CHAT, CompletionRequest: NOT_BUILT_COMPLETION, GenerateRequest: NOT_BUILT_GENERATE}
+    from draftwing.params import NOT_BUILT
+
+    harmless = {"parallel_tool_calls", "return_text_in_logprobs"}  # no value of these asks for anything alone
+    for model, fields in known.items():
+        assert set(model.model_fields) & set(NOT_BUILT) - harmless == set(fields)
+
+
+def test_sampling_params_of_generate_are_refused_by_name(client: TestClient) -> None:
+    for name, value in NOT_BUILT_SAMPLING.items():
+        refused(client, "/generate", {"text": "a", "sampling_params": {name: value}}, f"sampling_params.{name}")
+
+
+@pytest.mark.parametrize(("path", "fields"), [(CHAT_PATH, NEUTRAL_CHAT), (COMPLETION, NEUTRAL_COMPLETION)])
+def test_neutral_values_and_bookkeeping_are_accepted(client: TestClient, path: str, fields: dict) -> None:
+    for name, value in fields.items():
+        response = client.post(path, json=base(path) | {"max_tokens": 2} | {name: value})
+        assert response.status_code == 200, (name, response.text)
+    response = client.post(path, json=base(path) | fields)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1), ("temperature", 101), ("temperature", "0.5"), ("temperature", True), ("top_p", 0),
+        ("top_p", 1.01), ("top_k", -2), ("top_k", 1.5), ("top_k", 10**400), ("min_p", 2), ("min_p", -1),
+        ("seed", 2**63), ("seed", "1"), ("n", 0), ("n", 129), ("max_tokens", 0), ("max_tokens", -1),
+        ("max_tokens", CONTEXT), ("max_tokens", 10**30), ("min_tokens", -1), ("stop", [""]), ("stop", ["a"] * 65),
+        ("stop", 5), ("stop", [1]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1),
+        ("stream", "yes"), ("priority", 2**31), ("priority", 0.5), ("cache_salt", 5), ("model", 5), ("bogus", 1),
+        ("stream_options", {"include_usage": True}),
+    ],
+)  # fmt: skip
+def test_mistyped_and_out_of_range(client: TestClient, path: str, name: str, value: Any) -> None:
+    assert name in refused(client, path, base(path) | {name: value}, name)
+
+
+def test_nested_fields_are_named(client: TestClient) -> None:
+    body = {"prompt": "a", "stream": True, "stream_options": {"bogus": 1}}
+    assert "stream_options.bogus" in refused(client, COMPLETION, body, "stream_options.bogus")
+    refused(client, "/generate", {"text": "a", "sampling_params": {"bogus": 1}}, "sampling_params.bogus")
+    refused(client, "/generate", {"text": ["a", "b"], "sampling_params": [{}, {"top_p": 7}]}, "sampling_params.1.top_p")
+
+
+def test_combinations(client: TestClient) -> None:
+    assert "max_tokens" in refused(client, COMPLETION, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens")
+    refused(client, COMPLETION, {"prompt": "a", "seed": 1, "sampling_seed": 1}, "seed")
+    refused(client, "/generate", {"text": "a", "input_ids": [1]}, "text")
+    refused(client, "/generate", {}, "text")
+    refused(client, "/generate", {"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params")
+    refused(client, "/generate", {"text": ["a", "b"], "rid": ["x"]}, "rid")
+    refused(client, COMPLETION, {"prompt": ["a"] * 100, "n": 100}, "n")
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""], [[1], []], [1, "a"], [True], [1.5], [[[1]]], None, 5, {}])
+def test_bad_prompts(client: TestClient, prompt: Any) -> None:
+    refused(client, COMPLETION, {"prompt": prompt}, "prompt")
+
+
+@pytest.mark.parametrize("prompt", [[257], [-1], [10**30], "a" * CONTEXT])
+def test_prompts_that_the_engine_refuses(client: TestClient, prompt: Any) -> None:
+    refused(client, COMPLETION, {"prompt": prompt}, "prompt")
+
+
+def test_one_refused_prompt_of_a_batch_leaves_none_behind(client: TestClient, engine: FakeEngine) -> None:
+    refused(client, COMPLETION, {"prompt": ["abc" * 100, "a" * CONTEXT], "max_tokens": 1500}, "prompt")
+    assert client.post(COMPLETION, json={"prompt": "a"}).status_code == 200
+    assert len(engine.aborted) == 1 and not engine.running
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "robot", "content": "a"}, "messages.0.role"),
+        ({"role": "user"}, "messages.0.content"),
+        ({"content": "a"}, "messages.0.role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content.0"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0"),
+        ({"role": "tool", "content": "a", "tool_call_id": "1"}, "messages.0.tool_call_id"),
+        ({"role": "tool", "content": "a"}, "messages.0.role"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls"),
+        ({"role": "user", "content": "a", "bogus": 1}, "messages.0.bogus"),
+        ({"role": "user", "content": "bad"}, "messages"),  # the template refuses it
+    ],
+)
+def test_bad_messages(client: TestClient, message: dict[str, Any], param: str) -> None:
+    refused(client, CHAT_PATH, {"messages": [message]}, param)
+
+
+def test_template_variables_cannot_replace_the_messages(client: TestClient) -> None:
+    for name in ("messages", "tools", "add_generation_prompt", "self"):
+        body = {"messages": MESSAGES, "chat_template_kwargs": {name: 1}}
+        refused(client, CHAT_PATH, body, "chat_template_kwargs")
+    refused(client, CHAT_PATH, {"messages": []}, "messages")
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION, "/generate"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"null", b"5", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+        b'{"text": "\\udc00 a"}', b'{"user": "\\ud800"}', b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"chat_template_kwargs": {"shout": "\\ud800"}}', b'{"temperature": NaN}', b'{"temperature": 1e999}',
+        b'{"seed": ' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"metadata": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"a\\u0000": 1}', b'{"sampling_params": {"stop": "\\ud800"}}', b'{"sampling_params": {"temperature": NaN}}',
+        b'{"text": "a", "sampling_params": {"temperature": NaN, "n": 1e400}}',
+    ],
+)  # fmt: skip
+def test_bodies_that_are_not_what_they_should_be(client: TestClient, path: str, raw: bytes) -> None:
+    response = client.post(path, content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert "message" in (response.json() if path.startswith("/v1") else response.json()["error"])
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ";"])
+def test_other_content_types(client: TestClient, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = client.post(COMPLETION, content=b'{"prompt": "a"}', headers=headers)
+    assert response.status_code == 400 and response.json()["param"] == "content-type"
+    good = client.post(
+        COMPLETION, content=b'{"prompt": "a"}', headers={"content-type": "Application/JSON; charset=utf-8"}
+    )
+    assert good.status_code == 200
+
+
+def test_unknown_routes_and_methods(client: TestClient) -> None:
+    missing = client.get("/v1/bogus")
+    assert missing.status_code == 404 and missing.json()["object"] == "error" and missing.json()["code"] == 404
+    assert client.get("/bogus").json().keys() == {"error"}
+    wrong = client.get(COMPLETION)
+    assert wrong.status_code == 405 and wrong.json()["code"] == 405 and wrong.headers["allow"] == "POST"
+    assert client.delete("/generate").status_code == 405
+    assert client.post("/v1/completions/", json={"prompt": "a"}).status_code == 404
+
+
+def test_abort_request_needs_a_name(client: TestClient) -> None:
+    assert client.post("/abort_request", json={}).status_code == 400
+    assert client.post("/abort_request", json={"rid": "nobody"}).status_code == 200
