@@ -49,8 +49,11 @@ def plans(shape, params):
     yield Plan(4, "tree", rows, rows, shape, 5 + shape.max_commit, (), (), (), noisy, filtered, banning)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("drafter", [None, "ngram", "oracle"])
+@pytest.mark.parametrize(
+    ("drafter", "shape"),
+    [(None, PLAIN), *((drafter, shape) for drafter in ("ngram", "oracle") for shape in SHAPES)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "params",
     [

@@ -1,5 +1,6 @@
 """Tree geometry and acceptance against a walk in plain Python."""
 
+import itertools
 import random
 
 import pytest
@@ -94,7 +95,7 @@ def test_random_trees() -> None:
         for t, walk in zip(trees, check(trees, depth_max), strict=True):
             dead += t.alive.count(False)
             longest = max(longest, len(walk))
-            for above, node in zip(walk, walk[1:], strict=False):
+            for above, node in itertools.pairwise(walk):
                 siblings = [i for i in range(1, nodes) if t.alive[i] and t.parent[i] == above]
                 first += node == siblings[0]
                 later += node != siblings[0]

@@ -82,8 +82,7 @@ def test_smollm2_chat(smollm2: Tokenizer) -> None:
 
 
 # Joins of digits and of letters with marks show where each pre-tokenizer cuts.
-JOINS = ["1 2", "12 3", "123 4", "a b", "A b", "' S", "Ġ a", "Ġ Ġ", "! !", "Ċ Ċ", "! Ċ", "/ /", "! /", "< |", "<| u"]
-JOINS = JOINS + ["! a", "ÃĦ b", "Ã Ħ"][0:1]
+JOINS = ["1 2", "12 3", "123 4", "A b", "' S", "Ġ Ġ", "! Ċ", "! /", "! a"]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,8 @@ def test_words_that_are_tokens_are_taken_whole() -> None:
 
 
 def test_qwen_composes_characters() -> None:
-    assert pieces(byte_level("qwen2", []), "e\u0301") == ["Ã", "©"]
-    assert len(pieces(byte_level("llama-bpe", []), "e\u0301")) == 3
+    assert pieces(byte_level("qwen2", ["x y"]), "e\u0301") == ["Ã", "©"]
+    assert len(pieces(byte_level("llama-bpe", ["x y"]), "e\u0301")) == 3
 
 
 def test_user_defined_and_control_tokens() -> None:
@@ -144,13 +143,13 @@ def test_user_defined_and_control_tokens() -> None:
 
 
 def test_bos_and_eos_flags() -> None:
-    bos = byte_level("gpt-2", [])["tokenizer.ggml.bos_token_id"]
+    bos = byte_level("gpt-2", ["x y"])["tokenizer.ggml.bos_token_id"]
     a = _byte_names().index("a")
-    assert build_backend(byte_level("gpt-2", [])).encode("a").ids == [a]
-    assert build_backend(byte_level("llama-bpe", [])).encode("a").ids == [bos, a]
-    flagged = byte_level("gpt-2", [], add_bos_token=True, add_eos_token=True, eos_token_id=5)
+    assert build_backend(byte_level("gpt-2", ["x y"])).encode("a").ids == [a]
+    assert build_backend(byte_level("llama-bpe", ["x y"])).encode("a").ids == [bos, a]
+    flagged = byte_level("gpt-2", ["x y"], add_bos_token=True, add_eos_token=True, eos_token_id=5)
     assert build_backend(flagged).encode("a").ids == [bos, a, 5]
-    assert build_backend(byte_level("llama-bpe", [], add_bos_token=False)).encode("a").ids == [a]
+    assert build_backend(byte_level("llama-bpe", ["x y"], add_bos_token=False)).encode("a").ids == [a]
 
 
 def test_sentencepiece_prefers_the_highest_score() -> None:
@@ -179,7 +178,7 @@ def test_space_prefix_after_special_tokens() -> None:
 
 def test_special_token_names() -> None:
     assert special_tokens(sentencepiece()) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert special_tokens(byte_level("gpt-2", [])) == {"bos_token": "<s>"}
+    assert special_tokens(byte_level("gpt-2", ["x y"])) == {"bos_token": "<s>"}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_special_token_names() -> None:
     [
         ({"tokenizer.ggml.model": "bert"}, "kind 'bert'.*'gpt2'.*'llama'"),
         ({}, "no tokenizer"),
-        (byte_level("jais", []) | {"tokenizer.ggml.merges": ["a b"]}, "'jais', which is not supported.*smollm"),
+        (byte_level("jais", ["x y"]) | {"tokenizer.ggml.merges": ["a b"]}, "'jais', which is not supported.*smollm"),
         (byte_level("gpt-2", ["a b"]) | {"tokenizer.ggml.token_type": [1]}, "1 entries, expected"),
         (byte_level("gpt-2", ["a b"]) | {"tokenizer.ggml.merges": ["a xyz"]}, "inconsistent"),
         (byte_level("gpt-2", ["a b"]) | {"tokenizer.ggml.merges": []}, "no tokenizer.ggml.merges"),

@@ -94,10 +94,11 @@ class Executor:
     # -- the three stages of a tree step --------------------------------------------------------------------------
 
     def propose(self, rows: Tensor, shape: TreeShape, max_bound: int) -> Draft:
-        if shape == PLAIN or self.drafter is None:
+        if shape == PLAIN:
             root = self.slots.last[rows].unsqueeze(1)  # [B, 1]
             zero = torch.zeros_like(root)
             return Draft(root, zero, zero == 0)
+        assert self.drafter is not None, "without a drafter every step is plain"
         return self.drafter.propose(self.slots, rows, shape, max_bound)
 
     def verify(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:

@@ -46,8 +46,8 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 def gumbel_at(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
     """The noise of chosen token ids: the same values `gumbel` gives them.
 
-    seed [B] int64; position [B, P] int64; token_ids [..., K] integers below 2^31, broadcast against [B, P, K] (a drafter
-    with a vocabulary of its own passes its table of target ids as [K]). Returns [B, P, K] float32,
+    seed [B] int64; position [B, P] int64; token_ids [..., K] integers below 2^31, broadcast against [B, P, K] (a
+    drafter with a vocabulary of its own passes its table of target ids as [K]). Returns [B, P, K] float32,
     g = -log(-log1p(-u)) with u in [2^-32, 1 - 2^-24].
     """
     bits = _hash(seed, position, token_ids)  # [B, P, K] int32, uniform on 0 .. 2^31 - 1

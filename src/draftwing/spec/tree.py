@@ -27,7 +27,7 @@ class Tree(NamedTuple):
 class Accepted(NamedTuple):
     """What a step commits for each row."""
 
-    count: Tensor  # [B] int64: tokens committed, 1 .. D + 1
+    count: Tensor  # type: ignore[assignment]  # [B] int64: tokens committed, 1 .. D + 1; hides tuple.count
     order: Tensor  # [B, N] int64: the accepted path first, then the other nodes, each in ascending order
     committed: Tensor  # [B, D + 1] int64: the accepted drafts and the target's token after them; 0 past count
     leaf: Tensor  # [B] int64: the last accepted node

@@ -1,0 +1,121 @@
+"""Chat templates against transformers' own renderer, and the token that ends a turn."""
+
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from draftwing.errors import CheckpointError, RequestError
+from draftwing.text.chat_template import ChatTemplate, end_of_turn
+
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}"""
+
+LLAMA3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" + system }}
+{%- if tools is not none %}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+    {%- endfor %}
+{%- endif %}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}"""
+
+BLOCKS = """{% for message in messages %}
+  {% if message.role == 'assistant' %}
+    {% generation %}
+[{{ message.content }}]{{ eos_token }}
+    {% endgeneration %}
+  {% else %}
+<{{ message | tojson }}>
+  {% endif %}
+{% endfor %}
+{{ "go" if add_generation_prompt }}{{ missing_variable }}"""
+
+MESSAGES = [
+    {"role": "system", "content": " Be <brief> & 'good' "},
+    {"role": "user", "content": "日本語 <b>?</b>\n"},
+    {"role": "skip", "content": "-"},
+    {"role": "assistant", "content": "ok"},
+]
+TOOLS = [{"type": "function", "function": {"name": "größe", "parameters": {"a": "<x>"}}}]
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, BLOCKS])
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_equals_transformers(source: str, prompt: bool, tools: Any) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours = ChatTemplate(source, special).render(MESSAGES, prompt, tools)
+    theirs, _ = render_jinja_template([MESSAGES], tools, None, source, add_generation_prompt=prompt, **special)
+    assert ours == theirs[0]
+    assert "日本語" in ours
+
+
+def test_variables_and_functions() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y') }} {{ thinking }} {{ bos_token }}", {"bos_token": "<s>"})
+    year, thinking, bos = template.render([], thinking=False).split()
+    assert len(year) == 4 and year.isdigit() and thinking == "False" and bos == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "chat template refuses"),
+        ("{{ messages[9].content }}", "chat template refuses"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template refuses"),
+        ("{{ messages.append(1) }}", "chat template refuses"),
+        ("{% for i in range(10**9) %}{% endfor %}", "chat template refuses"),
+    ],
+)
+def test_errors_of_a_template_are_the_requests(source: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+    assert error.value.param == "messages"
+
+
+def test_a_wrong_template_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(CheckpointError, match="line 2"):
+        ChatTemplate("a\n{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, 7),
+        (LLAMA3, 8),
+        ("{% for m in messages %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endfor %}", 2),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", None),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
+        ("{% for m in messages %}{{ m.content + ' and ' + eos_token }}{% endfor %}", None),
+        ("{{ messages[0].content }}", None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_end_of_turn(source: str, expected: int | None) -> None:
+    vocab = {"</s>": 2, "<|im_end|>": 7, "<|eot_id|>": 8}
+
+    def encode(text: str) -> list[int]:
+        for token, i in vocab.items():
+            if text.startswith(token):
+                return [i, *encode(text[len(token) :])]
+        return [100 + ord(text[0]), *encode(text[1:])] if text else []
+
+    assert end_of_turn(ChatTemplate(source, {"eos_token": "</s>"}), encode, frozenset(vocab.values())) == expected

@@ -1,0 +1,186 @@
+"""Hugging Face folders against transformers' AutoTokenizer, on small tokenizers that are trained here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.text.tokenizer import load_tokenizer
+
+CORPUS = ["The quick brown fox jumps over the lazy dog.", "Zwölf Boxkämpfer jagen Viktor quer, 1234 mal!", "日本語 😀"]
+TEXTS = ["the lazy fox", "  two spaces", "", "Größe 😀 日本", "<s>x</s>", "a<think>b</think>", "new\nline\t1234", "e\u0301"]
+SPECIALS = ["<unk>", "<s>", "</s>"]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    return backend
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    names = SPECIALS + [f"<0x{b:02X}>" for b in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=names, show_progress=False)
+    backend.train_from_iterator(CORPUS[:2], trainer)
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = state["added_tokens"][:3]  # byte tokens are ordinary tokens
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+def save(folder: Path, backend: tokenizers.Tokenizer, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**base, **config}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [byte_level, metaspace])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True, "add_eos_token": False},
+        {"add_bos_token": False, "add_eos_token": False},
+        {"add_bos_token": True, "add_eos_token": True},
+    ],
+)
+def test_equals_transformers(kind: Any, config: dict[str, Any], tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", kind(), **config)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.bos_id == theirs.bos_token_id == 1 and ours.eos_id == theirs.eos_token_id == 2
+    assert ours.vocab_size == len(theirs)
+    assert ours.special_ids == frozenset(theirs.all_special_ids) | {0}  # tokenizer.json marks <unk> as special too
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special), text
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_tokens_declared_outside_of_tokenizer_json(tmp_path: Path) -> None:
+    backend = byte_level()
+    size = backend.get_vocab_size()
+    spec = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    added = {
+        str(size): {"content": "<|im_start|>", "special": True, **spec},
+        str(size + 1): {"content": "<tool>", "special": False, **spec},
+    }
+    folder = save(tmp_path / "model", backend, added_tokens_decoder=added, eos_token="<|im_start|>")
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text = "<|im_start|>a<tool>b"
+    assert ours.encode(text) == theirs.encode(text)
+    assert {size, size + 1} <= set(ours.encode(text))
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True) == "a<tool>b"
+    assert ours.eos_id == size and ours.vocab_size == size + 2
+
+    added[str(size + 7)] = added.pop(str(size + 1))
+    save(folder, backend, added_tokens_decoder=added)
+    with pytest.raises(CheckpointError, match=f"'<tool>' is declared with id {size + 7}"):
+        load_tokenizer(folder)
+
+
+def test_older_files_name_special_and_added_tokens(tmp_path: Path) -> None:
+    backend = byte_level()
+    folder = save(tmp_path / "model", backend, bos_token=None, eos_token=None)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end|>", "pad_token": "<nowhere>"}))
+    (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": backend.get_vocab_size()}))
+    (folder / "tokenizer_config.json").write_text("{}")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_id == backend.get_vocab_size() and tokenizer.eos_id in tokenizer.special_ids
+    assert tokenizer.bos_id is None
+    assert tokenizer.vocab_size == backend.get_vocab_size() + 1  # a named token without an id gets none
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_where_chat_templates_lie(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", byte_level())
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="--chat-template") as error:
+        load_tokenizer(folder).render_chat(messages)
+    assert error.value.param == "messages"
+
+    save(folder, byte_level(), chat_template="A")
+    assert load_tokenizer(folder).chat_template == "A"
+    named = [{"name": "default", "template": "B{{ tools }}"}, {"name": "tool_use", "template": "C{{ tools[0].x }}"}]
+    save(folder, byte_level(), chat_template=named)
+    assert load_tokenizer(folder).render_chat(messages) == "BNone"
+    assert load_tokenizer(folder).render_chat(messages, tools=[{"x": 1}]) == "C1"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "D"}))
+    assert load_tokenizer(folder).render_chat(messages) == "D"
+    (folder / "chat_template.jinja").write_text("E")
+    assert load_tokenizer(folder).render_chat(messages) == "E"
+
+    assert load_tokenizer(folder, "F{{ messages[0].content }}").render_chat(messages, tools=[{}]) == "Fhi"
+    (tmp_path / "own.jinja").write_text("G")
+    for path in (tmp_path / "own.jinja", str(tmp_path / "own.jinja")):
+        assert load_tokenizer(folder, path).render_chat(messages) == "G"
+    with pytest.raises(ConfigError, match="chatml"):
+        load_tokenizer(folder, "chatml")
+
+
+def test_chat_ids_equal_transformers_and_bos_is_not_doubled(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template = "{{ bos_token }}" + CHATML
+    folder = save(tmp_path / "model", backend, chat_template=template, add_bos_token=True)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "be 日"}, {"role": "user", "content": "the fox?"}]
+    for prompt in (True, False):
+        ids = ours.encode_chat(messages, add_generation_prompt=prompt)
+        assert ids == theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+        assert ids.count(1) == 1 and ids[0] == 1
+    assert ours.stop_ids == {2, backend.token_to_id("<|im_end|>")}  # the chat ends otherwise than eos says
+
+
+def test_broken_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"no protobuf")
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="expected a JSON object, found list"):
+        load_tokenizer(tmp_path)
+
+
+def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    backend = byte_level()
+    backend.model.save(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}))
+    tokenizer = load_tokenizer(folder)
+    for text in ("the lazy fox", "Größe 1234"):
+        assert tokenizer.encode(text) == backend.encode(text).ids
+    assert tokenizer.eos_id == 2
