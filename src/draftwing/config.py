@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import logging
 import math
 import secrets
@@ -55,7 +56,9 @@ class Options:
     )
     tokenizer_path: str | None = _option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
     revision: str | None = _option(None, MODEL, "branch, tag or commit, when the model is a hub id")
-    chat_template: str | None = _option(None, MODEL, "Jinja chat template in place of the model's own: a file, or the text itself")
+    chat_template: str | None = _option(
+        None, MODEL, "Jinja chat template in place of the model's own: a file, or the text itself"
+    )
     trust_remote_code: bool = _option(False, MODEL, "accepted; code that comes with a checkpoint is never executed")
     dtype: str = _option(
         "auto",
@@ -228,9 +231,14 @@ def _names() -> dict[str, str]:
     return {f.name: f.name for f in fields} | {alias: f.name for f in fields for alias in f.metadata["aliases"]}
 
 
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Options)
+
+
 def _type_of(name: str) -> tuple[type[Any], bool]:
     """A field's type, and whether None is allowed."""
-    hint = typing.get_type_hints(Options)[name]
+    hint = _hints()[name]
     if isinstance(hint, types.UnionType):
         return typing.get_args(hint)[0], True
     return hint, False

@@ -38,8 +38,9 @@ class LLM:
     Raises ConfigError for an option, CheckpointError for a model that cannot be served. Not thread-safe.
     """
 
-    def __init__(self, model: str = "smollm2", **options: Any) -> None:
-        resolved = Options.from_kwargs(**({"model": model} | options)).resolve()
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        named = options if model is None else {"model": model} | options
+        resolved = Options.from_kwargs(**named).resolve()
         from draftwing.engine.engine import Engine  # after the options are checked: it imports torch
 
         self._begin(Engine(resolved))
@@ -85,16 +86,7 @@ class LLM:
         if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
         every: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations
-        ids = []
-        for conversation in every:
-            for message in conversation:
-                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                    raise RequestError(
-                        f"a message must be a dict with role and content; found {show(message)}", "messages"
-                    )
-                if isinstance(message.get("content"), str):
-                    check_text(message["content"], "messages")
-            ids.append(self.engine.tokenizer.encode_chat(list(conversation)))
+        ids = [self.engine.tokenizer.encode_chat(_messages(conversation)) for conversation in every]
         return self._run(ids, _spread(params, len(ids)), priority, cache_salt)
 
     def close(self) -> None:
@@ -168,6 +160,19 @@ def _single(prompts: Any) -> bool:
             f"prompts must be a string, token ids, or a list of either; found {show(prompts)}", "prompts"
         )
     return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _messages(conversation: Any) -> list[Message]:
+    """A checked conversation; what its template makes of it is the template's matter."""
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
+        raise RequestError(f"a conversation must be a list of messages; found {show(conversation)}", "messages")
+    for message in conversation:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"a message must be a dict with role and content; found {show(message)}", "messages")
+        for value in message.values():
+            if isinstance(value, str):
+                check_text(value, "messages")
+    return list(conversation)
 
 
 def _spread(params: Params | Sequence[Params] | None, count: int) -> list[core.SamplingParams]:

@@ -52,6 +52,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
+    "continue_final_message": (False,),
     "lora_path": (),
     "session_params": ({},),
     "session_id": (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -65,12 +66,11 @@ class OracleDrafter:
         device, batch, nodes = rows.device, rows.shape[0], shape.nodes
         first = slots.tokens[rows, torch.zeros_like(rows)]
         topk = min(shape.topk, nodes - 1)
-        levels = -(-(nodes - 1) // topk)
         node = torch.arange(1, nodes, device=device)
         level, child = (node - 1) // topk, (node - 1) % topk  # [N - 1]
         position = kv_len[:, None] + 1 + level  # [B, N - 1] where the node's token would stand
         # the true branch at this level, and at the level above (its node is the parent of the whole level)
-        width = torch.clamp(torch.tensor(nodes - 1, device=device) - level * topk, max=topk)
+        width = (nodes - 1 - level * topk).clamp(max=topk)
         lucky = (position * 5 + 3) % width
         above = (position - 1) * 5 + 3
         parent = torch.where(level == 0, 0, 1 + (level - 1) * topk + above % topk)
@@ -78,7 +78,6 @@ class OracleDrafter:
         truth = torch.where(position % 8 < self.miss, (truth + 1) % VOCAB, truth)
         token = torch.where(child == lucky, truth, (truth + 1 + child) % VOCAB)
         alive = (level < shape.depth).expand(batch, -1)
-        assert levels >= 1
         return Draft(
             torch.cat((root[:, None], token), 1),
             torch.cat((torch.zeros_like(root)[:, None], torch.where(alive, parent, 0)), 1),
@@ -134,6 +133,9 @@ class Rig:
         model.set_max_positions(length)
         self.slots = SlotTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, attn(self.pool), dev)
+        if dev.is_cuda:  # a hidden host read is an error
+            self.executor.launch = without_sync(self.executor.launch)
+            self.executor.settle = without_sync(self.executor.settle)
         lookahead = drafter.lookahead if drafter is not None else 0
         self.sched = Scheduler(SchedulerConfig(slots, rows, max_span, chunk, lookahead, radix), self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
@@ -183,6 +185,20 @@ class Rig:
         return answers
 
 
+def without_sync(stage):
+    """The stage with every implicit synchronisation between host and device an error."""
+
+    def run(*args):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return stage(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return run
+
+
 def prompts_for(count, seed=0, shortest=3, longest=20):
     """Prompts with distinct first tokens (the oracle's key) that share stretches of text in pairs."""
     generator = torch.Generator().manual_seed(seed)
@@ -228,10 +244,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def harness():
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+
+
+@pytest.fixture(scope="session", params=["cpu", CUDA])
+def harness(request):
+    """What the tests of the engine are made of, on the CPU and on CUDA."""
+    device = request.param
     return SimpleNamespace(
-        Rig=Rig, OracleDrafter=OracleDrafter, tiny_model=tiny_model, prompts_for=prompts_for, greedy=greedy,
-        seeded=seeded, plain_answers=answers_without_speculation, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT,
-        TreeShape=TreeShape,
+        Rig=partial(Rig, device=device), tiny_model=partial(tiny_model, device=device), prompts_for=prompts_for,
+        greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, device=device),
+        make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

@@ -63,6 +63,8 @@ def plans(shape, params):
     ids=["greedy", "everything"],
 )
 def test_a_step_needs_no_data(harness, drafter, shape, params):
+    if harness.device != "cpu":
+        pytest.skip("tensors without data are the same everywhere")
     mode = FakeTensorMode()
     model = harness.tiny_model()
     for name, tensor in [*model.named_parameters()]:

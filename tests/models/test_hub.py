@@ -160,9 +160,9 @@ def test_hub_files_hold_no_code_and_no_second_copy() -> None:
     other = ["consolidated.safetensors", "pytorch_model.bin", "training_args.bin", "onnx/model.json", "README.md"]
     assert hub._wanted("a/b", files + weights + other) == files[:-1] + weights
     assert hub._wanted("a/b", [*files, *other]) == [*files[:-1], "pytorch_model.bin"]
-    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         hub._wanted("a/b", files)
-    with pytest.raises(CheckpointError, match="q4.gguf"):
+    with pytest.raises(CheckpointError, match=r"q4\.gguf"):
         hub._wanted("a/b", ["q4.gguf", "README.md"])
 
 

@@ -13,7 +13,7 @@ from draftwing.server.api import create_app
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package: this is how they share fake_engine.py
 
-from fake_engine import FakeEngine  # noqa: E402
+from fake_engine import FakeEngine
 
 
 @pytest.fixture

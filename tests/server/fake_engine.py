@@ -45,7 +45,7 @@ class FakeEngine:
         self.burst = burst
         self.requests: list[GenRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []
-        self.running: dict[str, tuple[GenRequest, list[int], StopStringScanner]] = {}
+        self.running: dict[str, tuple[GenRequest, list[int], StopStringScanner | None]] = {}
         self.crash: Exception | None = None
         self.flushed = 0
         self.closed = False
@@ -87,7 +87,9 @@ class FakeEngine:
             raise self.crash
         for item in items:
             if isinstance(item, GenRequest):
-                scanner = StopStringScanner(self.tokenizer, item.params.stop, item.params.skip_special_tokens)
+                scanner, params = None, item.params
+                if params.stop:
+                    scanner = StopStringScanner(self.tokenizer, params.stop, params.skip_special_tokens)
                 self.running[item.uid] = (item, [], scanner)
             elif item in self.running:
                 self.aborted.append(item)
@@ -99,14 +101,14 @@ class FakeEngine:
 
     def _advance(self, uid: str) -> Output:
         request, done, scanner = self.running[uid]
-        params, new = request.params, []
+        params, new = request.params, list[int]()
         limit = params.max_new_tokens or self.context_length - len(request.prompt_ids)
         for _ in range(self.burst):
             cycle = [*request.prompt_ids, EOS]
             token = cycle[len(done) % len(cycle)]
             done.append(token)
             new.append(token)
-            found = scanner.push(token)
+            found = scanner.push(token) if scanner is not None else None
             if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
                 return self._end(uid, new, {"type": "stop", "matched": token})
             if found is not None:

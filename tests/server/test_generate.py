@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -48,11 +49,12 @@ def chunks(client: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_stream_is_cumulative(client: TestClient, engine: FakeEngine) -> None:
-    news = chunks(client, {"text": "abcdefgh", "stream": True, "rid": "mine"})
+    prompt = "abcdefgh" * 20
+    news = chunks(client, {"text": prompt, "stream": True, "rid": "mine", "sampling_params": {"max_new_tokens": 500}})
     texts = [chunk["text"] for chunk in news]
-    assert texts[0] == "abc" and texts[-1] == "abcdefgh" and len(texts) > 2
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
-    assert news[-1]["output_ids"] == [*engine.tokenizer.encode("abcdefgh"), EOS]
+    assert texts[-1] == prompt and len(texts) > 2
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert news[-1]["output_ids"] == [*engine.tokenizer.encode(prompt), EOS]
     assert [c["meta_info"]["finish_reason"] for c in news[:-1]] == [None] * (len(news) - 1)
     assert {c["meta_info"]["id"] for c in news} == {"mine"}
     assert all("index" not in c for c in news)

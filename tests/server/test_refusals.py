@@ -25,7 +25,6 @@ NOT_BUILT_CHAT = NOT_BUILT_OPENAI | {
     "top_logprobs": 2, "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{"name": "f"}],
     "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"}, "prediction": {"type": "content"},
     "web_search_options": {}, "reasoning_effort": "high", "verbosity": "low", "continue_final_message": True,
-    "input_ids": [1],
 }  # fmt: skip
 NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"logprobs": 0, "best_of": 2, "echo": True, "suffix": "x"}
 NOT_BUILT_GENERATE = {
@@ -66,7 +65,7 @@ def refused(client: TestClient, path: str, body: Any, param: str) -> str:
     if path.startswith("/v1"):
         assert set(data) == {"object", "message", "type", "param", "code"}
         assert (data["object"], data["type"], data["code"]) == ("error", "BadRequestError", 400)
-        assert data["param"] == param
+        assert data["param"] == param or data["param"].startswith(param + ".")
         return data["message"]
     assert set(data) == {"error"} and set(data["error"]) == {"message"}
     assert param in data["error"]["message"]
@@ -121,7 +120,7 @@ def test_neutral_values_and_bookkeeping_are_accepted(client: TestClient, path: s
     ],
 )  # fmt: skip
 def test_mistyped_and_out_of_range(client: TestClient, path: str, name: str, value: Any) -> None:
-    assert name in refused(client, path, base(path) | {name: value}, name)
+    refused(client, path, base(path) | {name: value}, name)
 
 
 def test_nested_fields_are_named(client: TestClient) -> None:

@@ -46,7 +46,7 @@ def prefix_scores(candidates: list[list[int]], match: list[int], depth: int, low
                 children[path[:-1]].append(path)
                 children[path] = []
                 scores[path] = sum(
-                    m * m * 0.5**rank * (1 - 1 / (m + 2)) ** d
+                    m * m * 0.8**rank * (1 - 1 / (m + 2)) ** d
                     for rank, (other, m) in enumerate(zip(candidates, match, strict=True))
                     if tuple(other[: d + 1]) == path
                 )

@@ -38,6 +38,7 @@ class Parts:
     executor: Executor
     sched: Scheduler
     model: DecoderModel
+    dtype: torch.dtype
     context_length: int
     pool_tokens: int
 
@@ -99,7 +100,7 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(executor, sched, model, context, pool_tokens)
+    return Parts(executor, sched, model, dtype, context, pool_tokens)
 
 
 def make_drafter(options: Options, device: Device) -> tuple[Drafter | None, ShapePolicy]:

@@ -39,7 +39,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
-        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (-1, self.head_dim))  # [M, heads + 2 * kv_heads, head_dim]
+        qkv = self.qkv(self.attn_norm(x)).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
         qk = qkv[:, : self.heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)

@@ -30,7 +30,7 @@ def keep_mask(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
 
     Tokens tied with the last one kept are kept too (equal gaps are ties, see above), so a mask may hold more than k.
     """
-    # On the CPU blocks of rows that stay in the cache, and in the allocator's hands, take a third of the time.
+    # On the CPU, blocks of rows small enough for the cache and for the allocator to keep at hand.
     rows = logits.shape[0] if logits.is_cuda else max(1, _CPU_BLOCK // logits.shape[-1])
     blocks = zip(*(x.split(rows) for x in (logits, temperature, top_k, top_p, min_p)), strict=True)
     return torch.cat([_keep_block(*block) for block in blocks])

@@ -47,8 +47,8 @@ class FixedShape:
 class ExpectedGain:
     """Maximises expected tokens per second, sum over rows of E[tokens | shape, outlook] / seconds[shape, batch].
 
-    Both factors are exponential averages of what steps gave. A shape not timed yet is taken to cost what the plain
-    step does plus `ROW_COST` of it per further row; outlooks not met yet start from a moderate guess. Rarely, a step
+    Both factors are exponential averages of what steps gave. A shape not timed yet is taken to cost `ROW_COST` of a
+    plain step for each row beyond the first; outlooks not met yet start from a moderate guess. Rarely, a step
     tries the largest shape against the estimate, so that an estimate cannot stay wrong for ever.
     """
 
@@ -82,17 +82,29 @@ class ExpectedGain:
         old = self._seconds.get(key)
         if seconds > 0:
             self._seconds[key] = seconds if old is None else old + self.RATE * (min(seconds, 3 * old) - old)
-        for i, smaller in enumerate(self.menu):
+        for hint, drafts in zip(hints.tolist(), accepted.tolist(), strict=True):
+            if hint and shape.depth:
+                self._learn(index, hint, drafts)
+
+    def _learn(self, index: int, hint: int, drafts: int) -> None:
+        """`drafts` were accepted at this outlook. A smaller tree would have got as many as fit into it, a larger one
+        at least as many; where the tree was accepted to its full depth, the larger one is given credit for more."""
+        for i, shape in enumerate(self.menu):
+            old = float(self._accepted[i, hint])
+            got = float(min(drafts, shape.depth))
             if i < index:
-                continue  # a smaller tree says nothing about a larger one
-            for hint, drafts in zip(hints.tolist(), accepted.tolist(), strict=True):
-                if hint:
-                    got = min(drafts, smaller.depth)
-                    self._accepted[i, hint] += self.RATE * (got - self._accepted[i, hint])
+                full = drafts == self.menu[index].depth
+                got = max(old, float(min(2 * drafts + 1, shape.depth)) if full else got)
+            self._accepted[i, hint] = old + self.RATE * (got - old)
 
     def _cost(self, index: int, bucket: int, batch: int) -> float:
+        """Seconds of a step; for a shape not timed yet scaled from one that was, or relative where none was."""
         known = self._seconds.get((index, bucket))
         if known is not None:
             return known
-        plain = self._seconds.get((len(self.menu) - 1, bucket), 0.02)
-        return plain * (1 + self.ROW_COST * (self.menu[index].nodes - 1) * batch)
+        timed = [(i, t) for (i, b), t in self._seconds.items() if b == bucket]
+        plain = min((t / self._relative(i, batch) for i, t in timed), default=1.0)
+        return plain * self._relative(index, batch)
+
+    def _relative(self, index: int, batch: int) -> float:
+        return 1 + self.ROW_COST * (self.menu[index].nodes - 1) * batch

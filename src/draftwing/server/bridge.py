@@ -1,9 +1,10 @@
-"""Between asyncio and the engine: one thread turns the engine's loop, results go to one queue per HTTP request."""
+"""Between asyncio and the engine: one thread turns the engine's loop, each HTTP request has a stream of results."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -33,20 +34,34 @@ class Stream:
         self.names = names
         self.open = set(names)
         self._owner = owner
-        self._queue: asyncio.Queue[Output | EngineDead] = asyncio.Queue()
+        self._news: dict[str, Output] = {}
+        self._error: EngineDead | None = None
+        self._woken = asyncio.Event()
 
-    def put(self, item: Output | EngineDead) -> None:
-        self._queue.put_nowait(item)
+    def put(self, output: Output) -> None:
+        """Adds to what has not been taken yet, so that a slow client gets fewer and longer pieces, not a backlog."""
+        earlier = self._news.get(output.uid)
+        if earlier is not None:
+            output = dataclasses.replace(output, token_ids=[*earlier.token_ids, *output.token_ids])
+        self._news[output.uid] = output
+        self._woken.set()
+
+    def fail(self, error: EngineDead) -> None:
+        self._error = error
+        self._woken.set()
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         while self.open:
-            item = await self._queue.get()
-            if isinstance(item, EngineDead):
-                raise item
-            if item.finish_reason is not None:
-                self.open.discard(item.uid)
-                self._owner.forget(item.uid)
-            yield item
+            await self._woken.wait()
+            self._woken.clear()
+            news, self._news = self._news, {}
+            for output in news.values():
+                if output.finish_reason is not None:
+                    self.open.discard(output.uid)
+                    self._owner.forget(output.uid)
+                yield output
+            if self._error is not None and self.open:
+                raise self._error
 
     def close(self) -> None:
         for uid in self.open:
@@ -155,4 +170,4 @@ class AsyncEngine:
     def _fail(self, error: EngineDead) -> None:
         self.error = error
         for stream in set(self._streams.values()):
-            stream.put(error)
+            stream.fail(error)

@@ -103,17 +103,19 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 def _refusal(errors: list[Any]) -> RequestError:
-    first = errors[0]
-    path = ".".join(str(part) for part in first["loc"])
-    if not path:
-        return RequestError(f"the body is not what is expected: {first['msg']}", "body")
-    # A union gives one error for each of its members; together they say what is allowed.
-    field = str(first["loc"][0])
-    messages = dict.fromkeys(e["msg"] for e in errors if e["loc"][:1] == first["loc"][:1])
-    unknown = first["type"] == "extra_forbidden"
-    what = "is not a known field" if unknown else "; or ".join(list(messages)[:4])
-    shown = path if unknown or len(messages) == 1 else field
-    return RequestError(f"{shown[:200]}: {what}", shown[:200])
+    first = errors[0]["loc"]
+    if errors[0]["type"] == "extra_forbidden":
+        name = _dotted(first)
+        return RequestError(f"{name} is not a known field", name)
+    # A union gives an error for each of its members: their common path is the field, together they say what is allowed.
+    same = [error for error in errors if error["loc"][:1] == first[:1]]
+    name = _dotted(first[: sum(len({error["loc"][: i + 1] for error in same}) == 1 for i in range(len(first)))])
+    expected = "; or ".join(list(dict.fromkeys(error["msg"] for error in same))[:4])
+    return RequestError(f"{name or 'the body'}: {expected}", name or "body")
+
+
+def _dotted(path: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in path)[:200]
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -200,7 +200,6 @@ class ChatRequest(OpenAIBody):
     reasoning_effort: NotBuilt = None
     verbosity: NotBuilt = None
     continue_final_message: NotBuilt = None
-    input_ids: NotBuilt = None
 
     def conversation(self) -> list[dict[str, Any]]:
         if not self.messages:

@@ -6,13 +6,14 @@ the next step makes a tree of it (`propose`). Both work on device state alone, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from draftwing.attn.base import Batch
-from draftwing.core import TreeShape
+from draftwing.core import MAX_HINT, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import LayerSpec
 from draftwing.spec.drafter import Draft
@@ -20,7 +21,6 @@ from draftwing.spec.ngram_memory import CANDIDATES, NGramMemory
 from draftwing.spec.ngram_tree import TreeBuilder
 
 OWN: Final = 8  # matches kept from the row's own history
-WIDEST: Final = 64  # largest max_window
 STEADY: Final = 3  # a match this long is what the row is copying from
 
 
@@ -42,7 +42,7 @@ class NGramDrafter:
 
     taps: tuple[int, ...] = ()
     lookahead = 0
-    kv_layers: tuple[LayerSpec, ...] = ()
+    kv_layers: Sequence[LayerSpec] = ()
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class NGramDrafter:
         """rows: R + 1, the rows of the slot table with its dummy. A match has min_window to max_window tokens (longer
         ones count as max_window); a node has min_breadth to max_breadth children at most (`TreeBuilder`);
         branch_length: tokens of a continuation; capacity: tokens of the shared memory's log."""
-        if not 1 <= min_window <= max_window <= WIDEST:
+        if not 1 <= min_window <= max_window <= MAX_HINT:
             found = f"{min_window} and {max_window}"
-            raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {WIDEST}, found {found}")
+            raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_HINT}, found {found}")
         if not 1 <= min_breadth <= max_breadth:
             raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
         if branch_length < 1 or capacity < 1:
@@ -126,10 +126,11 @@ class NGramDrafter:
         # Longer first, then own before shared, then the order within each.
         order = (match * (2 * match.shape[1]) + self.tie).topk(match.shape[1], dim=1).indices  # keys are distinct
         match = match.gather(1, order)
-        found = torch.cat((copied, continued), 1)
-        found = found.transpose(1, 2).gather(2, order[:, None].expand(-1, self.branch_length, -1))
+        found = torch.cat((copied, continued), 1).flatten(0, 1)
+        picked = order + torch.arange(0, found.shape[0], order.shape[1], device=rows.device)[:, None]
+        found = found.index_select(0, picked.flatten()).view(*order.shape, self.branch_length)
         self.match.index_copy_(0, rows, match)
-        self.candidates.index_copy_(0, rows, found)
+        self.candidates.index_copy_(0, rows, found.transpose(1, 2))
         return match[:, 0]
 
     def _search(

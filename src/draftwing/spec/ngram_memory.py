@@ -79,14 +79,12 @@ class NGramMemory:
         self.head = long(1)  # blocks handed out so far
         self.floor = long(1)  # table values up to this one were flushed
         widest = self.lengths[-1]
-        powers = [[_signed(0x9E3779B97F4A7C15 ** (k + 1)) for k in range(widest)] for _ in self.lengths]
-        # Newest token last: a window of w tokens uses the last w coefficients.
-        coefficients = [
-            [p if k >= widest - w else 0 for k, p in enumerate(line)]
-            for line, w in zip(powers, self.lengths, strict=True)
+        # Multilinear hashing, one random-looking odd factor per length and place; a window of w tokens uses the last w.
+        factors = [
+            [_signed(0x9E3779B97F4A7C15 ** (i * widest + k + 1)) if k >= widest - w else 0 for k in range(widest)]
+            for i, w in enumerate(self.lengths)
         ]
-        self.coefficients = torch.tensor(coefficients, dtype=torch.int64, device=device)  # [W', widest]
-        self.offsets = torch.tensor([_signed(w * 0xD6E8FEB86659FD93) for w in self.lengths], device=device)
+        self.factors = torch.tensor(factors, dtype=torch.int64, device=device)  # [W', widest]
         self.length_of = torch.tensor(self.lengths, dtype=torch.int64, device=device)
         self.ways = torch.arange(WAYS, device=device)
         self.back_steps = torch.arange(max_window, device=device)
@@ -111,13 +109,16 @@ class NGramMemory:
         tokens [R + 1, L]; salt, rows, prefix_len, count [B]; limit: host bound of count. A row that continues where
         its last call ended goes on with its stretch, any other starts one. The dummy row is ignored.
         """
+        count = count.masked_fill(rows == self.dummy, 0)
         piece = self.block - self.max_window - self.branch_length
+        if limit <= piece:
+            return self._insert(tokens, salt, rows, prefix_len, count, limit)
         for done in range(0, limit, piece):
             width = min(piece, limit - done)
             self._insert(tokens, salt, rows, prefix_len + done, (count - done).clamp(0, width), width)
 
     def _insert(self, tokens: Tensor, salt: Tensor, rows: Tensor, prefix: Tensor, count: Tensor, width: int) -> None:
-        live = (rows != self.dummy) & (count > 0)  # [B]
+        live = count > 0  # [B]
         old = self.row.index_select(0, rows)
         cursor, start, held, base, back, run = old.unbind(1)
         end = prefix + count  # index of the newest token
@@ -148,22 +149,18 @@ class NGramMemory:
         context = tokens.shape[1]
         ids = tokens.take(rows[:, None] * context + at.clamp(0, context - 1))
         oldest = torch.where(opening, first, prefix + 1)
-        keep = (at <= end[:, None]) & (at >= oldest[:, None]) & live[:, None]
+        keep = (at <= end[:, None]) & (at >= oldest[:, None])  # none where count is 0
         cell = torch.where(keep, (base[:, None] + at).remainder(self.cells), self.cells)
         self.log.scatter_(0, cell.flatten(), ids.flatten().int())
-        self._index(ids, salt, live, start, base, at[:, self.max_window - 1 : -1], end)
+        self._index(ids, salt, start, base, at[:, self.max_window - 1 : -1], end)
 
-    def _index(
-        self, ids: Tensor, salt: Tensor, live: Tensor, start: Tensor, base: Tensor, at: Tensor, end: Tensor
-    ) -> None:
+    def _index(self, ids: Tensor, salt: Tensor, start: Tensor, base: Tensor, at: Tensor, end: Tensor) -> None:
         """Enters the windows that end at token indices `at` [B, Q], all of whose successors are in the log."""
         widest = self.lengths[-1]
         windows = ids[:, self.max_window - widest : -1].unfold(1, widest, 1)  # [B, Q, widest]
         bucket = self._bucket(windows, salt)  # [B, Q, W']
-        # A window lies within the stretch: prompts stay private and no window joins two requests.
-        inside = (at[..., None] - self.length_of >= start[:, None, None] - 1) & ((at < end[:, None]) & live[:, None])[
-            ..., None
-        ]
+        # A window lies within its stretch, so prompts stay private and no window joins two requests.
+        inside = (at[..., None] - self.length_of >= start[:, None, None] - 1) & (at < end[:, None])[..., None]
         position = (base[:, None] + at)[..., None]  # [B, Q, 1]
         entry = torch.where(inside, bucket * WAYS + position.remainder(WAYS), self.entries)
         # Several rows may meet in an entry: the newest position wins, whatever the order of the writes.
@@ -172,9 +169,8 @@ class NGramMemory:
 
     def _bucket(self, windows: Tensor, salt: Tensor) -> Tensor:
         """windows [B, Q, widest], newest token last; salt [B] -> [B, Q, W'] bucket of each hashed length."""
-        mixed = (windows[:, :, None] * self.coefficients).sum(-1) + self.offsets
-        mixed = (mixed + (salt * _signed(0xA0761D6478BD642F))[:, None, None]) * _signed(0xE7037ED1A0B428DB)
-        return (mixed ^ (mixed >> 29)) & self.mask
+        mixed = (windows[:, :, None] * self.factors).sum(-1) + (salt * _signed(0xA0761D6478BD642F))[:, None, None]
+        return (mixed >> 24) & self.mask  # the low bits of a product depend on few bits of the tokens
 
     def lookup(self, suffix: Tensor, salt: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The best matches of each row's newest tokens in what others generated.

@@ -15,8 +15,8 @@ class TreeBuilder:
     """Builds trees from `ways` ranked candidates per row; holds the constants that depend on options only.
 
     Score of a node (a distinct prefix of candidates): the sum over its candidates of w(m, rank, depth) =
-    m^2 * 2^-rank * (1 - 1 / (m + 2))^depth, with m the length of the candidate's match. A long match is trusted more
-    and for longer; every rank is worth as much as all that follow at the same m.
+    m^2 * 0.8^rank * (1 - 1 / (m + 2))^depth, with m the length of the candidate's match. A long match is trusted more
+    and for longer; candidates of one length vote nearly as equals. The draft is not sensitive to these numbers.
 
     Children per node: falls linearly from max_breadth after a match of one token to min_breadth after max_window; a
     node's depth counts as further matched tokens, for it only matters when they were right. The children kept are
@@ -26,6 +26,7 @@ class TreeBuilder:
     def __init__(
         self, ways: int, depth: int, max_window: int, min_breadth: int, max_breadth: int, device: torch.device
     ) -> None:
+        assert depth * ways < 1 << _INDEX_BITS
         self.ways = ways
         match = torch.arange(max_window + 1)[:, None]
         level = torch.arange(depth)
@@ -34,7 +35,7 @@ class TreeBuilder:
         known = (match - 1 + level).clamp(0, max_window - 1)
         drop = (max_breadth - min_breadth) * known // max(max_window - 1, 1)
         self.limit = (max_breadth - drop).to(device)
-        self.by_rank = torch.exp2(-torch.arange(ways).float()).to(device)
+        self.by_rank = (0.8 ** torch.arange(ways)).float().to(device)
         self.rank = torch.arange(ways, device=device)
         self.reversed = torch.arange(ways, 0, -1, device=device)
         self.lower = torch.ones(ways, ways, dtype=torch.bool, device=device).tril(-1)

@@ -32,8 +32,7 @@ class _TokenText:
 
     def push(self, token: int) -> str:
         tokenizer = self._tokenizer
-        # Tokens without text must not become the context, in front of which a decoder would strip.
-        if token in self._skipped or not tokenizer.has_text(token):
+        if token in self._skipped or tokenizer.piece(token) is None:
             return ""
         if token in tokenizer.byte_fallback_ids:
             # A run of byte tokens is decoded as a whole: one wrong byte turns all of them into U+FFFD.
@@ -59,8 +58,11 @@ class _TokenText:
 
     def _advance(self, count: int, text: str) -> str:
         """Gives out the first `count` waiting tokens, whose text is `text`."""
-        self._context = [self._waiting[count - 1]]
-        self._context_text = self._decode(self._context)
+        # An empty token does not do: a decoder would take what follows it for the start of the text.
+        last = next((token for token in reversed(self._waiting[:count]) if self._tokenizer.piece(token)), None)
+        if last is not None:
+            self._context = [last]
+            self._context_text = self._decode(self._context)
         del self._waiting[:count]
         return text
 

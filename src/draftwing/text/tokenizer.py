@@ -64,9 +64,11 @@ class Tokenizer:
             return None
         return end_of_turn(self._template, lambda text: self.encode(text, add_special_tokens=False), self.special_ids)
 
-    def has_text(self, token: int) -> bool:
-        """False for ids outside the vocabulary (padding of the embedding) and for empty tokens; decoding drops them."""
-        return bool(self.backend.id_to_token(token))
+    def piece(self, token: int) -> str | None:
+        """How the vocabulary writes a token; None for an id outside of it (the embedding may be padded), which
+        decoding drops."""
+        piece: str | None = self.backend.id_to_token(token)
+        return piece
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in it are recognised; `add_special_tokens` adds BOS and EOS as the
@@ -239,7 +241,11 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any
 
 
 def _apply_bos_eos_flags(backend: tokenizers.Tokenizer, config: dict[str, Any], specials: Mapping[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token` overrule what tokenizer.json does by itself, where they are stated."""
+    """`add_bos_token` and `add_eos_token`, where they are stated, overrule what tokenizer.json does by itself.
+
+    Files of models that were published for transformers 4 rely on it: its Llama tokenizers took BOS from the flag
+    only. transformers 5 ignores the flags beside a tokenizer.json.
+    """
     if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
         return
     bos, eos = (backend.token_to_id(specials[name]) if name in specials else None for name in _SPECIAL_NAMES[:2])

@@ -1,0 +1,228 @@
+"""Speed of the engine on a CPU, side by side in one run: transformers, no speculation, NGRAM, batches.
+
+    python benchmarks/engine_cpu.py --out results.json [--parts single,overhead,batch,copy,mtbench] [--prompts 80]
+
+Greedy, bfloat16 where the CPU has it. A part alternates its competitors prompt by prompt and takes the better of
+`--repeats` runs of each, because a shared machine only ever makes a run slower; what is reported is ratios. Caches are
+emptied before every run. `single` needs transformers (`pip install -e .[dev]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwing import LLM, SamplingParams
+
+PROMPTS = Path(__file__).parent / "data" / "mt_bench.jsonl"
+JSON_TEXT = json.dumps(
+    [
+        {"id": i, "name": name, "city": city, "tags": ["customer", "active"], "balance": 100 * i + 7}
+        for i, (name, city) in enumerate([("Ann Lee", "Oslo"), ("Bo Chan", "Lima"), ("Cy Diaz", "Rome")])
+    ],
+    indent=1,
+)
+PARAGRAPH = (
+    "The harbour town wakes before the sun. Fishermen push their boats off the stone ramp, gulls circle over the "
+    "nets, and the baker on the corner opens his shutters. By eight the market is full: crates of mackerel, baskets "
+    "of lemons, bread that is still warm. Children cut through the stalls on their way to school, and the old men on "
+    "the bench by the chapel comment on everything that passes."
+)
+CODE = (
+    "def area(width, height):\n    if width < 0 or height < 0:\n        raise ValueError('negative size')\n"
+    "    return width * height\n\n\ndef perimeter(width, height):\n    if width < 0 or height < 0:\n"
+    "        raise ValueError('negative size')\n    return 2 * (width + height)\n"
+)
+COPY_TASKS = {
+    "repeat JSON": f"Repeat this JSON exactly, without any comment:\n{JSON_TEXT}",
+    "repeat text": f"Repeat the following text word for word:\n{PARAGRAPH}",
+    "edit text": f"Replace 'lemons' by 'oranges' in this text and print the whole text:\n{PARAGRAPH}",
+    "edit code": f"Rename the function area to surface in this code and print all of the code:\n{CODE}",
+}
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+
+
+def timed(work: Callable[[], int]) -> float:
+    """Tokens per second of `work`, which returns how many it made."""
+    start = time.perf_counter()
+    return work() / (time.perf_counter() - start)
+
+
+def best(repeats: int, runs: dict[str, Callable[[], int]]) -> dict[str, float]:
+    """The best tokens per second of each, run in turn."""
+    rates: dict[str, float] = dict.fromkeys(runs, 0.0)
+    for _ in range(repeats):
+        for name, work in runs.items():
+            rates[name] = max(rates[name], timed(work))
+    return rates
+
+
+def generate(llm: LLM, prompts: list[list[int]], tokens: int) -> Callable[[], int]:
+    def work() -> int:
+        return sum(len(out.token_ids) for out in llm.generate(prompts, greedy(tokens)))
+
+    return work
+
+
+def fresh(llm: LLM, prompts: list[list[int]], tokens: int) -> Callable[[], int]:
+    """As `generate`, with prefix cache and n-gram memory emptied first, so that a repeat cannot copy the run before."""
+    work = generate(llm, prompts, tokens)
+
+    def run() -> int:
+        assert llm.engine.flush_cache()
+        return work()
+
+    return run
+
+
+def questions(llm: LLM, count: int) -> list[list[int]]:
+    with PROMPTS.open(encoding="utf8") as lines:
+        turns = [json.loads(line)["turns"][0] for line in lines]
+    return [chat_ids(llm, text) for text in turns[:count]]
+
+
+def chat_ids(llm: LLM, text: str) -> list[int]:
+    return llm.engine.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def load_transformers(dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from draftwing.models.hub import fetch_default_model
+
+    path = fetch_default_model()
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+
+
+def single(llm: LLM, repeats: int) -> dict[str, Any]:
+    """One request of 128 tokens against transformers' `generate`, same prompt, dtype and threads."""
+    prompt = questions(llm, 1)[0]
+    model = load_transformers(llm.engine.parts.dtype)
+    ids = torch.tensor([prompt])
+
+    def reference() -> int:
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=128, min_new_tokens=128, do_sample=False)
+        return out.shape[1] - ids.shape[1]
+
+    rates = best(repeats, {"transformers": reference, "none": fresh(llm, [prompt], 128)})
+    return {**rates, "ratio": rates["none"] / rates["transformers"]}
+
+
+def overhead(llm: LLM) -> dict[str, Any]:
+    """Milliseconds per plain step, and how many of them are spent outside of the model's forward."""
+    executor = llm.engine.parts.executor
+    model, spent = executor.model, [0.0]
+
+    def clocked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            out = function(*args)
+            spent[0] += time.perf_counter() - start
+            return out
+
+        return call
+
+    prompt = questions(llm, 1)[0]
+    generate(llm, [prompt], 8)()
+    forward, logits = model.forward, model.logits
+    model.forward, model.logits = clocked(forward), clocked(logits)  # type: ignore[method-assign]
+    try:
+        steps = 128
+        rows = []
+        for _ in range(5):
+            spent[0] = 0.0
+            start = time.perf_counter()
+            generate(llm, [prompt], steps)()
+            total = time.perf_counter() - start
+            rows.append((1e3 * total / steps, 1e3 * (total - spent[0]) / steps))
+    finally:
+        model.forward, model.logits = forward, logits  # type: ignore[method-assign]
+    step, outside = min(rows)
+    return {"step_ms": step, "outside_forward_ms": min(outside, *(row[1] for row in rows))}
+
+
+def batch(llm: LLM, repeats: int) -> dict[str, Any]:
+    """Throughput of 16 requests at once against one."""
+    prompts = questions(llm, 16)
+    rates = best(repeats, {"1": fresh(llm, prompts[:1], 128), "16": fresh(llm, prompts, 128)})
+    return {**rates, "ratio": rates["16"] / rates["1"]}
+
+
+def against(plain: LLM, spec: LLM, prompts: dict[str, list[int]], tokens: int, repeats: int) -> dict[str, Any]:
+    """NGRAM against none, prompt by prompt; also whether the tokens are the same."""
+    rows = {}
+    for name, prompt in prompts.items():
+        rates = best(repeats, {"none": fresh(plain, [prompt], tokens), "NGRAM": fresh(spec, [prompt], tokens)})
+        plain.engine.flush_cache()
+        spec.engine.flush_cache()
+        off, on = plain.generate(prompt, greedy(tokens))[0], spec.generate(prompt, greedy(tokens))[0]
+        rows[name] = {
+            **rates,
+            "ratio": rates["NGRAM"] / rates["none"],
+            "accept_length": on.meta_info["spec_accept_length"],
+            "same_tokens": on.token_ids == off.token_ids,
+        }
+        print(f"  {name:24.24s} {rows[name]}", flush=True)
+    ratios = [row["ratio"] for row in rows.values()]
+    return {
+        "median": statistics.median(ratios),
+        "worst": min(ratios),
+        "mean": statistics.fmean(ratios),
+        "identical": sum(row["same_tokens"] for row in rows.values()),
+        "prompts": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="single,overhead,batch,copy,mtbench")
+    parser.add_argument("--prompts", type=int, default=80, help="MT-bench prompts")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    parts = args.parts.split(",")
+    plain = LLM("smollm2", num_threads=args.threads)
+    results: dict[str, Any] = {
+        "machine": f"{platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if "single" in parts:
+        results["single"] = single(plain, args.repeats)
+    if "overhead" in parts:
+        results["overhead"] = overhead(plain)
+    if "batch" in parts:
+        results["batch"] = batch(plain, args.repeats)
+    for part in ("copy", "mtbench"):
+        if part in parts:
+            spec = LLM("smollm2", speculative_algorithm="NGRAM", num_threads=args.threads)
+            prompts = (
+                {name: chat_ids(plain, text) for name, text in COPY_TASKS.items()}
+                if part == "copy"
+                else {str(81 + i): ids for i, ids in enumerate(questions(plain, args.prompts))}
+            )
+            results[part] = against(plain, spec, prompts, args.tokens, args.repeats)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1), encoding="utf8")
+    for name, value in results.items():
+        shown = {k: v for k, v in value.items() if k != "prompts"} if isinstance(value, dict) else value
+        print(f"{name}: {shown}")
+
+
+if __name__ == "__main__":
+    main()

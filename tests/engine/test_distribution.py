@@ -1,0 +1,79 @@
+"""With speculation on, sampled tokens follow the target's distribution: frequencies against exact probabilities from a
+dense float64 forward, by chi-square."""
+
+import math
+
+import torch
+
+from draftwing.core import SamplingParams, TreeShape
+
+DRAWS = 3000
+
+
+def dense_logits(model, tokens):
+    """tokens [S, T] -> logits [S, V] after the last token, attention written out in full."""
+    device = model.embed.weight.device
+    tokens = tokens.to(device)
+    batch, length = tokens.shape
+    config = model.config
+    group = config.num_heads // config.num_kv_heads
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+    def attend(layer, q, k, v):
+        q, k, v = (t.double().view(batch, length, -1, config.head_dim).transpose(1, 2) for t in (q, k, v))
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = (q @ k.transpose(2, 3) / config.head_dim**0.5).masked_fill(~causal, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch * length, -1).float()
+
+    with torch.inference_mode():
+        hidden, _ = model(tokens.flatten(), torch.arange(length, device=device).repeat(batch), attend)
+        return model.logits(hidden.view(batch, length, -1)[:, -1]).double().cpu()
+
+
+def chi_square(counts, probs):
+    """(statistic, critical value): cells expected fewer than 5 times are pooled. The critical value is the 1 - 1e-4
+    quantile in Wilson and Hilferty's approximation."""
+    expected = probs * counts.sum()
+    rare = expected < 5
+    pooled = [(counts[~rare], expected[~rare])]
+    if rare.any():
+        pooled.append((counts[rare].sum()[None], expected[rare].sum()[None]))
+    observed, wanted = (torch.cat(parts) for parts in zip(*pooled, strict=True))
+    degrees = len(observed) - 1
+    critical = degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
+    return float(((observed - wanted) ** 2 / wanted).sum()), critical
+
+
+def test_frequencies_of_the_tokens_of_a_tree_step(harness):
+    model = harness.tiny_model(sharpen=2.5)
+    prompt = [1, 17, 30, 5]
+    vocab = harness.VOCAB
+    # The draft is the most probable continuation among decoys; it is accepted now and then.
+    answers = harness.plain_answers(model, [prompt], [harness.greedy(8)])
+    whole = torch.tensor([*prompt, *answers.tokens["0"]])
+    book = torch.zeros(vocab, harness.CONTEXT + 64, dtype=torch.int64)
+    book[1, : len(whole)] = whole
+    rig = harness.Rig(model, shapes=(TreeShape(3, 3, 8),), drafter="oracle", book=book, rows=32)
+    for seed in range(DRAWS):
+        rig.submit(str(seed), prompt, SamplingParams(max_new_tokens=3, temperature=1.0, sampling_seed=seed))
+    got = rig.run()
+    drawn = torch.tensor([got.tokens[str(seed)] for seed in range(DRAWS)])  # [DRAWS, 3]
+    assert rig.accept_length > 1.15, "too few drafts were accepted to test what follows them"
+
+    first = dense_logits(model, torch.tensor([prompt])).softmax(-1)[0]
+    pairs = torch.tensor([[*prompt, a] for a in range(vocab)])
+    second = dense_logits(model, pairs).softmax(-1)  # [V, V] given the first
+    triples = torch.tensor([[*prompt, a, b] for a in range(vocab) for b in range(vocab)])
+    third = dense_logits(model, triples).softmax(-1).view(vocab, vocab, vocab)
+    joint = first[:, None] * second
+    marginals = [first, joint.sum(0), (joint[:, :, None] * third).sum((0, 1))]
+    for place, probs in enumerate(marginals):
+        statistic, critical = chi_square(torch.bincount(drawn[:, place], minlength=vocab).double(), probs)
+        assert statistic < critical, f"token {place}"
+    # a wrong distribution would be noticed: the second token's law does not fit the third
+    assert chi_square(torch.bincount(drawn[:, 2], minlength=vocab).double(), marginals[1])[0] > critical
+    # and what follows an accepted draft has the right law as well
+    after = drawn[(drawn[:, 0] == whole[4]) & (drawn[:, 1] == whole[5])][:, 2]
+    assert len(after) > 60
+    statistic, critical = chi_square(torch.bincount(after, minlength=vocab).double(), third[whole[4], whole[5]])
+    assert statistic < critical

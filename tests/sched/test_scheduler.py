@@ -1,0 +1,207 @@
+"""Admission, order of service, time limits and aborts, with results made up by the test in place of a device."""
+
+import numpy as np
+import pytest
+
+from draftwing.core import PLAIN, SamplingParams, StepResult, TreeShape
+from draftwing.sched.request import Req, ReqState
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.shapes import ExpectedGain, FixedShape, shape_menu
+
+
+def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0):
+    policy = FixedShape(shape)
+    spans = {s: s.nodes for s in policy.menu}
+    return Scheduler(SchedulerConfig(slots, rows, max(spans.values()), chunk, lookahead, radix), policy, spans)
+
+
+def req(uid, length=5, new=10, first=0, **kw):
+    tokens = [first + i for i in range(length)]
+    return Req(uid=uid, tokens=tokens, params=SamplingParams(max_new_tokens=new), seed=0,
+               max_total=length + new, stop_ids=frozenset(kw.pop("stop_ids", ())), **kw)  # fmt: skip
+
+
+def result(plan, tokens=7, count=1):
+    rows, shape = len(plan.rows), plan.shape
+    counts = np.full(rows, count)
+    if plan.kind == "prefill":
+        counts = np.asarray([int(chunk.final) for chunk in plan.chunks])
+    return StepResult(
+        tokens=np.full((rows, shape.max_commit), tokens), count=counts,
+        order=np.tile(np.arange(shape.nodes), (rows, 1)), proposed=np.full(rows, shape.nodes - 1),
+        hint=np.ones(rows, np.int64),
+    )  # fmt: skip
+
+
+def turn(sched, **kw):
+    plan = sched.plan()
+    if plan is not None:
+        sched.commit(plan, result(plan, **kw))
+        sched.check_integrity()
+    return plan
+
+
+def test_higher_priority_runs_first_and_equals_in_order_of_arrival():
+    sched = make(rows=1)
+    for uid, priority in (("a", 0), ("b", 2), ("c", 2), ("d", 1)):
+        sched.submit(req(uid, new=1, priority=priority))
+    order = []
+    while not sched.idle:
+        turn(sched)
+        order += [out.uid for out in sched.take_outputs() if out.finish_reason]
+    assert order == ["b", "c", "d", "a"]
+
+
+def test_a_prefill_plan_holds_chunks_of_several_requests_within_the_budget():
+    sched = make(chunk=12)
+    for i in range(3):
+        sched.submit(req(str(i), length=5, first=10 * i))
+    plan = sched.plan()
+    assert [(c.start, c.length, c.final) for c in plan.chunks] == [(0, 5, True), (0, 5, True), (0, 2, False)]
+
+
+def test_prefill_and_decode_alternate():
+    sched = make(chunk=4)
+    sched.submit(req("a", length=4))
+    assert turn(sched).kind == "prefill"
+    sched.submit(req("b", length=16, first=50))
+    kinds = [turn(sched).kind for _ in range(8)]
+    assert kinds[:7] == ["tree", "prefill", "tree", "prefill", "tree", "prefill", "tree"]
+
+
+def test_timeout_ends_waiting_and_running_requests(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("draftwing.sched.scheduler.time.monotonic", lambda: now[0])
+    sched = make(rows=1)
+    sched.submit(req("runs", deadline=101.0))
+    sched.submit(req("waits", deadline=101.0))
+    turn(sched)
+    sched.take_outputs()
+    now[0] = 102.0
+    assert turn(sched) is None
+    ended = {out.uid: out.finish_reason for out in sched.take_outputs()}
+    assert set(ended) == {"runs", "waits"}
+    assert all(reason["type"] == "abort" and "timeout" in reason["message"] for reason in ended.values())
+    assert sched.idle
+
+
+def test_abort_in_every_state_frees_everything():
+    sched = make(chunk=4)
+    for uid in ("prefilling", "decoding", "waiting"):
+        sched.submit(req(uid, length=8, first=ord(uid[0])))
+    sched.abort("waiting")
+    turn(sched), turn(sched)
+    states = {r.uid: r.state for r in sched.running}
+    assert states == {"prefilling": ReqState.DECODE, "decoding": ReqState.PREFILL}
+    for uid in ("prefilling", "decoding", "nobody"):
+        sched.abort(uid)
+    sched.check_integrity()
+    assert sched.idle and sched.flush_cache() and sched.pool.available == 200
+
+
+def test_a_result_for_a_row_that_was_given_away_is_dropped():
+    sched = make(rows=1)
+    sched.submit(req("old"))
+    turn(sched)
+    plan = sched.plan()  # in flight for "old"
+    sched.abort("old")
+    sched.submit(req("new", first=30))
+    following = sched.plan()  # "new" takes the same row
+    assert following.rows.tolist() == plan.rows.tolist()
+    sched.take_outputs()
+    sched.commit(plan, result(plan, tokens=99))
+    assert sched.stale_results == 1 and not sched.take_outputs()
+    sched.commit(following, result(following, tokens=55))
+    assert [out.token_ids for out in sched.take_outputs()] == [[55]]
+
+
+def test_two_equal_prompts_prefilled_at_once_end_up_sharing_one_copy():
+    sched = make(chunk=64)
+    for uid in ("a", "b"):
+        sched.submit(req(uid, length=30))
+    turn(sched)
+    owned = [int(r.owned[: r.covered].sum()) for r in sched.running]
+    assert owned == [0, 0] and sched.radix.size == 30
+    plan = sched.plan()  # b's row is told of the slots that it shares now
+    b = next(r for r in sched.running if r.uid == "b")
+    assert any(row == b.row and start == 0 and len(slots) == 30 for row, start, slots in plan.new_slots)
+    assert np.array_equal(sched.running[0].slots[:30], sched.running[1].slots[:30])
+
+
+def test_salts_do_not_share_prefixes():
+    sched = make()
+    for uid, salt in (("a", 0), ("b", 5), ("c", 5)):
+        sched.submit(req(uid, length=8, new=1, salt=salt))
+        turn(sched)
+    cached = {out.uid: out.meta["cached_tokens"] for out in sched.take_outputs()}
+    assert cached == {"a": 0, "b": 0, "c": 7}
+
+
+def test_stop_id_in_the_first_token():
+    sched = make()
+    sched.submit(req("a", stop_ids=[7]))
+    turn(sched)
+    (out,) = sched.take_outputs()
+    assert out.token_ids == [7] and out.finish_reason == {"type": "stop", "matched": 7} and sched.idle
+
+
+def test_stop_strings_end_a_request_where_the_scanner_says():
+    class Scanner:
+        seen = 0
+
+        def push(self, token):
+            self.seen += 1
+            return "END" if self.seen == 3 else None
+
+    sched = make(shape=TreeShape(3, 1, 4))
+    sched.submit(req("a", scanner=Scanner()))
+    turn(sched)
+    turn(sched, count=4)
+    out = sched.take_outputs()
+    assert [o.token_ids for o in out] == [[7], [7, 7]]
+    assert out[-1].finish_reason == {"type": "stop", "matched": "END"}
+
+
+def test_spec_counters_count_what_was_really_proposed_and_accepted():
+    sched = make(shape=TreeShape(3, 1, 4))
+    sched.submit(req("a", new=9))
+    turn(sched)
+    turn(sched, count=4)
+    turn(sched, count=1)
+    turn(sched, count=3)
+    meta = sched.take_outputs()[-1].meta
+    assert (meta["spec_verify_ct"], meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]) == (3, 9, 5)
+    assert meta["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
+    assert meta["spec_accept_length"] == pytest.approx(8 / 3) and meta["spec_accept_rate"] == pytest.approx(5 / 9)
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_menu_holds_the_shape_smaller_ones_and_plain():
+    assert shape_menu(TreeShape(11, 10, 12)) == (
+        TreeShape(11, 10, 12), TreeShape(5, 5, 6), TreeShape(2, 2, 3), PLAIN,
+    )  # fmt: skip
+    assert shape_menu(PLAIN) == (PLAIN,)
+
+
+def test_rows_without_a_match_run_plain():
+    policy = ExpectedGain(shape_menu(TreeShape(11, 10, 12)))
+    assert all(policy.choose([0, 0]) == PLAIN for _ in range(500))
+
+
+def test_policy_learns_which_outlooks_pay():
+    """Outlook 3 never accepts anything, outlook 9 always the whole depth; a node costs 4% of a plain step."""
+    rng = np.random.default_rng(0)
+    policy = ExpectedGain(shape_menu(TreeShape(11, 10, 12)))
+    seen = {3: [], 9: []}
+    for _ in range(600):
+        hint = int(rng.choice([3, 9]))
+        shape = policy.choose([hint])
+        seen[hint].append(shape)
+        accepted = shape.depth if hint == 9 else 0
+        seconds = 0.010 * (1 + 0.04 * (shape.nodes - 1)) * rng.uniform(0.9, 1.1)
+        policy.record(shape, np.asarray([hint]), np.asarray([accepted]), seconds)
+    assert seen[9][-100:].count(TreeShape(11, 10, 12)) == 100
+    assert seen[3][-100:].count(PLAIN) >= 95
+    assert set(seen[3][-200:]) != {PLAIN}, "a wrong estimate would never be found out"

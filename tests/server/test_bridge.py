@@ -1,0 +1,187 @@
+"""Clients that go away, engines that die, and requests that are aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fake_engine import FakeEngine
+
+from draftwing.core import SamplingParams
+from draftwing.engine.engine import GenRequest
+from draftwing.server.api import create_app
+from draftwing.server.bridge import AsyncEngine, EngineDead
+from draftwing.server.run import bind
+
+FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def slow() -> FakeEngine:
+    """Takes about a second for 1900 tokens."""
+    return FakeEngine(burst=1)
+
+
+@pytest.fixture
+def live(slow: FakeEngine) -> Iterator[str]:
+    """URL of a server on a real socket."""
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(slow), log_level="error", timeout_graceful_shutdown=1))  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    wait_until(lambda: server.started)
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+    sock.close()
+
+
+def test_a_streaming_client_that_goes_away_aborts_its_requests(live: str, slow: FakeEngine) -> None:
+    body = FOREVER | {"stream": True, "n": 2}
+    with httpx.Client() as client, client.stream("POST", f"{live}/v1/completions", json=body) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+        assert len(slow.running) == 2
+    wait_until(lambda: len(slow.aborted) == 2)
+    assert not slow.running
+
+
+def test_a_waiting_client_that_goes_away_aborts_its_request(live: str, slow: FakeEngine) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live}/v1/completions", json=FOREVER, timeout=0.2)
+    wait_until(lambda: len(slow.aborted) == 1)
+    assert not slow.running
+
+
+def test_many_clients_that_go_away_leave_none_behind(live: str, slow: FakeEngine) -> None:
+    async def scenario() -> None:
+        body = {"text": "abc", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=32), timeout=20) as client:
+            posts = [
+                asyncio.ensure_future(client.post(f"{live}/generate", json=body | {"stream": i % 2 == 0}))
+                for i in range(32)
+            ]
+            await asyncio.to_thread(wait_until, lambda: len(slow.requests) == 32, 20)
+            for post in posts:
+                post.cancel()
+            await asyncio.gather(*posts, return_exceptions=True)
+
+    asyncio.run(scenario())
+    wait_until(slow.idle)
+    assert len(slow.aborted) > 8  # all, unless the machine is so busy that some were answered before
+    done = httpx.post(f"{live}/v1/completions", json={"prompt": "abc"})
+    assert done.json()["choices"][0]["text"] == "abc"
+
+
+def test_official_client(live: str) -> None:
+    client = openai.OpenAI(base_url=f"{live}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["echo"]
+    answer = client.chat.completions.create(model="echo", messages=CHAT, temperature=0, max_tokens=64)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "user:hello\n" and answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].matched_stop == 256 and answer.usage.reasoning_tokens == 0  # type: ignore
+    stream = client.chat.completions.create(model="echo", messages=CHAT, stream=True)  # type: ignore[arg-type]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "user:hello\n"
+    assert client.completions.create(model="echo", prompt="abc").choices[0].text == "abc"
+    with pytest.raises(openai.BadRequestError, match="temperature") as info:
+        client.completions.create(model="echo", prompt="abc", temperature=-1)
+    assert info.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("bogus")
+
+
+def test_abort_request(live: str, slow: FakeEngine) -> None:
+    body = {"text": "abc", "rid": "mine", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda b=b: answers.append(httpx.post(f"{live}/generate", json=b)))
+               for b in (body, body | {"rid": "other"})]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(slow.running) == 2)
+    assert httpx.get(f"{live}/flush_cache").status_code == 400
+    httpx.post(f"{live}/abort_request", json={"rid": "mine"})
+    wait_until(lambda: len(answers) == 1)
+    info = answers[0].json()["meta_info"]
+    assert info["id"] == "mine" and info["finish_reason"] == {"type": "abort", "message": "aborted"}
+    assert len(slow.running) == 1
+    httpx.post(f"{live}/abort_request", json={"abort_all": True})
+    for thread in threads:
+        thread.join(5)
+    assert answers[1].json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_dead_engine_fails_all_that_wait(live: str, slow: FakeEngine) -> None:
+    answers: list[httpx.Response] = []
+    bodies = [FOREVER, FOREVER | {"stream": True}]
+    threads = [threading.Thread(target=lambda b=b: answers.append(httpx.post(f"{live}/v1/completions", json=b)))
+               for b in bodies]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(slow.running) == 2)
+    assert httpx.get(f"{live}/health").status_code == 200
+    slow.crash = RuntimeError("out of paper")
+    for thread in threads:
+        thread.join(5)
+    plain, streamed = sorted(answers, key=lambda a: a.status_code, reverse=True)
+    assert plain.status_code == 503 and "out of paper" in plain.json()["message"]
+    *_, error, done = streamed.text.strip().split("\n\n")
+    assert "out of paper" in json.loads(error.removeprefix("data: "))["error"]["message"] and done == "data: [DONE]"
+    health = httpx.get(f"{live}/health")
+    assert health.status_code == 503 and health.content == b""
+    later = httpx.post(f"{live}/v1/completions", json={"prompt": "a"})
+    assert later.status_code == 503 and later.json()["type"] == "ServiceUnavailableError"
+
+
+@asynccontextmanager
+async def running(engine: FakeEngine) -> AsyncIterator[AsyncEngine]:
+    bridge = AsyncEngine(engine)  # type: ignore[arg-type]
+    bridge.start()
+    yield bridge
+    await bridge.stop()
+
+
+def request(uid: str, **fields: object) -> GenRequest:
+    return GenRequest(uid, [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def test_generate_yields_every_token_once_and_aborts_when_left_early(slow: FakeEngine) -> None:
+    async def scenario() -> None:
+        async with running(slow) as bridge:
+            tokens = [t async for output in bridge.generate(request("a")) for t in output.token_ids]
+            assert tokens == [1, 2, 3, 256] and slow.aborted == []
+            outputs = bridge.generate(request("b", ignore_eos=True, max_new_tokens=1000))
+            assert (await anext(outputs)).token_ids[0] == 1
+            await outputs.aclose()  # type: ignore[attr-defined]
+            await asyncio.to_thread(wait_until, lambda: slow.aborted == ["b"])
+
+    asyncio.run(scenario())
+
+
+def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
+    async def scenario() -> None:
+        async with running(slow) as bridge:
+            outputs = bridge.generate(request("a", ignore_eos=True, max_new_tokens=1900))
+            await anext(outputs)
+        assert not bridge.healthy
+        with pytest.raises(EngineDead):
+            async for _ in outputs:
+                pass
+        with pytest.raises(EngineDead):
+            bridge.submit([request("b")], ["b"])
+
+    asyncio.run(scenario())

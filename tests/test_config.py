@@ -1,0 +1,150 @@
+"""Options: defaults, spellings, ranges and combinations."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from draftwing.config import Options, add_arguments, dashed
+from draftwing.core import TreeShape
+from draftwing.errors import ConfigError
+
+
+def parse(*argv: str) -> Options:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    return Options(**vars(parser.parse_args(dashed(argv))))
+
+
+def test_nothing_given_is_the_documented_default() -> None:
+    options = parse().resolve()
+    assert (options.model, options.host, options.port, options.dtype) == ("smollm2", "127.0.0.1", 30000, "auto")
+    assert options.speculative_algorithm == "none" and options.speculative_shape == TreeShape(0, 1, 1)
+    assert options.speculative_ngram_capacity == 10_000_000 and options.speculative_ngram_branch_length == 18
+    assert options.random_seed is not None
+
+
+def test_every_option_has_both_spellings_and_reaches_its_field() -> None:
+    examples = {str: "x", int: "7", float: "0.5"}
+    for field in dataclasses.fields(Options):
+        for name in (field.name, *field.metadata["aliases"]):
+            for flag in ("--" + name, "--" + name.replace("_", "-")):
+                hint = str(field.type)
+                if hint == "bool":
+                    assert getattr(parse(flag), field.name) is True
+                    continue
+                kind = next(kind for kind in examples if hint.startswith(kind.__name__))
+                for argv in ((flag, examples[kind]), (f"{flag}={examples[kind]}",)):
+                    assert getattr(parse(*argv), field.name) == kind(examples[kind])
+
+
+def test_underscores_in_values_stay() -> None:
+    assert parse("--model_path=my_org/my_model").model == "my_org/my_model"
+    assert parse("--model", "my_model").model == "my_model"
+
+
+def test_the_ngram_command_of_sglangs_users() -> None:
+    command = """--model q --speculative-algorithm NGRAM --speculative-num-draft-tokens 16 --mem-fraction-static 0.8
+        --speculative-ngram-max-match-window-size 12 --speculative-ngram-max-bfs-breadth 10 --log-level warning"""
+    options = parse(*command.split()).resolve()
+    assert options.speculative_algorithm == "NGRAM" and options.speculative_shape == TreeShape(15, 10, 16)
+    assert options.mem_fraction_static == 0.8 and options.log_level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        ({}, (11, 10, 12)),
+        ({"eagle_topk": 1}, (11, 1, 12)),
+        ({"eagle_topk": 1, "num_steps": 4}, (4, 1, 5)),
+        ({"num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 7}, (4, 2, 7)),
+        ({"eagle_topk": 1, "num_steps": 3, "num_draft_tokens": 9}, (3, 1, 4)),
+        ({"num_draft_tokens": 2}, (1, 10, 2)),
+    ],
+)
+def test_ngram_shapes(given: dict[str, int], shape: tuple[int, int, int]) -> None:
+    fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
+    options = Options(speculative_algorithm="ngram", **fields).resolve()
+    assert options.speculative_algorithm == "NGRAM" and options.speculative_shape == shape
+    assert options.resolve() == options
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "eagle3", "NextN", "standalone"])
+def test_algorithms_to_come_are_refused_as_such(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name.upper()} is not in this version"):
+        Options(speculative_algorithm=name, speculative_draft_model_path="x").resolve()
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"speculative_algorithm": "magic"}, "must be one of none, NGRAM; found 'MAGIC'"),
+        ({"speculative_draft_model_path": "x"}, "speculative_draft_model_path"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "at least 2; found 1"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 12}, "speculative_num_draft_tokens - 1"),
+        (
+            {
+                "speculative_algorithm": "NGRAM",
+                "speculative_ngram_min_match_window_size": 5,
+                "speculative_ngram_max_match_window_size": 4,
+            },
+            "min_match_window_size must be at most speculative_ngram_max_match_window_size; found 5 and 4",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_ngram_min_bfs_breadth": 11},
+            "min_bfs_breadth must be at most speculative_ngram_max_bfs_breadth; found 11 and 10",
+        ),
+        ({"enable_overlap": True, "disable_overlap_schedule": True}, "exclude each other"),
+        ({"port": 65536}, "port must be at most 65535; found 65536"),
+        ({"port": "30000"}, "port must be a int"),
+        ({"port": True}, "port must be a int"),
+        ({"dtype": "int8"}, "auto, float32, bfloat16, float16; found 'int8'"),
+        ({"device": "tpu"}, "auto, cpu, cuda"),
+        ({"mem_fraction_static": 1.5}, "at most 0.99"),
+        ({"mem_fraction_static": float("nan")}, "finite"),
+        ({"chunked_prefill_size": 0}, "at least 1, or -1"),
+        ({"request_timeout": 0}, "at least 0.001"),
+        ({"model": ""}, "must not be empty"),
+        ({"disable_radix_cache": 1}, "must be a bool"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"context_length": 1}, "at least 2"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_rule(fields: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        Options(**fields).resolve()
+    assert rule in str(info.value)
+
+
+def test_overlap_is_the_default_on_cuda_only() -> None:
+    assert (Options().lag("cuda"), Options().lag("cpu")) == (1, 0)
+    assert Options(enable_overlap=True).lag("cpu") == 1
+    assert Options(disable_overlap_schedule=True).lag("cuda") == 0
+
+
+def test_options_without_effect_are_logged_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        options = Options(speculative_num_steps=3, max_total_tokens=100, mem_fraction_static=0.5).resolve()
+    assert "speculative_num_steps has no effect" in caplog.text and "mem_fraction_static has no effect" in caplog.text
+    assert options.speculative_num_steps is None and options.mem_fraction_static is None
+
+
+def test_keyword_options() -> None:
+    assert Options.from_kwargs(model_path="a", mem_fraction=0.5) == Options(model="a", mem_fraction_static=0.5)
+    with pytest.raises(ConfigError, match="'speculative_algoritm'; the nearest one is 'speculative_algorithm'"):
+        Options.from_kwargs(speculative_algoritm="NGRAM")
+    with pytest.raises(ConfigError, match="given twice"):
+        Options.from_kwargs(model="a", model_path="b")
+
+
+def test_options_cost_no_torch() -> None:
+    code = "import sys, draftwing, draftwing.cli, draftwing.config; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys; from draftwing import SamplingParams, ConfigError; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,154 @@
+"""The Python API, around the server tests' stand-in for the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import draftwing
+from draftwing import LLM, Completion, ConfigError, RequestError, SamplingParams, core
+
+sys.path.insert(0, str(Path(__file__).parent / "server"))
+
+from fake_engine import CONTEXT, EOS, FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def llm(engine: FakeEngine) -> LLM:
+    return LLM.from_engine(engine)  # type: ignore[arg-type]
+
+
+def texts(completions: list[Completion]) -> list[str]:
+    return [completion.text for completion in completions]
+
+
+def test_all_forms_of_prompts(llm: LLM, engine: FakeEngine) -> None:
+    ids = engine.tokenizer.encode("abc")
+    for prompts, expected in (
+        ("abc", ["abc"]),
+        (ids, ["abc"]),
+        (["abc", "dé"], ["abc", "dé"]),
+        ([ids, ids[:1]], ["abc", "a"]),
+        ([], []),
+    ):
+        assert texts(llm.generate(prompts)) == expected  # type: ignore[arg-type]
+
+
+def test_a_completion_says_all(llm: LLM, engine: FakeEngine) -> None:
+    (done,) = llm.generate("abc", SamplingParams(max_new_tokens=10))
+    assert done.token_ids == [*engine.tokenizer.encode("abc"), EOS]
+    assert done.finish_reason == {"type": "stop", "matched": EOS}
+    assert done.meta_info["prompt_tokens"] == 3 and done.meta_info["completion_tokens"] == 4
+    assert "spec_verify_ct" in done.meta_info
+
+
+def test_params_for_each_and_n(llm: LLM, engine: FakeEngine) -> None:
+    params = [SamplingParams(n=2, max_new_tokens=2, seed=4), {"max_new_tokens": 1, "seed": 9}]
+    assert texts(llm.generate(["abc", "xyz"], params)) == ["ab", "ab", "x"]  # type: ignore[arg-type]
+    first, second, third = (r.params.sampling_seed for r in engine.requests)
+    assert (first, third) == (4, 9) and second not in (4, 5, None)
+    assert all(type(r.params) is core.SamplingParams and r.params.n == 1 for r in engine.requests)
+
+
+def test_chat_one_or_many(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hi"}]
+    assert texts(llm.chat(one)) == ["user:hi\n"]
+    assert texts(llm.chat([one, [*one, {"role": "assistant", "content": "yo"}]])) == [
+        "user:hi\n",
+        "user:hi\nassistant:yo\n",
+    ]
+
+
+def test_stop_strings_and_unlimited_length(llm: LLM) -> None:
+    (done,) = llm.generate("one two three", SamplingParams(stop="two"))
+    assert done.text == "one " and done.finish_reason == {"type": "stop", "matched": "two"}
+    (done,) = llm.generate("abc", SamplingParams(max_new_tokens=None, ignore_eos=True))
+    assert len(done.token_ids) == CONTEXT - 3
+
+
+def test_unseeded_answers_repeat_with_the_engines_seed() -> None:
+    def seeds(random_seed: int) -> list[int | None]:
+        engine = FakeEngine(draftwing.config.Options(random_seed=random_seed))
+        LLM.from_engine(engine).generate(["a", "b"])  # type: ignore[arg-type]
+        return [r.params.sampling_seed for r in engine.requests]
+
+    assert seeds(1) == seeds(1) != seeds(2) and len(set(seeds(1))) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bogus": 1}, "bogus"), ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature"),
+        ({"stop": ["a", 1]}, "stop"), ({"stop": "\ud800"}, "stop"), ({"seed": 1.5}, "seed"), ({"n": 0}, "n"),
+        ({"frequency_penalty": 1}, "frequency_penalty"), ({"json_schema": "{}"}, "json_schema"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"), ({"top_p": 10**400}, "top_p"),
+    ],
+)  # fmt: skip
+def test_sampling_params_check_themselves(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as info:
+        SamplingParams(**fields)
+    assert info.value.param == param
+
+
+def test_sampling_params_are_values() -> None:
+    params = SamplingParams(stop=["a", "b"], seed=3, top_k=0, temperature=1e-9, frequency_penalty=0)
+    assert (params.stop, params.sampling_seed, params.top_k, params.temperature) == (("a", "b"), 3, -1, 0.0)
+    assert params == SamplingParams(stop=("a", "b"), sampling_seed=3, temperature=0)
+    assert dataclasses.replace(params, n=2).n == 2 and isinstance(params, core.SamplingParams)
+
+
+def test_core_params_are_checked_too(llm: LLM) -> None:
+    with pytest.raises(RequestError) as info:
+        llm.generate("a", core.SamplingParams(top_p=2))
+    assert info.value.param == "top_p"
+
+
+@pytest.mark.parametrize("prompts", [5, None, [None], [["a"]], ["a", ""], [[]], "\ud800", [True], ["a", 1], [1, "a"]])
+def test_bad_prompts(llm: LLM, engine: FakeEngine, prompts: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompts)
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    "conversation", [[], "hi", [5], [{"content": "a"}], [["a"]], [{"role": "user", "content": "bad"}]]
+)
+def test_bad_conversations(llm: LLM, conversation: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.chat(conversation)
+
+
+def test_a_refused_prompt_leaves_nothing_running(llm: LLM, engine: FakeEngine) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(["a" * 50, [257]])  # type: ignore[list-item]
+    assert engine.idle() and len(engine.requests) == 1
+    with pytest.raises(RequestError, match="one per prompt"):
+        llm.generate("a", [SamplingParams(), SamplingParams()])
+    assert texts(llm.generate("abc")) == ["abc"]
+
+
+def test_options_are_checked_before_the_engine_is_made() -> None:
+    with pytest.raises(ConfigError, match="nearest one is 'dtype'"):
+        LLM(dtpye="float32")
+    with pytest.raises(ConfigError, match="not in this version"):
+        LLM(speculative_algorithm="EAGLE3")
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.engine.engine.Engine", FakeEngine)
+    with LLM(model_path="x", speculative_algorithm="NGRAM", random_seed=3) as llm:
+        options = llm.engine.options
+        assert (options.model, options.speculative_num_draft_tokens, options.random_seed) == ("x", 12, 3)
+        engine = llm.engine
+    assert engine.closed  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("a")

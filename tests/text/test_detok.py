@@ -1,0 +1,199 @@
+"""Incremental text equals the text of all tokens, however they arrive; stop strings are cut at the first character."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from draftwing.text.detok import IncrementalDetokenizer, StopStringScanner
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+def sentencepiece(decoder: Any = None) -> Tokenizer:
+    """Pieces with a visible leading space, byte fallback, two special tokens, an empty and a replacement piece."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    names += ["▁", "▁the", "the", "▁a", "a", "b", "▁▁", "é", "日", "\n", REPLACEMENT, "stop", "▁stop", "er", ""]
+    backend = tokenizers.Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoder or decoders.Sequence(parts)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@pytest.fixture(scope="module", params=["smollm2", "sentencepiece", "metaspace"])
+def tokenizer(request: pytest.FixtureRequest, smollm2_path: Path) -> Tokenizer:
+    if request.param == "smollm2":
+        return load_tokenizer(smollm2_path)
+    return sentencepiece(decoders.Metaspace() if request.param == "metaspace" else None)
+
+
+def random_text(rng: random.Random, length: int) -> str:
+    alphabets = ["the cat sat  on\n", "äöüßéñ", "日本語中文字", "😀👩‍👩‍👧🇩🇪", "العربية", "\t\r\u0000\u200d\ufffd"]
+    return "".join(rng.choice(rng.choice(alphabets)) for _ in range(length))
+
+
+def token_lists(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
+    """Encoded text, random tokens (mostly invalid UTF-8), and texts cut or joined inside a character."""
+    rng = random.Random(seed)
+    single = [i for i in range(tokenizer.vocab_size) if len(tokenizer.backend.id_to_token(i) or "") == 1]
+    pool = sorted(tokenizer.byte_fallback_ids) or single
+    for _ in range(40):
+        yield tokenizer.encode(random_text(rng, 30))
+        yield [rng.randrange(tokenizer.vocab_size + 5) for _ in range(30)]
+        yield [rng.choice(pool) if rng.random() < 0.7 else rng.randrange(tokenizer.vocab_size) for _ in range(40)]
+        ids = tokenizer.encode(random_text(rng, 20))
+        cut = rng.randrange(len(ids))
+        yield [*ids[cut:], rng.choice([0, 1, 2]), *ids[:cut]]
+    yield from ([], [1], [1, 2, 1], [pool[-1]] * 100)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_pushes_add_up_to_the_decoded_text(tokenizer: Tokenizer, skip: bool) -> None:
+    rng = random.Random(1)
+    nonempty = 0
+    for ids in token_lists(tokenizer, seed=2):
+        expected = tokenizer.backend.decode(ids, skip_special_tokens=skip)
+        single = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+        parts = []
+        for token in ids:
+            parts.append(single.push([token]))
+            # What was given out stays, whatever follows.
+            assert expected.startswith("".join(parts))
+        parts.append(single.push([], final=True))
+        assert "".join(parts) == single.text == expected
+        nonempty += bool(expected)
+
+        chunked, at, text = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip), 0, ""
+        while at < len(ids):
+            step = rng.randrange(1, 8)
+            text += chunked.push(ids[at : at + step], final=at + step >= len(ids))
+            at += step
+        assert text == expected
+    assert nonempty > 100
+
+
+def test_no_half_characters_and_no_needless_waiting(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    text = "Größe: 日本語 😀👩‍👩‍👧 done"
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    parts = [detokenizer.push([token]) for token in tokenizer.encode(text)]
+    assert all(REPLACEMENT not in part for part in parts) and "".join(parts) == text
+    assert "" in parts  # some token ended inside a character
+    plain = IncrementalDetokenizer(tokenizer)
+    words = [plain.push([token]) for token in tokenizer.encode("The capital of France is")]
+    assert words == ["The", " capital", " of", " France", " is"]
+
+
+def test_a_long_wait_does_not_cut_a_character(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    day = [tokenizer.backend.token_to_id(name) for name in "æĹ¥"]  # the three bytes of one character
+    for count in range(30):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        out = [detokenizer.push([token]) for token in [day[2]] * count + day]
+        assert "".join(out) == REPLACEMENT * count + "日"
+
+
+def test_work_per_token_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = 0
+    real = tokenizer.decode
+
+    def count(ids: list[int], **options: Any) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return real(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", count)
+    rng = random.Random(3)
+    broken = tokenizer.encode("日")[-1]
+    for ids in ([broken] * 1000, [rng.randrange(tokenizer.vocab_size) for _ in range(1000)]):
+        decoded = 0
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False, stop=("never",))
+        for token in ids:
+            detokenizer.push([token])
+        detokenizer.push([], final=True)
+        assert 0 < decoded < 60 * len(ids)
+
+
+def reference_cut(text: str, stops: tuple[str, ...], keep: bool) -> tuple[str, str | None]:
+    """Reads character by character: the first stop string that is complete wins, the longest of several."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stops if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end if keep else end - len(longest)], longest
+    return text, None
+
+
+STOPS = [("the",), ("ab", "abc"), ("aab", "b"), ("a a", " a"), ("日",), (" ", "the cat"), ("aa",), ("é", "e", "\n")]
+
+
+def random_words(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
+    if tokenizer.joins_bytes and tokenizer.vocab_size > 1000:
+        words = ["a", "b", "c", " ", "the cat", "aa", "é", "日", "\n"]
+        return tokenizer.encode("".join(rng.choice(words) for _ in range(12)))
+    pieces = ["a", "b", "<0x63>", "▁", "the", "▁the", "▁a", "é", "日", "<0xE6>", "<0x97>", "<0xA5>", "\n"]
+    ids = [tokenizer.backend.token_to_id(rng.choice(pieces)) for _ in range(16)]
+    assert None not in ids
+    return ids
+
+
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_strings(tokenizer: Tokenizer, stops: tuple[str, ...], keep: bool) -> None:
+    rng = random.Random(4)
+    hits = 0
+    for _ in range(60):
+        ids = random_words(tokenizer, rng)
+        expected, hit = reference_cut(tokenizer.decode(ids), stops, keep)
+        hits += hit is not None
+
+        scanner = StopStringScanner(tokenizer, stops)
+        count = next((n for n, token in enumerate(ids, 1) if scanner.push(token)), len(ids))
+        ended = scanner.finish()
+        assert ended == hit
+        # The stream gets the tokens that the scheduler committed, in other portions.
+        detokenizer, at, out = IncrementalDetokenizer(tokenizer, stop=stops, no_stop_trim=keep), 0, ""
+        while at < count:
+            step = rng.randrange(1, 5)
+            out += detokenizer.push(ids[at : min(at + step, count)], final=at + step >= count)
+            assert expected.startswith(out)
+            at += step
+        assert (out, detokenizer.text, detokenizer.stopped) == (expected, expected, hit)
+        assert hit is None or detokenizer.push(ids, final=True) == ""
+    assert hits > 5
+
+
+def test_the_stop_string_is_met_with_its_last_token(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    ids = tokenizer.encode("one two stop right here")
+    scanner = StopStringScanner(tokenizer, ("p right",))
+    assert [scanner.push(token) for token in ids] == [None, None, None, "p right", "p right"]
+
+
+def test_text_is_held_only_while_it_may_become_a_stop_string() -> None:
+    tokenizer = sentencepiece()
+    ids = tokenizer.backend.get_vocab()
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=("stopper",))
+    out = [detokenizer.push([ids[name]]) for name in ["a", "▁stop", "b", "stop", "stop", "a"]]
+    assert out == ["a", " ", "stopb", "", "stop", "stopa"]
+    assert detokenizer.push([ids["stop"]]) == "" and detokenizer.push([], final=True) == "stop"
+    kept = IncrementalDetokenizer(tokenizer, stop=("stopper",), no_stop_trim=True)
+    assert kept.push([ids["stop"]]) == "stop"  # it stays in the text either way
+
+
+def test_special_tokens_in_stop_strings() -> None:
+    tokenizer = sentencepiece()
+    ids = [tokenizer.backend.token_to_id(name) for name in ("a", "</s>", "b")]
+    shown = IncrementalDetokenizer(tokenizer, skip_special_tokens=False, stop=("a</s>",))
+    assert shown.push(ids) == "" and shown.stopped == "a</s>"
+    hidden = IncrementalDetokenizer(tokenizer, stop=("a</s>", "ab"))
+    assert hidden.push(ids) == "" and hidden.stopped == "ab"
