@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftwing.models.hub import fetch_default_model
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -21,8 +23,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file, downloaded on first use."""
-    try:
-        from draftwing.models.hub import fetch_default_model
-    except ImportError:
-        return Path.home() / ".cache/draftwing/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    return Path(fetch_default_model())
+    return fetch_default_model(progress=False)

@@ -60,12 +60,14 @@ def load_model(
     """
     started = time.perf_counter()
     path = Path(path)
-    config = load_config(path)
-    model = DecoderModel(config, dtype, "meta")
     if path.suffix == ".gguf":
-        tensors: Tensors = gguf.tensors(gguf.open_gguf(path), config, progress)
+        file = gguf.open_gguf(path)
+        config = gguf.model_config(file)
+        tensors: Tensors = gguf.tensors(file, config, progress)
     else:
+        config = load_config(path)
         tensors = _folder_tensors(path, progress)
+    model = DecoderModel(config, dtype, "meta")
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
     if config.tie_embeddings:

@@ -27,6 +27,10 @@ class StopScanner(Protocol):
         """The stop string that the text contains now, if any."""
         ...
 
+    def finish(self) -> str | None:
+        """The same, once no token follows."""
+        ...
+
 
 @dataclass(eq=False)
 class Req:

@@ -332,7 +332,10 @@ class Scheduler:
                 self._finish(req, new[:done], {"type": "stop", "matched": matched})
                 return
             if len(req.tokens) >= req.max_total:
-                self._finish(req, new[:done], {"type": "length", "length": req.completion_tokens})
+                # Text that is certain only now that nothing follows may hold a stop string.
+                found = req.scanner.finish() if req.scanner is not None else None
+                length = {"type": "length", "length": req.completion_tokens}
+                self._finish(req, new[:done], length if found is None else {"type": "stop", "matched": found})
                 return
         self._news.append(Output(req.uid, new))
 

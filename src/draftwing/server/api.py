@@ -143,8 +143,9 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             generation = service.submit(prompts, [params] * len(prompts), body)
         except RequestError as error:
             # The engine names fields as /generate does.
-            length = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
             source = "messages" if kind == "chat" else "prompt"
+            lengths = ("max_completion_tokens", "max_tokens")
+            length = next((name for name in lengths if getattr(body, name, None) is not None), source)
             ours = {"max_new_tokens": length, "prompt": source, "input_ids": source}
             raise RequestError(str(error), ours.get(error.param or "", error.param)) from None
         if body.stream:
