@@ -114,7 +114,9 @@ def single(llm: LLM, repeats: int) -> dict[str, Any]:
 
     def reference() -> int:
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=128, min_new_tokens=128, do_sample=False)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=128, min_new_tokens=128, do_sample=False
+            )
         return out.shape[1] - ids.shape[1]
 
     rates = best(repeats, {"transformers": reference, "none": fresh(llm, [prompt], 128)})

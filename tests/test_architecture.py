@@ -8,7 +8,13 @@ import pytest
 import draftwing
 
 ROOT = Path(draftwing.__file__).parent
-HOST_ONLY = ["core.py", "errors.py", "config.py", "params.py", *sorted(f"sched/{p.name}" for p in (ROOT / "sched").glob("*.py"))]
+HOST_ONLY = [
+    "core.py",
+    "errors.py",
+    "config.py",
+    "params.py",
+    *sorted(f"sched/{p.name}" for p in (ROOT / "sched").glob("*.py")),
+]
 
 
 def imports(path):

@@ -60,6 +60,17 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
+@dataclass(frozen=True)
+class GenRequest:
+    """One prompt, one answer. `cache_salt` isolates the prefix cache and the n-gram memory."""
+
+    uid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
 class Admission(NamedTuple):
     """A request taking a row: what `SlotTable` needs to know of it."""
 

@@ -118,7 +118,6 @@ class LLM:
     def _run(
         self, prompts: list[list[int]], params: list[core.SamplingParams], priority: int, salt: str | None
     ) -> list[Completion]:
-        from draftwing.engine.engine import GenRequest
 
         if salt is not None:
             check_text(salt, "cache_salt")
@@ -131,7 +130,7 @@ class LLM:
                 for one in answers(asked, self._draw):
                     uid = uuid.uuid4().hex
                     answer = Answer(self.engine.tokenizer, one, len(order), uid, len(prompt))
-                    self.engine.submit(GenRequest(uid, prompt, one, priority, salt))
+                    self.engine.submit(core.GenRequest(uid, prompt, one, priority, salt))
                     order.append(answer)
                     waiting[uid] = answer
             while waiting:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftwing.attn.torch_ref import TorchAttention
-from draftwing.core import MAX_HINT, PLAIN, Output, SamplingParams, TreeShape
+from draftwing.core import MAX_HINT, PLAIN, Output, SamplingParams
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop

@@ -9,8 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from draftwing.config import Options
-from draftwing.core import Output
-from draftwing.engine.engine import GenRequest
+from draftwing.core import GenRequest, Output
 from draftwing.errors import RequestError
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer

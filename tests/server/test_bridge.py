@@ -15,8 +15,7 @@ import pytest
 import uvicorn
 from fake_engine import FakeEngine
 
-from draftwing.core import SamplingParams
-from draftwing.engine.engine import GenRequest
+from draftwing.core import GenRequest, SamplingParams
 from draftwing.server.api import create_app
 from draftwing.server.bridge import AsyncEngine, EngineDead
 from draftwing.server.run import bind

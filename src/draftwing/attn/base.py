@@ -56,5 +56,3 @@ class AttnBackend(Protocol):
 
 def default_scale(head_dim: int) -> float:
     return head_dim**-0.5
-
-

@@ -105,20 +105,20 @@ def assemble(
 
 def make_drafter(options: Options, device: Device) -> tuple[Drafter | None, ShapePolicy]:
     """The drafter and shape policy that resolved options ask for."""
-    shape = options.speculative_shape
-    if options.speculative_algorithm == "NGRAM":
-        drafter = NGramDrafter(
-            min_window=options.speculative_ngram_min_match_window_size,
-            max_window=options.speculative_ngram_max_match_window_size,
-            min_breadth=options.speculative_ngram_min_bfs_breadth,
-            max_breadth=options.speculative_ngram_max_bfs_breadth,
-            branch_length=options.speculative_ngram_branch_length,
-            capacity=options.speculative_ngram_capacity,
-            rows=options.max_running_requests + 1,
-            device=device.device,
-        )
-        return drafter, ExpectedGain(shape_menu(shape))
-    return None, FixedShape(PLAIN)
+    if options.speculative_algorithm == "none":
+        return None, FixedShape(PLAIN)
+    assert options.speculative_algorithm == "NGRAM", "options are resolved"
+    drafter = NGramDrafter(
+        min_window=options.speculative_ngram_min_match_window_size,
+        max_window=options.speculative_ngram_max_match_window_size,
+        min_breadth=options.speculative_ngram_min_bfs_breadth,
+        max_breadth=options.speculative_ngram_max_bfs_breadth,
+        branch_length=options.speculative_ngram_branch_length,
+        capacity=options.speculative_ngram_capacity,
+        rows=options.max_running_requests + 1,
+        device=device.device,
+    )
+    return drafter, ExpectedGain(shape_menu(options.speculative_shape))
 
 
 def size_pool(options: Options, layers: list[LayerSpec], dtype: torch.dtype, device: Device) -> int:
@@ -151,5 +151,3 @@ def load_with_progress(path: Path, dtype: torch.dtype, device: Device) -> Decode
             bar.update(done - bar.n)
 
         return load_model(path, dtype, device.device, progress)
-
-

@@ -98,5 +98,3 @@ def _free_host_memory() -> int:
     except OSError:
         pass
     return 8 << 30  # a guess for systems without /proc; --max-total-tokens overrides what follows from it
-
-

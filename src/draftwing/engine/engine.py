@@ -11,11 +11,10 @@ import random
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from draftwing.config import Options
-from draftwing.core import Output, SamplingParams
+from draftwing.core import GenRequest, Output, SamplingParams
 from draftwing.engine.build import Parts, build
 from draftwing.engine.loop import Loop
 from draftwing.engine.report import Reporter
@@ -28,17 +27,6 @@ from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("draftwing")
-
-
-@dataclass(frozen=True)
-class GenRequest:
-    """One prompt, one answer. `cache_salt` isolates the prefix cache and the n-gram memory."""
-
-    uid: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
 
 
 class Engine:
@@ -133,9 +121,8 @@ class Engine:
         prompt, params = request.prompt_ids, request.params
         if not prompt:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-        bad = next((token for token in prompt if not 0 <= token < self._vocab), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad} is outside of the vocabulary [0, {self._vocab})", "input_ids")
+        self._check_ids(prompt, "input_ids")
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
         room = self.context_length - len(prompt)
         if room < 1:
             raise RequestError(
@@ -166,6 +153,11 @@ class Engine:
             scanner=self._scanner(params),
             deadline=time.monotonic() + timeout if timeout else None,
         )
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        bad = next((token for token in ids if not 0 <= token < self._vocab), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} in {param} is outside of the vocabulary [0, {self._vocab})", param)
 
     def _scanner(self, params: SamplingParams) -> StopStringScanner | None:
         if not params.stop:

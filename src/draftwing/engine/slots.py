@@ -6,7 +6,7 @@ the page-table entries past kv_len). A step is a list of rows. The last row is a
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ class SlotTable:
     def apply(self, packed: Tensor, sizes: list[int]) -> Upload:
         """Device side of `upload`: packed [sum(sizes)] int64 in the order of `_pack`."""
         ends = [0, *accumulate(sizes)]
-        parts = [packed[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        parts = [packed[a:b] for a, b in pairwise(ends)]
         slot_at, slot, token_at, token, admits = parts[:5]
         if admits.numel():
             self._admit(admits.view(-1, ADMIT_WORDS))

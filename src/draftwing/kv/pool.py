@@ -21,7 +21,10 @@ class LayerSpec(NamedTuple):
 
 
 class KVPool:
-    """kv[layer]: [slots, 2, kv_heads, head_dim]; index 0 of the second axis holds keys, index 1 values."""
+    """kv[layer]: [slots, kv_heads, 2, head_dim]; index 0 of the third axis holds keys, index 1 values.
+
+    A head's key and value lie side by side, so that a backend brings both to its own layout by one copy.
+    """
 
     def __init__(self, layers: Sequence[LayerSpec], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """slots: usable slots; one more is allocated for the dummy."""
@@ -29,7 +32,7 @@ class KVPool:
         self.slots = slots
         self.dtype = dtype
         self.kv = [
-            torch.zeros(slots + 1, 2, spec.kv_heads, spec.head_dim, dtype=dtype, device=device) for spec in self.layers
+            torch.zeros(slots + 1, spec.kv_heads, 2, spec.head_dim, dtype=dtype, device=device) for spec in self.layers
         ]
 
     @staticmethod
@@ -38,4 +41,4 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim]. Two queries may share a slot only if it is the dummy."""
-        self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 1))
+        self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 2))

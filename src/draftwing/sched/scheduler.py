@@ -197,9 +197,7 @@ class Scheduler:
             shape=shape,
             max_bound=max_bound,
             admits=tuple(self._admits.values()),
-            new_slots=tuple(
-                (row, start, slots) for row, parts in self._new_slots.items() for start, slots in parts
-            ),
+            new_slots=tuple((row, start, slots) for row, parts in self._new_slots.items() for start, slots in parts),
             chunks=tuple(chunks),
             noisy=where(lambda r: r.params.temperature > 0),
             filtered=where(lambda r: r.params.filtered),

@@ -35,7 +35,7 @@ class FixedShape:
     """Always the same shape; plain decoding when no row has anything to propose."""
 
     def __init__(self, shape: TreeShape) -> None:
-        self.menu = (shape,) if shape == PLAIN else (shape, PLAIN)
+        self.menu: tuple[TreeShape, ...] = (shape,) if shape == PLAIN else (shape, PLAIN)
 
     def choose(self, hints: Sequence[int]) -> TreeShape:
         return self.menu[0] if any(hints) else PLAIN

@@ -14,7 +14,8 @@ from draftwing.core import Output
 from draftwing.errors import DraftwingError
 
 if TYPE_CHECKING:
-    from draftwing.engine.engine import Engine, GenRequest
+    from draftwing.core import GenRequest
+    from draftwing.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

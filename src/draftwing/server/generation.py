@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from draftwing import params as sampling
 from draftwing.answer import Answer
-from draftwing.core import SamplingParams
-from draftwing.engine.engine import GenRequest
+from draftwing.core import GenRequest, SamplingParams
 from draftwing.errors import RequestError
 from draftwing.server.bridge import AsyncEngine
 
