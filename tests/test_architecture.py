@@ -63,7 +63,8 @@ def test_layers_import_downwards_only():
     assert not offenders([*below("layers"), *below("attn"), *below("kv")], *upper, "draftwing.models", "draftwing.spec")
     assert not offenders(below("models"), *upper, "draftwing.spec", "draftwing.sampling")
     assert not offenders(below("sampling"), *upper, "draftwing.spec", "draftwing.models")
-    assert not offenders(below("spec"), *upper, "draftwing.sampling")
+    # a drafter may couple with the target through the same noise, but it never sees the sampler
+    assert not offenders(below("spec"), *upper, "draftwing.sampling.sampler", "draftwing.sampling.filters")
     assert not offenders(below("engine"), "draftwing.server", "draftwing.llm", "draftwing.cli")
 
 

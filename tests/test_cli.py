@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from draftwing.cli import main
 
+# The real command, but for the model: no weights, a tokenizer of bytes, and the worker of fake_engine.py.
 SERVER = """
 import sys
+from functools import partial
+from pathlib import Path
 sys.path.insert(0, {folder!r})
-import draftwing.engine.engine as home
-from fake_engine import FakeEngine
-home.Engine = FakeEngine
+import draftwing.server.run as run
+from fake_engine import byte_tokenizer
+run.EngineLink = partial(run.EngineLink, module={worker!r})
+run.resolve_model = lambda *args: Path()
+run.load_tokenizer = lambda *args: byte_tokenizer()
 from draftwing.cli import main
-sys.exit(main(["serve", "--port", "0", "--random_seed=5"]))
+sys.exit(main(["serve", "--port", "0", "--random_seed=5", *{argv!r}]))
 """
+
+
+def script(*argv: str, worker: str = "fake_engine") -> str:
+    return SERVER.format(folder=str(Path(__file__).parent / "server"), argv=list(argv), worker=worker)
 
 
 def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +90,7 @@ def test_modules_are_the_command(module: str) -> None:
 
 
 def test_serve_says_where_it_is_answers_and_ends() -> None:
-    code = SERVER.format(folder=str(Path(__file__).parent / "server"))
+    code = script()
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -94,7 +109,127 @@ def test_serve_says_where_it_is_answers_and_ends() -> None:
             assert json.load(response)["choices"][0]["message"]["content"] == "user:Hello\n"
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
-        assert process.wait(15) in (0, -signal.SIGTERM)  # uvicorn raises the signal again once it has drained
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with a fake engine, and its URL. Afterwards neither it nor its engine is left."""
+    code = script(*argv)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "ready: " in line:
+                break
+        yield process, line.split("ready: ")[1].strip().removesuffix("/v1")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while (there := alive(pid)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not there
+
+
+def alive(pid: int) -> bool:
+    """A process whose parent is gone may wait for ever to be reaped where process 1 does not care: that counts not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Streamed(threading.Thread):
+    """A client of an answer that takes a while. `text`: what came until the stream ended; `error`: how it broke."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.body = {"prompt": "abc", "ignore_eos": True, "max_tokens": tokens, "stream": True}
+        self.url, self.text, self.began = url, "", threading.Event()
+        self.error: Exception | None = None
+        self.start()
+        assert self.began.wait(10)
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, timeout=30) as response:
+                for part in response.iter_text():
+                    self.text += part
+                    self.began.set()
+        except httpx.HTTPError as error:
+            self.error = error
+
+
+def test_sigterm_lets_running_requests_end() -> None:
+    with serving() as (process, url):
+        (engine,) = children(process.pid)
+        client = Streamed(url, 1500)
+        process.send_signal(signal.SIGTERM)
+        client.join(20)
+        assert process.wait(10) == 0 and gone(engine)
+    assert '"finish_reason":"length"' in client.text and client.text.endswith("data: [DONE]\n\n")
+
+
+def test_the_drain_ends_with_an_abort() -> None:
+    with serving("--drain-timeout", "0.2") as (process, url):
+        client = Streamed(url, 1900)
+        process.send_signal(signal.SIGTERM)
+        client.join(10)
+        assert process.wait(10) == 0
+    assert '"finish_reason":"abort"' in client.text and client.text.endswith("data: [DONE]\n\n")
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    with serving() as (process, url):
+        (engine,) = children(process.pid)
+        client = Streamed(url, 1900)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(1) == 128 + signal.SIGTERM and gone(engine, 1)
+        client.join(5)
+    assert client.error is not None
+
+
+def test_ctrl_c_ends_server_and_engine() -> None:
+    with serving() as (process, _):
+        (engine,) = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == 130 and gone(engine) and "Traceback" not in log
+
+
+def test_a_killed_server_takes_its_engine_along() -> None:
+    with serving() as (process, _):
+        (engine,) = children(process.pid)
+        process.kill()
+        process.wait()
+        assert gone(engine, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_while_the_engine_loads(number: int) -> None:
+    code = script(worker="endless_start")
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        end = time.monotonic() + 20
+        while not (found := children(process.pid)) and time.monotonic() < end:
+            time.sleep(0.02)
+        os.killpg(process.pid, number)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == (130 if number == signal.SIGINT else 143), log
+        assert gone(found[0]) and "Traceback" not in log
     finally:
         process.kill()
         process.wait()

@@ -15,6 +15,8 @@ from draftwing.config import Options, add_arguments, dashed
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 
+STANDALONE: dict[str, Any] = {"speculative_algorithm": "standalone", "speculative_draft_model_path": "x"}
+
 
 def parse(*argv: str) -> Options:
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -75,7 +77,7 @@ def test_ngram_shapes(given: dict[str, int], shape: tuple[int, int, int]) -> Non
     assert options.resolve() == options
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "eagle3", "NextN", "standalone"])
+@pytest.mark.parametrize("name", ["EAGLE", "eagle3", "NextN"])
 def test_algorithms_to_come_are_refused_as_such(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name.upper()} is not in this version"):
         Options(speculative_algorithm=name, speculative_draft_model_path="x").resolve()
@@ -84,8 +86,17 @@ def test_algorithms_to_come_are_refused_as_such(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"speculative_algorithm": "magic"}, "must be one of none, NGRAM; found 'MAGIC'"),
+        ({"speculative_algorithm": "magic"}, "must be one of none, NGRAM, STANDALONE; found 'MAGIC'"),
         ({"speculative_draft_model_path": "x"}, "speculative_draft_model_path"),
+        ({"speculative_algorithm": "STANDALONE"}, "needs speculative_draft_model_path"),
+        (
+            STANDALONE | {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3},
+            "4 to 11 for 3 steps and topk 2; found 3",
+        ),
+        (
+            STANDALONE | {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 12},
+            "(steps - 1) * topk^2",
+        ),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "at least 2; found 1"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 12}, "speculative_num_draft_tokens - 1"),
         (
@@ -120,6 +131,27 @@ def test_what_cannot_work_is_refused_with_the_rule(fields: dict[str, Any], rule:
     with pytest.raises(ConfigError) as info:
         Options(**fields).resolve()
     assert rule in str(info.value)
+
+
+STANDALONE_SHAPES = [
+    ({}, (3, 1, 4)),
+    ({"num_steps": 5}, (5, 1, 6)),
+    ({"num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 7}, (4, 2, 7)),
+    ({"num_steps": 4, "eagle_topk": 1, "num_draft_tokens": 5}, (4, 1, 5)),
+    ({"num_steps": 4, "eagle_topk": 1, "num_draft_tokens": 9}, (4, 1, 5)),
+    ({"num_steps": 2, "eagle_topk": 4, "num_draft_tokens": 21}, (2, 4, 21)),
+]
+
+
+@pytest.mark.parametrize(("given", "shape"), STANDALONE_SHAPES)
+def test_standalone_shapes(
+    given: dict[str, int], shape: tuple[int, int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
+    with caplog.at_level(logging.WARNING):
+        options = Options(**STANDALONE, **fields).resolve()
+    assert options.speculative_shape == shape and options.resolve() == options
+    assert ("is a chain" in caplog.text) == (given.get("num_draft_tokens", shape[2]) != shape[2])
 
 
 def test_overlap_is_the_default_on_cuda_only() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import draftwing
-from draftwing.config import Options, add_arguments, dashed
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.compat import from_environment
+from draftwing.config import LOG_LEVELS, Options, add_arguments, dashed
+from draftwing.errors import DraftwingError
+from draftwing.log import configure_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,16 +23,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        options = Options(**arguments).resolve()
+        level = arguments.get("log_level", "info")
+        configure_logging(level if level in LOG_LEVELS else "info")  # a wrong one is refused in a moment
+        options = serve_options(arguments).resolve()
         from draftwing.server.run import serve
 
         serve(options)
-    except (ConfigError, CheckpointError) as error:
+    except DraftwingError as error:
         print(f"draftwing: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
+    """What the command line and, where it is silent, the environment ask for."""
+    asked = from_environment(environ)
+    if arguments.get("disable_overlap_schedule"):
+        asked.pop("enable_overlap", None)
+    return Options.from_kwargs(**{**asked, **arguments})
 
 
 def _parser() -> argparse.ArgumentParser:

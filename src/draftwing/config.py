@@ -18,14 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftwing import compat
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
-ALGORITHMS = ("none", "NGRAM")
-ALGORITHMS_TO_COME = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+ALGORITHMS = ("none", "NGRAM", "STANDALONE")
+ALGORITHMS_TO_COME = ("EAGLE", "EAGLE3", "NEXTN")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+STANDALONE_SHAPE = TreeShape(3, 1, 4)
 
 
 def _option(
@@ -75,11 +78,19 @@ class Options:
     served_model_name: str | None = _option(None, SERVER, "name in /v1/models (default: the model as given)")
     host: str = _option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0 for every interface")
     port: int = _option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
-    log_level: str = _option(
-        "info", SERVER, "least severe messages to log", choices=("debug", "info", "warning", "error", "critical")
+    log_level: str = _option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)
+    api_key: str | None = _option(
+        None, SERVER, "clients have to send it as a bearer token, but for /health (default: no key)"
     )
     request_timeout: float | None = _option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
+    )
+    drain_timeout: float = _option(
+        30.0,
+        SERVER,
+        "seconds that running requests have after SIGTERM before they are aborted",
+        minimum=0,
+        maximum=86400,
     )
 
     mem_fraction_static: float | None = _option(
@@ -101,21 +112,38 @@ class Options:
     enable_overlap: bool = _option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
     num_threads: int | None = _option(None, MEMORY, "CPU threads of a forward (default: all cores)", minimum=1)
 
-    speculative_algorithm: str = _option("none", SPECULATION, "who drafts tokens", choices=ALGORITHMS)
+    speculative_algorithm: str = _option(
+        "none", SPECULATION, "who drafts tokens", aliases=("speculative_algo",), choices=ALGORITHMS
+    )
     speculative_draft_model_path: str | None = _option(
         None,
         SPECULATION,
-        "model that drafts (no algorithm of this version has one)",
+        "model that drafts for STANDALONE: as --model",
         aliases=("speculative_draft_model",),
     )
+    speculative_draft_model_revision: str | None = _option(
+        None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
+    )
     speculative_num_steps: int | None = _option(
-        None, SPECULATION, "depth of a draft (default for NGRAM: draft tokens - 1)", minimum=1, maximum=256
+        None,
+        SPECULATION,
+        "depth of a draft (default: 3 for STANDALONE, draft tokens - 1 for NGRAM)",
+        minimum=1,
+        maximum=256,
     )
     speculative_eagle_topk: int | None = _option(
-        None, SPECULATION, "branching factor of a draft (default for NGRAM: max bfs breadth)", minimum=1, maximum=64
+        None,
+        SPECULATION,
+        "branching factor of a draft (default: 1 for STANDALONE, max bfs breadth for NGRAM)",
+        minimum=1,
+        maximum=64,
     )
     speculative_num_draft_tokens: int | None = _option(
-        None, SPECULATION, "nodes verified in a step, the root included (NGRAM: 12)", minimum=2, maximum=512
+        None,
+        SPECULATION,
+        "nodes verified in a step, the root included (default: 4 for STANDALONE, 12 for NGRAM)",
+        minimum=2,
+        maximum=512,
     )
     speculative_ngram_min_match_window_size: int = _option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=64
@@ -126,7 +154,12 @@ class Options:
     speculative_ngram_min_bfs_breadth: int = _option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
     speculative_ngram_max_bfs_breadth: int = _option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)
     speculative_ngram_branch_length: int = _option(
-        18, SPECULATION, "most tokens of one remembered continuation", minimum=1, maximum=256
+        18,
+        SPECULATION,
+        "most tokens of one remembered continuation",
+        aliases=("speculative_ngram_max_trie_depth",),
+        minimum=1,
+        maximum=256,
     )
     speculative_ngram_capacity: int = _option(
         10_000_000, SPECULATION, "tokens of log that the shared memory keeps", minimum=1024, maximum=2**31 - 1
@@ -134,13 +167,16 @@ class Options:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:
-        """Options by name or alias, `-` read as `_`. Raises ConfigError for an unknown or repeated name."""
+        """Options by name or alias, `-` read as `_`. Raises ConfigError for an unknown or repeated name.
+
+        SGLang's options that have no counterpart are logged, or refused if they ask for what is not built.
+        """
         names = _names()
         values: dict[str, Any] = {}
-        for key, value in kwargs.items():
-            name = names.get(key.replace("-", "_"))
+        for key, value in compat.take({key.replace("-", "_"): value for key, value in kwargs.items()}).items():
+            name = names.get(key)
             if name is None:
-                near = difflib.get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.0)[0]
+                near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"unknown option {key!r}; the nearest one is {near!r}")
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
@@ -182,17 +218,46 @@ class Options:
         return TreeShape(steps, topk, nodes)
 
     def _resolve_speculation(self) -> dict[str, Any]:
-        if self.speculative_draft_model_path is not None:
+        name = self.speculative_algorithm
+        algorithm = "none" if name.lower() == "none" else name.upper()
+        if self.speculative_draft_model_path is not None and algorithm != "STANDALONE":
             raise ConfigError(
-                f"speculative_draft_model_path belongs to {', '.join(ALGORITHMS_TO_COME)}, which are not in this "
-                f"version; found it with speculative_algorithm {self.speculative_algorithm!r}"
+                "speculative_draft_model_path belongs to speculative_algorithm STANDALONE; found it with "
+                f"speculative_algorithm {name!r}"
             )
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        if self.speculative_algorithm.lower() == "none":
+        if algorithm == "none":
             given = [name for name in tree if getattr(self, name) is not None]
             if given:
                 logger.warning("without speculative_algorithm, %s has no effect", ", ".join(given))
             return {"speculative_algorithm": "none"} | dict.fromkeys(tree)
+        shape = self._standalone_shape() if algorithm == "STANDALONE" else self._ngram_shape()
+        return {"speculative_algorithm": algorithm} | dict(zip(tree, shape, strict=True))
+
+    def _standalone_shape(self) -> TreeShape:
+        """The growth loop's tree: level 1 has topk nodes, every further level topk children of topk nodes."""
+        if self.speculative_draft_model_path is None:
+            raise ConfigError(
+                "speculative_algorithm STANDALONE needs speculative_draft_model_path, the model that drafts"
+            )
+        given = (self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens)
+        steps, topk = given[0] or STANDALONE_SHAPE.depth, given[1] or STANDALONE_SHAPE.topk
+        nodes = given[2] or steps * topk + 1
+        if topk == 1:
+            if nodes != steps + 1:
+                logger.warning(
+                    "speculative_eagle_topk 1 is a chain: speculative_num_draft_tokens is set to %d", steps + 1
+                )
+            return TreeShape(steps, 1, steps + 1)
+        most = 1 + topk + (steps - 1) * topk**2
+        if not steps < nodes <= most:
+            raise ConfigError(
+                "speculative_num_draft_tokens must be from speculative_num_steps + 1 to 1 + topk + (steps - 1) * "
+                f"topk^2, which is {steps + 1} to {most} for {steps} steps and topk {topk}; found {nodes}"
+            )
+        return TreeShape(steps, topk, nodes)
+
+    def _ngram_shape(self) -> TreeShape:
         for part in ("match_window_size", "bfs_breadth"):
             low = getattr(self, f"speculative_ngram_min_{part}")
             high = getattr(self, f"speculative_ngram_max_{part}")
@@ -200,9 +265,6 @@ class Options:
                 raise ConfigError(
                     f"speculative_ngram_min_{part} must be at most speculative_ngram_max_{part}; found {low} and {high}"
                 )
-        return {"speculative_algorithm": "NGRAM"} | dict(zip(tree, self._ngram_shape(), strict=True))
-
-    def _ngram_shape(self) -> TreeShape:
         steps, topk, nodes = (
             self.speculative_num_steps,
             self.speculative_eagle_topk,
@@ -290,6 +352,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             text += f" (default: {spec.default})"
         metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.__name__.upper()
         group.add_argument(*flags, dest=spec.name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+    for title, table in (
+        ("accepted for SGLang's users, without effect", compat.NO_EFFECT),
+        ("known from SGLang, refused", compat.REFUSED),
+    ):
+        group = parser.add_argument_group(title)
+        for name, foreign in table.items():
+            flag, text = "--" + name.replace("_", "-"), foreign.why.replace("%", "%%")
+            if foreign.kind is bool:
+                group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            else:
+                metavar = foreign.kind.__name__.upper()
+                group.add_argument(flag, type=foreign.kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
 
 def dashed(argv: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from draftwing import core
 from draftwing.answer import Answer
 from draftwing.config import Options
 from draftwing.errors import RequestError
-from draftwing.params import answers, as_params, check_text, show
+from draftwing.params import answers, as_params, check_text, fit_default, show
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -116,9 +116,12 @@ class LLM:
         return ids
 
     def _run(
-        self, prompts: list[list[int]], params: list[core.SamplingParams], priority: int, salt: str | None
+        self,
+        prompts: list[list[int]],
+        params: list[tuple[core.SamplingParams, bool]],
+        priority: int,
+        salt: str | None,
     ) -> list[Completion]:
-
         if salt is not None:
             check_text(salt, "cache_salt")
         if self._closed:
@@ -126,8 +129,9 @@ class LLM:
         order: list[Answer] = []
         waiting: dict[str, Answer] = {}
         try:
-            for prompt, asked in zip(prompts, params, strict=True):
-                for one in answers(asked, self._draw):
+            for prompt, (asked, given) in zip(prompts, params, strict=True):
+                fitted = asked if given else fit_default(asked, self.engine.info.context_length - len(prompt))
+                for one in answers(fitted, self._draw):
                     uid = uuid.uuid4().hex
                     answer = Answer(self.engine.tokenizer, one, len(order), uid, len(prompt))
                     self.engine.submit(core.GenRequest(uid, prompt, one, priority, salt))
@@ -174,12 +178,18 @@ def _messages(conversation: Any) -> list[Message]:
     return list(conversation)
 
 
-def _spread(params: Params | Sequence[Params] | None, count: int) -> list[core.SamplingParams]:
+def _spread(params: Params | Sequence[Params] | None, count: int) -> list[tuple[core.SamplingParams, bool]]:
+    """Checked parameters of each prompt, and whether they say how long the answer may be."""
     if isinstance(params, Sequence):
         if len(params) != count:
             raise RequestError(f"params must be one or one per prompt; found {len(params)} for {count}", "params")
-        return [as_params(one) for one in params]
-    return [as_params(params)] * count
+        return [_checked(one) for one in params]
+    return [_checked(params)] * count
+
+
+def _checked(params: Params | None) -> tuple[core.SamplingParams, bool]:
+    given = params is not None and (not isinstance(params, Mapping) or "max_new_tokens" in params)
+    return as_params(params), given
 
 
 def _completion(answer: Answer) -> Completion:

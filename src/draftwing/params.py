@@ -149,6 +149,14 @@ def answer_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def fit_default(params: core.SamplingParams, room: int) -> core.SamplingParams:
+    """Parameters whose length is a default, not a wish: it is cut to the room that the context leaves."""
+    longest = params.max_new_tokens
+    if longest is None or longest <= room:
+        return params
+    return dataclasses.replace(params, max_new_tokens=max(room, 1))
+
+
 def show(value: Any, limit: int = 80) -> str:
     """A value for an error message: bounded, and safe for integers too long to print and for lone surrogates."""
     try:

@@ -52,15 +52,19 @@ class OracleDrafter:
     counts the committed positions whose entry is not that pair: `wrong_kv` must stay 0.
     """
 
-    def __init__(self, book: torch.Tensor, pool: KVPool, first_layer: int, miss: int, lookahead: int = 1) -> None:
-        self.taps, self.lookahead, self.kv_layers = (), lookahead, (LayerSpec(1, 2),)
-        self.book, self.pool, self.layer, self.miss = book, pool, first_layer, miss
+    def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
+        self.taps, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
+        self.first_hint = MAX_HINT
+        self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
+
+    def attach(self, attn, first_layer, positions):
+        self.pool, self.layer = attn.pool, first_layer
 
     def span(self, shape):
         return max(shape.nodes, 1 + shape.topk * (shape.depth - 1))
 
-    def propose(self, slots, rows, shape, max_bound):
+    def propose(self, slots, rows, shape, max_bound, noisy):
         kv_len, root = slots.kv_len[rows], slots.last[rows]
         self._check_kv(slots, rows, kv_len, max_bound)
         device, batch, nodes = rows.device, rows.shape[0], shape.nodes
@@ -84,7 +88,7 @@ class OracleDrafter:
             torch.cat((torch.ones_like(root, dtype=torch.bool)[:, None], alive), 1),
         )
 
-    def observe(self, slots, batch, taps, next_ids, count):
+    def observe(self, slots, batch, taps, next_ids, count, noisy):
         k = torch.stack((batch.ids, next_ids), -1).to(self.pool.dtype)[:, None]
         self.pool.write(self.layer, batch.write_slots, k, k)
 
@@ -120,24 +124,30 @@ class Rig:
         config = model.config
         layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
         dtype = next(model.parameters()).dtype
-        self.pool = KVPool([*layers, LayerSpec(1, 2)], slots, dtype, dev.device)
         if drafter == "oracle":
-            drafter = OracleDrafter(book.to(dev.device), self.pool, len(layers), miss)
+            drafter = OracleDrafter(book.to(dev.device), miss)
         elif drafter == "ngram":
             drafter = NGramDrafter(capacity=4096, rows=rows + 1, device=dev.device)
         self.drafter = drafter
+        draft_layers = drafter.kv_layers if drafter is not None else ()
+        self.pool = KVPool([*layers, *draft_layers], slots, dtype, dev.device)
+        backend = attn(self.pool)
         menu = self.policy.menu
         spans = {s: s.nodes if drafter is None else drafter.span(s) for s in menu}
         max_span, max_commit = max(spans.values()), max(s.max_commit for s in menu)
         length = CONTEXT + max_span + max_commit + 1
         model.set_max_positions(length)
         self.slots = SlotTable(rows, length, dev)
-        self.executor = Executor(model, drafter, self.slots, attn(self.pool), dev)
+        self.executor = Executor(model, drafter, self.slots, backend, dev)
         if dev.is_cuda:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.settle = without_sync(self.executor.settle)
-        lookahead = drafter.lookahead if drafter is not None else 0
-        self.sched = Scheduler(SchedulerConfig(slots, rows, max_span, chunk, lookahead, radix), self.policy, spans)
+        lookahead, tail, first_hint = 0, 0, 0
+        if drafter is not None:
+            drafter.attach(backend, len(layers), length)
+            lookahead, tail, first_hint = drafter.lookahead, drafter.tail, drafter.first_hint
+        config = SchedulerConfig(slots, rows, max_span, chunk, lookahead, tail, radix, first_hint)
+        self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
         self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
 

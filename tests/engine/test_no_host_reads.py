@@ -8,6 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
 
 SHAPES = [PLAIN, TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
 
@@ -51,7 +53,7 @@ def plans(shape, params):
 
 @pytest.mark.parametrize(
     ("drafter", "shape"),
-    [(None, PLAIN), *((drafter, shape) for drafter in ("ngram", "oracle") for shape in SHAPES)],
+    [(None, PLAIN), *((drafter, shape) for drafter in ("ngram", "oracle", "standalone") for shape in SHAPES)],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -74,6 +76,8 @@ def test_a_step_needs_no_data(harness, drafter, shape, params):
     with mode:
         device = FakeDevice(mode)
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+        if drafter == "standalone":
+            drafter = ModelDrafter(DraftLM(model, harness.VOCAB), 7, shape.topk, torch.float32, device.device)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params):
             pending = rig.executor.launch(plan)

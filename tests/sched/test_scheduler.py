@@ -12,7 +12,7 @@ from draftwing.sched.shapes import ExpectedGain, FixedShape, shape_menu
 def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0):
     policy = FixedShape(shape)
     spans = {s: s.nodes for s in policy.menu}
-    return Scheduler(SchedulerConfig(slots, rows, max(spans.values()), chunk, lookahead, radix), policy, spans)
+    return Scheduler(SchedulerConfig(slots, rows, max(spans.values()), chunk, lookahead, radix=radix), policy, spans)
 
 
 def req(uid, length=5, new=10, first=0, **kw):

@@ -13,7 +13,7 @@ from draftwing.server.api import create_app
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package: this is how they share fake_engine.py
 
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, local
 
 
 @pytest.fixture
@@ -23,5 +23,5 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def client(engine: FakeEngine) -> Iterator[TestClient]:
-    with TestClient(create_app(engine), raise_server_exceptions=False) as client:  # type: ignore[arg-type]
+    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
         yield client

@@ -1,16 +1,26 @@
-"""A stand-in for the engine that answers with an echo of the prompt, so that every response can be foretold."""
+"""A stand-in for the engine that answers with an echo of the prompt, so that every response can be foretold.
+
+`python -m fake_engine FD` is a worker around it, for tests with a process of its own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import queue
+import sys
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from draftwing.config import Options
 from draftwing.core import GenRequest, Output
-from draftwing.errors import RequestError
+from draftwing.engine.border import EngineInfo
+from draftwing.engine.ipc import Abort, Ask, Close, EngineLink, Listener, Reply, Submit
+from draftwing.server.bridge import AsyncEngine
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer
 
@@ -40,7 +50,17 @@ class FakeEngine:
     def __init__(self, options: Options | None = None, burst: int = 3) -> None:
         self.options = (options or Options(random_seed=7)).resolve()
         self.tokenizer = byte_tokenizer()
-        self.context_length, self.max_total_tokens, self.model_name = CONTEXT, 4 * CONTEXT, "echo"
+        self.info = EngineInfo(
+            options=dataclasses.replace(self.options, served_model_name="echo"),
+            architecture="LlamaForCausalLM",
+            context_length=CONTEXT,
+            vocab_size=EOS + 1,
+            stop_ids=frozenset({EOS}),
+            max_total_tokens=4 * CONTEXT,
+            max_banned=16,
+            dtype="float32",
+            device="cpu",
+        )
         self.burst = burst
         self.requests: list[GenRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []
@@ -51,13 +71,7 @@ class FakeEngine:
         self._inbox: queue.SimpleQueue[GenRequest | str | None] = queue.SimpleQueue()
 
     def submit(self, request: GenRequest) -> None:
-        if len(request.prompt_ids) >= self.context_length:
-            raise RequestError("the prompt is too long", "prompt")
-        if not all(0 <= token <= EOS for token in request.prompt_ids):
-            raise RequestError("a token id is outside of the vocabulary", "input_ids")
-        longest = request.params.max_new_tokens
-        if longest is not None and len(request.prompt_ids) + longest > self.context_length:
-            raise RequestError("that many tokens do not fit", "max_new_tokens")
+        self.info.admit(request)
         self.requests.append(request)
         self._inbox.put(request)
 
@@ -70,6 +84,17 @@ class FakeEngine:
     def flush_cache(self) -> bool:
         self.flushed += 1
         return not self.running
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "running": len(self.running),
+            "waiting": 0,
+            "free_tokens": 4 * CONTEXT,
+            "cached_tokens": 0,
+            "accept_length": 1.5,
+            "verified_rows": 2,
+            "committed_tokens": 3,
+        }
 
     def idle(self) -> bool:
         return not self.running and self._inbox.empty()
@@ -101,7 +126,7 @@ class FakeEngine:
     def _advance(self, uid: str) -> Output:
         request, done, scanner = self.running[uid]
         params, new = request.params, list[int]()
-        limit = params.max_new_tokens or self.context_length - len(request.prompt_ids)
+        limit = params.max_new_tokens or self.info.context_length - len(request.prompt_ids)
         for _ in range(self.burst):
             cycle = [*request.prompt_ids, EOS]
             token = cycle[len(done) % len(cycle)]
@@ -127,3 +152,71 @@ class FakeEngine:
             "spec_verify_ct": 1,
         }
         return Output(uid, new, reason, meta)
+
+
+class LocalLink:
+    """What `EngineLink` is, around a FakeEngine in a thread of this process, so that a test can look inside."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.process = SimpleNamespace(kill=lambda: None)
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def wait_ready(self) -> EngineInfo:
+        return self.engine.info
+
+    def listen(self, listener: Listener) -> None:
+        self._listener = listener
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, Submit):
+            for request in message.requests:
+                self.engine.submit(request)
+        elif isinstance(message, Abort):
+            self.engine.abort(message.uid)
+        elif isinstance(message, Ask):
+            value = self.engine.flush_cache() if message.what == "flush_cache" else self.engine.stats()
+            self._listener.reply(Reply(message.number, value))
+        else:
+            assert isinstance(message, Close)
+
+    def close(self, grace: float = 5.0) -> None:
+        self._stopping = True
+        self.engine.wake()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                outputs = self.engine.step(block=True)
+                if outputs:
+                    self._listener.outputs(outputs)
+        except Exception as error:
+            self._listener.died(f"{type(error).__name__}: {error}")
+
+
+def local(engine: FakeEngine, *successors: FakeEngine) -> AsyncEngine:
+    """The bridge around an engine in this process; `successors` take over when it dies."""
+    rest = iter(successors)
+
+    def spawn() -> EngineLink:
+        return LocalLink(next(rest))  # type: ignore[return-value]
+
+    return AsyncEngine(engine.info, LocalLink(engine), spawn)  # type: ignore[arg-type]
+
+
+def process(options: Options) -> EngineLink:
+    """A process with a FakeEngine in it."""
+    return EngineLink(options, "fake_engine")
+
+
+if __name__ == "__main__":
+    import draftwing.engine.engine
+    from draftwing.engine import worker
+
+    draftwing.engine.engine.Engine = FakeEngine  # type: ignore[assignment,misc]
+    sys.exit(worker.main(sys.argv))

@@ -13,11 +13,12 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, local
 
 from draftwing.core import GenRequest, SamplingParams
+from draftwing.engine.ipc import EngineDead
 from draftwing.server.api import create_app
-from draftwing.server.bridge import AsyncEngine, EngineDead
+from draftwing.server.bridge import AsyncEngine
 from draftwing.server.run import bind
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}
@@ -41,7 +42,9 @@ def slow() -> FakeEngine:
 def live(slow: FakeEngine) -> Iterator[str]:
     """URL of a server on a real socket."""
     sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(slow), log_level="error", timeout_graceful_shutdown=1))  # type: ignore[arg-type]
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(local(slow), slow.tokenizer), log_level="error", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     wait_until(lambda: server.started)
@@ -148,7 +151,7 @@ def test_a_dead_engine_fails_all_that_wait(live: str, slow: FakeEngine) -> None:
 
 @asynccontextmanager
 async def running(engine: FakeEngine) -> AsyncIterator[AsyncEngine]:
-    bridge = AsyncEngine(engine)  # type: ignore[arg-type]
+    bridge = local(engine)
     bridge.start()
     yield bridge
     await bridge.stop()

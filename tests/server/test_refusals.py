@@ -153,7 +153,7 @@ def test_prompts_that_the_engine_refuses(client: TestClient, prompt: Any) -> Non
 def test_one_refused_prompt_of_a_batch_leaves_none_behind(client: TestClient, engine: FakeEngine) -> None:
     refused(client, COMPLETION, {"prompt": ["abc" * 100, "a" * CONTEXT], "max_tokens": 1500}, "prompt")
     assert client.post(COMPLETION, json={"prompt": "a"}).status_code == 200
-    assert len(engine.aborted) == 1 and not engine.running
+    assert len(engine.requests) == 1 and not engine.running
 
 
 @pytest.mark.parametrize(

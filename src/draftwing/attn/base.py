@@ -24,6 +24,7 @@ class ChunkSpan(NamedTuple):
     offset: int
     start: int
     length: int
+    final: bool = True  # the last chunk of a prompt
 
 
 class Batch(NamedTuple):
@@ -31,8 +32,8 @@ class Batch(NamedTuple):
 
     For trees M = B * Q, and query q of row b attends to the row's committed positions `[0, prefix_len[b])` and then,
     in position order, to the window entries `path[b, q, 0 .. path_len[b, q])`: entry w stands for page-table
-    position `prefix_len[b] + w`. The query itself is the last entry of its path. Entries past `path_len` are valid
-    indices whose content is ignored.
+    position `prefix_len[b] + w`, 0 <= w < window. The query itself is the last entry of its path. Entries past
+    `path_len` are valid indices whose content is ignored.
     """
 
     rows: Tensor  # [B] int64, rows of the SlotTable
@@ -43,6 +44,7 @@ class Batch(NamedTuple):
     prefix_len: Tensor  # [B] int64, lengths on the device
     path: Tensor | None = None  # [B, Q, D] int64
     path_len: Tensor | None = None  # [B, Q] int64, >= 1
+    window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
     chunks: tuple[ChunkSpan, ...] = ()
 
 

@@ -19,10 +19,13 @@ from draftwing.engine.slots import SlotTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, shape_menu
 from draftwing.spec.drafter import Drafter
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram import NGramDrafter
 
 log = logging.getLogger("draftwing")
@@ -50,8 +53,7 @@ def build(options: Options, path: Path) -> Parts:
     config = load_config(path)
     dtype = pick_dtype(options.dtype, device, config.dtype)
     model = load_with_progress(path, dtype, device)
-    model.pack()
-    drafter, policy = make_drafter(options, device)
+    drafter, policy = make_drafter(options, model, dtype, device)
     return assemble(options, model, dtype, device, drafter, policy)
 
 
@@ -87,7 +89,10 @@ def assemble(
 
     model.set_max_positions(length)
     slots = SlotTable(rows, length, device)
-    executor = Executor(model, drafter, slots, TorchAttention(pool), device)
+    attn = TorchAttention(pool)
+    if drafter is not None:
+        drafter.attach(attn, len(layers), length)
+    executor = Executor(model, drafter, slots, attn, device)
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
@@ -95,7 +100,9 @@ def assemble(
             max_span=max_span,
             chunk_tokens=options.chunked_prefill_size if options.chunked_prefill_size > 0 else pool_tokens,
             lookahead=drafter.lookahead if drafter is not None else 0,
+            tail=drafter.tail if drafter is not None else 0,
             radix=not options.disable_radix_cache,
+            first_hint=drafter.first_hint if drafter is not None else 0,
         ),
         policy,
         spans,
@@ -103,12 +110,23 @@ def assemble(
     return Parts(executor, sched, model, dtype, context, pool_tokens)
 
 
-def make_drafter(options: Options, device: Device) -> tuple[Drafter | None, ShapePolicy]:
+def make_drafter(
+    options: Options, target: DecoderModel, dtype: torch.dtype, device: Device
+) -> tuple[Drafter | None, ShapePolicy]:
     """The drafter and shape policy that resolved options ask for."""
+    shape = options.speculative_shape
     if options.speculative_algorithm == "none":
         return None, FixedShape(PLAIN)
+    if options.speculative_algorithm == "STANDALONE":
+        assert options.speculative_draft_model_path is not None, "options are resolved"
+        path = resolve_model(options.speculative_draft_model_path, options.speculative_draft_model_revision)
+        draft = load_with_progress(path, dtype, device)
+        vocab = min(draft.config.vocab_size, target.config.vocab_size)
+        head = DraftLM(draft, vocab)
+        rows = options.max_running_requests + 1
+        return ModelDrafter(head, rows, shape.topk, dtype, device.device), FixedShape(shape)
     assert options.speculative_algorithm == "NGRAM", "options are resolved"
-    drafter = NGramDrafter(
+    ngram = NGramDrafter(
         min_window=options.speculative_ngram_min_match_window_size,
         max_window=options.speculative_ngram_max_match_window_size,
         min_breadth=options.speculative_ngram_min_bfs_breadth,
@@ -118,7 +136,7 @@ def make_drafter(options: Options, device: Device) -> tuple[Drafter | None, Shap
         rows=options.max_running_requests + 1,
         device=device.device,
     )
-    return drafter, ExpectedGain(shape_menu(options.speculative_shape))
+    return ngram, ExpectedGain(shape_menu(shape))
 
 
 def size_pool(options: Options, layers: list[LayerSpec], dtype: torch.dtype, device: Device) -> int:
@@ -150,4 +168,6 @@ def load_with_progress(path: Path, dtype: torch.dtype, device: Device) -> Decode
             bar.total = total
             bar.update(done - bar.n)
 
-        return load_model(path, dtype, device.device, progress)
+        model = load_model(path, dtype, device.device, progress)
+    model.pack()
+    return model

@@ -15,16 +15,17 @@ from hashlib import blake2b
 
 from draftwing.config import Options
 from draftwing.core import GenRequest, Output, SamplingParams
+from draftwing.engine.border import EngineInfo
 from draftwing.engine.build import Parts, build
 from draftwing.engine.loop import Loop
 from draftwing.engine.report import Reporter
 from draftwing.engine.slots import BAN_IDS
-from draftwing.errors import RequestError
+from draftwing.errors import ConfigError
 from draftwing.models.hub import resolve_model
 from draftwing.models.stop import stop_ids
 from draftwing.sched.request import Req
 from draftwing.text.detok import StopStringScanner
-from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
 log = logging.getLogger("draftwing")
 
@@ -38,6 +39,8 @@ class Engine:
         if self.options.tokenizer_path:
             tokenizer_path = resolve_model(self.options.tokenizer_path, self.options.revision)
         tokenizer = load_tokenizer(tokenizer_path, self.options.chat_template)
+        if self.options.speculative_draft_model_path:
+            check_draft_tokenizer(self.options, tokenizer)
         parts = build(self.options, path)
         self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids))
 
@@ -51,15 +54,22 @@ class Engine:
 
     def _start(self, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int]) -> None:
         self.tokenizer = tokenizer
-        self.model_name = self.options.served_model_name or self.options.model
-        self.context_length = parts.context_length
-        self.max_total_tokens = parts.pool_tokens
-        self.stop_ids = frozenset(stop)
         self.parts = parts
+        device = parts.executor.device.device
+        self.info = EngineInfo(
+            options=self.options,
+            architecture=parts.model.config.architecture,
+            context_length=parts.context_length,
+            vocab_size=parts.model.config.vocab_size,
+            stop_ids=frozenset(stop),
+            max_total_tokens=parts.pool_tokens,
+            max_banned=BAN_IDS,
+            dtype=str(parts.dtype).removeprefix("torch."),
+            device=device.type,
+        )
         self.reporter = Reporter(parts.sched)
-        lag = self.options.lag(parts.executor.device.device.type)
+        lag = self.options.lag(device.type)
         self._loop = Loop(parts.sched, parts.executor, lag == 1, self.reporter.watch)
-        self._vocab = parts.model.config.vocab_size
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()
         self._turning = threading.Lock()  # held while a step runs
         self._seeds = random.Random(self.options.random_seed)
@@ -88,6 +98,19 @@ class Engine:
     @property
     def accept_length(self) -> float:
         return self.reporter.accept_length
+
+    def stats(self) -> dict[str, float]:
+        """How it stands, as of now; numbers of one moment need not fit each other when a step is running."""
+        sched = self.parts.sched
+        return {
+            "running": len(sched.running),
+            "waiting": len(sched.waiting),
+            "free_tokens": sched.pool.available,
+            "cached_tokens": sched.radix.evictable,
+            "accept_length": self.accept_length,
+            "verified_rows": self.reporter.total_rows,
+            "committed_tokens": self.reporter.total_tokens,
+        }
 
     def idle(self) -> bool:
         return self._loop.idle and self._inbox.empty()
@@ -118,46 +141,20 @@ class Engine:
                 return
 
     def _admissible(self, request: GenRequest) -> Req:
-        prompt, params = request.prompt_ids, request.params
-        if not prompt:
-            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-        self._check_ids(prompt, "input_ids")
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
-        room = self.context_length - len(prompt)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with at least one new token the context of "
-                f"{self.context_length} is exceeded",
-                "prompt",
-            )
-        wanted = room if params.max_new_tokens is None else params.max_new_tokens
-        if wanted > room:
-            raise RequestError(
-                f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.context_length}: "
-                f"at most {room} new tokens fit",
-                "max_new_tokens",
-            )
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        if params.min_new_tokens and len(stop_ids) > BAN_IDS:
-            raise RequestError(f"min_new_tokens allows at most {BAN_IDS} stop ids, found {len(stop_ids)}", "stop")
-        timeout = self.options.request_timeout
+        terms = self.info.admit(request)
+        params, timeout = request.params, self.options.request_timeout
         return Req(
             uid=request.uid,
-            tokens=list(prompt),
+            tokens=list(request.prompt_ids),
             params=params,
             seed=params.sampling_seed if params.sampling_seed is not None else self._seeds.getrandbits(62),
-            max_total=len(prompt) + wanted,
-            stop_ids=stop_ids,
+            max_total=len(request.prompt_ids) + terms.new_tokens,
+            stop_ids=terms.stop_ids,
             priority=request.priority,
             salt=salt_of(request.cache_salt),
             scanner=self._scanner(params),
             deadline=time.monotonic() + timeout if timeout else None,
         )
-
-    def _check_ids(self, ids: Iterable[int], param: str) -> None:
-        bad = next((token for token in ids if not 0 <= token < self._vocab), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad} in {param} is outside of the vocabulary [0, {self._vocab})", param)
 
     def _scanner(self, params: SamplingParams) -> StopStringScanner | None:
         if not params.stop:
@@ -170,3 +167,15 @@ def salt_of(cache_salt: str | None) -> int:
     if cache_salt is None:
         return 0
     return (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "big") >> 1) or 1
+
+
+def check_draft_tokenizer(options: Options, target: Tokenizer) -> None:
+    """Raises ConfigError unless a small draft model has the target's token ids."""
+    assert options.speculative_draft_model_path is not None
+    path = resolve_model(options.speculative_draft_model_path, options.speculative_draft_model_revision)
+    difference = vocabulary_difference(target, load_tokenizer(path, None))
+    if difference:
+        raise ConfigError(
+            f"{options.speculative_draft_model_path} cannot draft for {options.model}: their tokenizers give different "
+            f"ids to the same tokens. {difference}"
+        )

@@ -75,6 +75,7 @@ class Executor:
         self.attn = attn
         self.device = device
         self._taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
+        self._tail = drafter.tail if drafter is not None else 0
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
@@ -82,7 +83,7 @@ class Executor:
         upload = self.slots.upload(plan)
         if plan.kind == "prefill":
             return self._launch_prefill(plan, upload, started)
-        draft = self.propose(upload.rows, plan.shape, plan.max_bound)
+        draft = self.propose(upload.rows, plan.shape, plan.max_bound, upload.noisy)
         return self._launch_tree(plan, upload, draft, started)
 
     @torch.inference_mode()
@@ -93,13 +94,13 @@ class Executor:
 
     # -- the three stages of a tree step --------------------------------------------------------------------------
 
-    def propose(self, rows: Tensor, shape: TreeShape, max_bound: int) -> Draft:
+    def propose(self, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         if shape == PLAIN:
             root = self.slots.last[rows].unsqueeze(1)  # [B, 1]
             zero = torch.zeros_like(root)
             return Draft(root, zero, zero == 0)
         assert self.drafter is not None, "without a drafter every step is plain"
-        return self.drafter.propose(self.slots, rows, shape, max_bound)
+        return self.drafter.propose(self.slots, rows, shape, max_bound, noisy)
 
     def verify(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
@@ -116,6 +117,7 @@ class Executor:
             prefix_len=kv_len,
             path=tree.path,
             path_len=tree.path_len,
+            window=shape.nodes,
         )
         return batch, tree
 
@@ -151,22 +153,22 @@ class Executor:
         )  # fmt: skip
         accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
         self.advance(rows, accepted, batch.prefix_len)
-        hint = self._observe_path(plan, rows, accepted, batch.prefix_len, pending.taps)
+        hint = self._observe_path(plan, upload, accepted, batch.prefix_len, pending.taps)
         proposed = draft.alive.sum(1) - 1
         head = torch.stack((accepted.count, proposed, hint), 1)
         return torch.cat((head, accepted.committed, accepted.order), 1)
 
     def _observe_path(
-        self, plan: Plan, rows: Tensor, accepted: Accepted, before: Tensor, taps: Tensor | None
+        self, plan: Plan, upload: Upload, accepted: Accepted, before: Tensor, taps: Tensor | None
     ) -> Tensor:
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; returns its outlook."""
         if self.drafter is None:
             return torch.zeros_like(before)
-        width = plan.shape.max_commit
+        rows, width = upload.rows, plan.shape.max_commit
         bound = plan.max_bound + width
         step = _arange(width, rows)  # [D + 1]
         positions = before.unsqueeze(1) + step  # [B, D + 1]
-        table = self.slots.table[rows, :bound]
+        table = self.slots.table[rows, : bound + 1]  # up to the newest token's entry
         batch = Batch(
             rows=rows,
             ids=self.slots.tokens[rows.unsqueeze(1), positions].flatten(),
@@ -176,12 +178,13 @@ class Executor:
             prefix_len=before,
             path=step.expand(len(plan.rows), width, width),
             path_len=(step + 1).expand(len(plan.rows), width),
+            window=width,
         )
         if taps is not None:  # [B * N, T] -> the accepted path's rows
             picked = accepted.order[:, :width].unsqueeze(2)
             nodes = taps.view(len(plan.rows), plan.shape.nodes, -1)
             taps = nodes.gather(1, picked.expand(-1, -1, nodes.shape[2])).flatten(0, 1)
-        self.drafter.observe(self.slots, batch, taps, accepted.committed.flatten(), accepted.count)
+        self.drafter.observe(self.slots, batch, taps, accepted.committed.flatten(), accepted.count, upload.noisy)
         return self.drafter.outlook(self.slots, rows, bound)
 
     # -- prefill ----------------------------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ class Executor:
             ids=ids,
             positions=upload.positions,
             write_slots=slots.table[upload.token_rows, upload.positions],
-            table=slots.table[upload.rows, : plan.max_bound],
+            table=slots.table[upload.rows, : plan.max_bound + self._tail],
             prefix_len=slots.kv_len[upload.rows],
             chunks=tuple(_spans(plan)),
         )
@@ -208,10 +211,10 @@ class Executor:
         slots.kv_len.index_copy_(0, rows, upload.kv_len)
         zero = torch.zeros_like(rows)
         token, drawn, hint = zero, zero, zero
+        # noisy, filtered and banning are batch indices; among the final chunks alone they are ranks.
+        rank = zero.index_copy(0, upload.final, _arange(upload.final.numel(), rows))
         if upload.final.numel():
             position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
-            # noisy, filtered and banning are batch indices; among the final chunks alone they are ranks.
-            rank = torch.zeros_like(rows).index_copy_(0, upload.final, _arange(upload.final.numel(), rows))
             drawing = rows[upload.final]
             picked = sample(
                 self.model.logits(pending.hidden[upload.last]).unsqueeze(1), position, torch.zeros_like(position), 0,
@@ -223,7 +226,7 @@ class Executor:
             drawn = zero.index_fill(0, upload.final, 1)
         if self.drafter is not None:
             next_ids = slots.tokens[upload.token_rows, upload.positions + 1]
-            self.drafter.observe(slots, pending.batch, pending.taps, next_ids, None)
+            self.drafter.observe(slots, pending.batch, pending.taps, next_ids, None, rank[upload.noisy])
             if upload.final.numel():
                 hint = self.drafter.outlook(slots, rows, plan.max_bound)
         return torch.stack((drawn, zero, hint, token, zero), 1)
@@ -231,7 +234,9 @@ class Executor:
 
 def _spans(plan: Plan) -> Sequence[ChunkSpan]:
     offsets = np.cumsum([0, *(chunk.length for chunk in plan.chunks)])
-    return [ChunkSpan(i, int(offsets[i]), chunk.start, chunk.length) for i, chunk in enumerate(plan.chunks)]
+    return [
+        ChunkSpan(i, int(offsets[i]), chunk.start, chunk.length, chunk.final) for i, chunk in enumerate(plan.chunks)
+    ]
 
 
 def _arange(length: int, like: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Linear(nn.Module):
             y = F.linear(x, self.weight, self.bias)
             return y if residual is None else y + residual
         if x.shape[0] == 1 and self.in_features > _ONE_PASS:  # see _ONE_PASS: two rows are summed as any number is
-            return self._product(x.repeat(2, 1), None if residual is None else residual.repeat(2, 1))[:1]
+            return self._product(torch.cat((x, x)), None if residual is None else torch.cat((residual, residual)))[:1]
         return self._product(x, residual)
 
     def _product(self, x: Tensor, residual: Tensor | None) -> Tensor:

@@ -29,7 +29,9 @@ class SchedulerConfig:
     max_span: int  # most page-table entries past kv_len that a step may write
     chunk_tokens: int  # most prompt tokens in one prefill plan
     lookahead: int = 0
+    tail: int = 0  # page-table entries past a prompt's end that its last chunk may write
     radix: bool = True
+    first_hint: int = 0  # the drafter's outlook, as long as no result has told it
 
 
 class Scheduler:
@@ -128,7 +130,7 @@ class Scheduler:
             req.append_slots(match.slots)
             req.owned[:cached] = False
             req.kv = req.sent = req.bound = cached
-            req.inflight = req.hint = 0
+            req.inflight, req.hint = 0, self.config.first_hint
             if not req.retractions:
                 req.cached_tokens = cached
             self._by_row[req.row] = req
@@ -148,9 +150,9 @@ class Scheduler:
             if req.state is not ReqState.PREFILL:
                 continue
             length = min(budget, len(req.tokens) - req.sent)
-            if not self._cover(req, req.sent + length):
-                continue
             final = req.sent + length == len(req.tokens)
+            if not self._cover(req, req.sent + length + (self.config.tail if final else 0)):
+                continue
             chunks.append(Chunk(req.row, req.sent, length, final))
             chosen.append(req)
             budget -= length
@@ -263,7 +265,8 @@ class Scheduler:
             if req is None:
                 continue
             count = int(result.count[i])
-            req.hint = int(result.hint[i])
+            if count:  # a chunk that is not the last says nothing of drafts yet
+                req.hint = int(result.hint[i])
             if plan.kind == "prefill":
                 self._commit_chunk(req, plan.chunks[i], result.tokens[i, :count].tolist())
             else:

@@ -1,27 +1,21 @@
-"""Between asyncio and the engine: one thread turns the engine's loop, each HTTP request has a stream of results."""
+"""Between asyncio and the engine's process: each HTTP request has a stream of results."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from draftwing.core import Output
-from draftwing.errors import DraftwingError
-
-if TYPE_CHECKING:
-    from draftwing.core import GenRequest
-    from draftwing.engine.engine import Engine
+from draftwing.core import GenRequest, Output
+from draftwing.engine.border import EngineInfo
+from draftwing.engine.ipc import Abort, Ask, EngineDead, EngineLink, Listener, Reply, Submit
 
 logger = logging.getLogger(__name__)
-
-
-class EngineDead(DraftwingError):
-    """The engine's loop ended by an exception; nothing can be generated any more (HTTP 503)."""
+RESTARTS = 1
 
 
 class Stream:
@@ -67,37 +61,50 @@ class Stream:
     def close(self) -> None:
         for uid in self.open:
             self._owner.forget(uid)
-            self._owner.engine.abort(uid)
+            self._owner.abort_one(uid)
         self.open.clear()
 
 
 class AsyncEngine:
-    """Runs `engine.step` in a thread of its own and belongs to the event loop that called `start`.
+    """The engine's process and its supervision; belongs to the event loop that called `start`.
 
-    Every method is called on that loop.
+    Every method is called on that loop. `spawn` makes a link to a new process: it is called again when the process
+    dies, once, and what waited for the old one fails.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, info: EngineInfo, link: EngineLink, spawn: Callable[[], EngineLink]) -> None:
+        """link: of a process that is ready, whose facts are `info`."""
+        self.info = info
         self.error: EngineDead | None = None
+        self.link, self._spawn = link, spawn  # the link of today; another one after a restart
+        self._restarts = 0
         self._streams: dict[str, Stream] = {}  # by uid of an unfinished request
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="draftwing-engine", daemon=True)
+        self._restarting: asyncio.Task[None] | None = None
 
     @property
     def healthy(self) -> bool:
-        return self.error is None and not self._stopping and self._thread.is_alive()
+        return self._loop is not None and self.error is None and not self._stopping
+
+    @property
+    def active(self) -> int:
+        """Requests that are running or waiting."""
+        return len(self._streams)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        self._listen(self.link)
 
-    async def stop(self) -> None:
-        """Ends the thread; requests that still wait fail. The engine itself is closed by whoever made it."""
+    async def stop(self, grace: float = 5.0) -> None:
+        """Ends the process, killing it after `grace` seconds; requests that still wait fail."""
         self._stopping = True
-        self.engine.wake()
-        await asyncio.to_thread(self._thread.join)
+        if self._restarting is not None:
+            self.link.process.kill()  # ends the wait for it
+            await self._restarting
+        await asyncio.to_thread(self.link.close, grace)
         self._fail(EngineDead("the server is shutting down"))
 
     def submit(self, requests: Sequence[GenRequest], names: Sequence[str]) -> Stream:
@@ -106,14 +113,11 @@ class AsyncEngine:
         Raises RequestError when one can never run, EngineDead when the engine is gone.
         """
         self._check()
+        for request in requests:
+            self.info.admit(request)
         stream = Stream(self, dict(zip([r.uid for r in requests], names, strict=True)))
         self._streams |= dict.fromkeys(stream.open, stream)
-        try:
-            for request in requests:
-                self.engine.submit(request)
-        except BaseException:
-            stream.close()
-            raise
+        self.link.send(Submit(list(requests)))
         return stream
 
     async def generate(self, request: GenRequest) -> AsyncIterator[Output]:
@@ -130,16 +134,32 @@ class AsyncEngine:
         them gets an Output with finish reason "abort"."""
         for uid, stream in list(self._streams.items()):
             if name is None or name == stream.names[uid]:
-                self.engine.abort(uid)
+                self.abort_one(uid)
+
+    def abort_one(self, uid: str) -> None:
+        self.link.send(Abort(uid))
 
     async def flush_cache(self) -> bool:
         """Forgets cached prefixes; False when requests are running or waiting."""
         self._check()
-        # Not on the event loop: it may wait for the step that just began.
-        return self.engine.idle() and await asyncio.to_thread(self.engine.flush_cache)
+        return not self._streams and await self._ask("flush_cache")
+
+    async def stats(self) -> dict[str, Any]:
+        """As `Engine.stats`."""
+        self._check()
+        return await self._ask("stats")
 
     def forget(self, uid: str) -> None:
         self._streams.pop(uid, None)
+
+    async def _ask(self, what: str) -> Any:
+        number = next(self._numbers)
+        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.link.send(Ask(number, what))
+            return await future
+        finally:
+            del self._questions[number]
 
     def _check(self) -> None:
         if self.error is not None:
@@ -147,15 +167,14 @@ class AsyncEngine:
         if not self.healthy:
             raise EngineDead("the engine is not running")
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                outputs = self.engine.step(block=True)
-                if outputs:
-                    self._post(self._deliver, outputs)
-        except BaseException as exc:
-            logger.exception("the engine stopped by an exception; no request can be served any more")
-            self._post(self._fail, EngineDead(f"the engine stopped: {type(exc).__name__}: {exc}"))
+    def _listen(self, link: EngineLink) -> None:
+        link.listen(
+            Listener(
+                outputs=lambda outputs: self._post(self._deliver, outputs),
+                reply=lambda reply: self._post(self._answer, reply),
+                died=lambda cause: self._post(self._died, link, cause),
+            )
+        )
 
     def _post(self, fn: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
@@ -168,7 +187,45 @@ class AsyncEngine:
             if stream is not None:
                 stream.put(output)
 
+    def _answer(self, reply: Reply) -> None:
+        future = self._questions.get(reply.number)
+        if future is not None and not future.done():
+            future.set_result(reply.value)
+
+    def _died(self, link: EngineLink, cause: str) -> None:
+        if self._stopping or link is not self.link:
+            return
+        logger.error("the engine's process ended: %s", cause)
+        again = self._restarts < RESTARTS
+        self._fail(EngineDead(f"the engine stopped: {cause}" + ("; it is being restarted" if again else "")))
+        if again:
+            self._restarts += 1
+            self._restarting = asyncio.ensure_future(self._restart(cause))
+
+    async def _restart(self, cause: str) -> None:
+        logger.error("restarting the engine; it is not restarted a second time")
+        try:
+            await asyncio.to_thread(self.link.close, 0)
+            if self._stopping:
+                return
+            self.link = self._spawn()
+            self.info = await asyncio.to_thread(self.link.wait_ready)
+        except Exception as error:
+            if not self._stopping:
+                logger.error("the engine could not be restarted: %s", error)
+                self.error = EngineDead(f"the engine stopped: {cause}; it could not be restarted: {error}")
+            return
+        finally:
+            self._restarting = None
+        if not self._stopping:
+            self._listen(self.link)
+            self.error = None
+            logger.info("the engine is ready again")
+
     def _fail(self, error: EngineDead) -> None:
         self.error = error
         for stream in set(self._streams.values()):
             stream.fail(error)
+        for future in self._questions.values():
+            if not future.done():
+                future.set_exception(error)

@@ -12,6 +12,7 @@ from draftwing.answer import Answer
 from draftwing.core import GenRequest, SamplingParams
 from draftwing.errors import RequestError
 from draftwing.server.bridge import AsyncEngine
+from draftwing.text.tokenizer import Tokenizer
 
 MAX_ANSWERS = 2048  # prompts times n
 
@@ -34,7 +35,7 @@ class Generation:
     Raises RequestError or EngineDead when made. Iterate or `finish()`, and `close()` in any case.
     """
 
-    def __init__(self, engine: AsyncEngine, job: Job, draw: random.Random) -> None:
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, job: Job, draw: random.Random) -> None:
         self.job = job
         self.answers: list[Answer] = []
         self._by_uid: dict[str, Answer] = {}
@@ -47,7 +48,7 @@ class Generation:
                 uid = uuid.uuid4().hex
                 requests.append(GenRequest(uid, prompt, one, job.priority, job.cache_salt))
                 names.append(name)
-                answer = Answer(engine.engine.tokenizer, one, len(self.answers), name, len(prompt))
+                answer = Answer(tokenizer, one, len(self.answers), name, len(prompt))
                 self.answers.append(answer)
                 self._by_uid[uid] = answer
         self._stream = engine.submit(requests, names)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -16,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from draftwing.engine.ipc import EngineDead
 from draftwing.errors import RequestError
-from draftwing.server.bridge import EngineDead
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,6 +26,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     415: "BadRequestError",
@@ -67,6 +69,11 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestError)
         return error_response(request, 400, str(error), error.param)
 
+    async def query(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        refusal = _refusal([e | {"loc": e["loc"][1:]} for e in error.errors()])
+        return error_response(request, 400, str(refusal), refusal.param)
+
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         response = error_response(request, error.status_code, f"{error.detail}: {request.method} {request.url.path}")
@@ -83,10 +90,26 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(request, 500, "internal error; the server's log has the cause")
 
     app.add_exception_handler(RequestError, refused)
+    app.add_exception_handler(RequestValidationError, query)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(EngineDead, dead)
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(Exception, bug)
+
+
+def schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
+    body = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions = body.pop("$defs", {})
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(body, definitions)}}}}
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, dict):
+        if "$ref" in node:
+            return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        return {key: _inline(value, definitions) for key, value in node.items()}
+    return [_inline(item, definitions) for item in node] if isinstance(node, list) else node
 
 
 async def read_body(request: Request, model: type[M]) -> M:

@@ -114,6 +114,12 @@ class OpenAIBody(Body):
         return sampling.sampling_params(fields, names)
 
     @property
+    def length(self) -> str | None:
+        """Name of the field by which the client limits the length; None where it leaves that to us."""
+        names = ("max_completion_tokens", "max_tokens")
+        return next((name for name in names if getattr(self, name, None) is not None), None)
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -248,18 +254,19 @@ class GenerateRequest(Body):
     extra_key: NotBuilt = None
     custom_logit_processor: NotBuilt = None
 
-    def sampling(self, prompts: int) -> list[SamplingParams]:
-        """Checked parameters of each of the prompts."""
+    def sampling(self, prompts: int) -> list[tuple[SamplingParams, bool]]:
+        """Checked parameters of each of the prompts, and whether they say how long the answer may be."""
         sampling.refuse_not_built(self.__dict__)
         if not isinstance(self.sampling_params, list):
-            return [sampling.sampling_params(self.sampling_params or {}, where="sampling_params.")] * prompts
+            fields = self.sampling_params or {}
+            return [(sampling.sampling_params(fields, where="sampling_params."), "max_new_tokens" in fields)] * prompts
         if len(self.sampling_params) != prompts:
             raise RequestError(
                 f"sampling_params must hold one entry per prompt; found {len(self.sampling_params)} for {prompts}",
                 "sampling_params",
             )
         return [
-            sampling.sampling_params(fields, where=f"sampling_params.{i}.")
+            (sampling.sampling_params(fields, where=f"sampling_params.{i}."), "max_new_tokens" in fields)
             for i, fields in enumerate(self.sampling_params)
         ]
 
@@ -273,6 +280,41 @@ class GenerateRequest(Body):
 class AbortRequest(Body):
     rid: str | None = None
     abort_all: bool | None = None
+
+
+class TokenizeRequest(Body):
+    """Body of /tokenize."""
+
+    model: str | None = None
+    prompt: str | list[str]
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str]:
+        every = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if len(every) > MAX_PROMPTS or not every:
+            raise RequestError(f"prompt takes from 1 to {MAX_PROMPTS} texts; found {len(every)}", "prompt")
+        for text in every:
+            sampling.check_text(text, "prompt")
+        return every
+
+
+class DetokenizeRequest(Body):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds | list[TokenIds]
+    skip_special_tokens: bool | None = None
+
+    def batch(self, vocab_size: int) -> tuple[list[list[int]], bool]:
+        """Lists of token ids, and whether they came as several."""
+        batched = bool(self.tokens) and isinstance(self.tokens[0], list)
+        every: list[Any] = self.tokens if batched else [self.tokens]
+        if len(every) > MAX_PROMPTS:
+            raise RequestError(f"tokens takes at most {MAX_PROMPTS} lists; found {len(every)}", "tokens")
+        for token in (token for ids in every for token in ids):
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"token id {token} is outside of the vocabulary [0, {vocab_size})", "tokens")
+        return every, batched
 
 
 def split_prompts(field: str, value: str | list[Any]) -> tuple[list[str] | list[list[int]], bool]:

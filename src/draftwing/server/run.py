@@ -2,52 +2,76 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import json
 import logging
+import os
+import signal
 import socket
-import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from types import FrameType
 
 import uvicorn
 
 from draftwing.config import Options
+from draftwing.engine.ipc import EngineLink
 from draftwing.errors import ConfigError
+from draftwing.models.hub import resolve_model
+from draftwing.server.api import create_app
+from draftwing.server.bridge import AsyncEngine
+from draftwing.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-DRAIN_SECONDS = 5  # how long running requests may go on after SIGTERM
+ABORT_SECONDS = 2.0  # for aborted requests to answer, after the drain
+STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
 
 
 def serve(options: Options) -> None:
-    """Serves until SIGINT or SIGTERM. Raises ConfigError or CheckpointError before it listens."""
-    configure_logging(options.log_level)
-    with bind(options.host, options.port) as sock:
+    """Serves until SIGINT or SIGTERM. Raises ConfigError, CheckpointError or EngineDead before it listens."""
+    with terminable(), bind(options.host, options.port) as sock:
         if options.trust_remote_code:
             logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
-        from draftwing.engine.engine import Engine
-        from draftwing.server.api import create_app
-
-        engine = Engine(options)
+        # Here, so that only one process downloads; the engine's then finds the files.
+        path = resolve_model(options.model, options.revision)
+        spawn = partial(EngineLink, options)
+        link = spawn()
+        engine = None
         try:
+            tokenizer_path = resolve_model(options.tokenizer_path, options.revision) if options.tokenizer_path else path
+            tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+            engine = AsyncEngine(link.wait_ready(), link, spawn)
             config = uvicorn.Config(
-                create_app(engine),
+                create_app(engine, tokenizer, STOP_SECONDS),
                 log_level=options.log_level,
                 log_config=None,
-                timeout_graceful_shutdown=DRAIN_SECONDS,
+                timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS) + 1,
             )
-            _Server(config, url(options.host, sock.getsockname()[1]), engine.model_name).run(sockets=[sock])
+            address = url(options.host, sock.getsockname()[1])
+            Server(config, engine, options.drain_timeout, address).run(sockets=[sock])
         finally:
-            engine.close()
+            # Whatever happened, no process is left. After a graceful end it is gone already.
+            (engine.link if engine is not None else link).close(0)
 
 
-def configure_logging(level: str) -> None:
-    """One line per message on standard error, for the engine and uvicorn alike."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-    for name in ("draftwing", "uvicorn"):
-        log = logging.getLogger(name)
-        log.handlers = [handler]
-        log.setLevel(level.upper())
-        log.propagate = False
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what is to be cleaned up is."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -76,20 +100,48 @@ def url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Says where to point a client, once requests are answered."""
+class Server(uvicorn.Server):
+    """Says where to point a client once requests are answered, and ends in an orderly way.
 
-    def __init__(self, config: uvicorn.Config, url: str, model: str) -> None:
+    The first signal stops new requests; those that run have `drain` seconds, then they are aborted. The second signal
+    ends the process at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:
         super().__init__(config)
-        self._url, self._model = url, model
+        self._engine, self._drain, self._url = engine, drain, url
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            body = json.dumps({"model": self._model, "messages": [{"role": "user", "content": "Hello"}]})
+            model = self._engine.info.model_name
+            body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
             logger.info("ready: %s/v1", self._url)
             logger.info(
                 "try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'",
                 self._url,
                 body.replace("'", "'\\''"),
             )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._engine.active:
+            logger.info("%d requests are running; they have %g seconds", self._engine.active, self._drain)
+        timer = asyncio.get_running_loop().call_later(self._drain, self._abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._engine.link.process.kill()
+            os._exit(128 + sig)
+        if sig == signal.SIGINT:
+            super().handle_exit(sig, frame)
+        else:  # how a server is meant to end: it is not raised again afterwards
+            self.should_exit = True
+
+    def _abort(self) -> None:
+        if self._engine.active:
+            logger.warning("%d requests are aborted: the time to drain is over", self._engine.active)
+            self._engine.abort(None)

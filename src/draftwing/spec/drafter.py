@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from draftwing.attn.base import Batch
+from draftwing.attn.base import AttnBackend, Batch
 from draftwing.core import TreeShape
 from draftwing.kv.pool import LayerSpec
 
@@ -29,28 +29,48 @@ class Draft(NamedTuple):
 
 class Drafter(Protocol):
     """taps: target layers whose hidden states `observe` wants; lookahead: how many tokens past position t the
-    drafter's KV at t depends on; kv_layers: its layers in the pool, after the target's."""
+    drafter's KV at t depends on; kv_layers: its layers in the pool, after the target's; tail: page-table entries past
+    the end of a prompt that observing its last chunk may write; first_hint: the outlook to assume for a row until a
+    result tells it.
+
+    `noisy` are indices of the rows with temperature > 0, for drafters that couple with the target by adding the same
+    noise before they choose; their number is known to the host.
+    """
 
     taps: tuple[int, ...]
     lookahead: int
     kv_layers: Sequence[LayerSpec]
+    tail: int
+    first_hint: int
+
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+        """Once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its
+        rotary table must cover."""
+        ...
 
     def span(self, shape: TreeShape) -> int:
         """Page-table entries past kv_len that a step of this shape may write."""
         ...
 
-    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int) -> Draft:
+    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         """A draft tree for each row; `max_bound` bounds kv_len of the rows on the host."""
         ...
 
     def observe(
-        self, slots: SlotTable, batch: Batch, taps: Tensor | None, next_ids: Tensor, count: Tensor | None
+        self,
+        slots: SlotTable,
+        batch: Batch,
+        taps: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor | None,
+        noisy: Tensor,
     ) -> None:
         """Sees what the target ran: a prefill chunk (`batch.chunks`) or the accepted path of each row. The table has
         advanced already; `batch.prefix_len` is kv_len before the step.
 
         next_ids [M]: the token that follows each query.  count [B]: valid queries of each row's path, None for
-        prefill. Queries past the count are garbage that must leave no trace.
+        prefill. Queries past the count are garbage: what they write past kv_len is never read.
+        noisy: among the batch's rows; for prefill among those whose chunk is final.
         """
         ...
 

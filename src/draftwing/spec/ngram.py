@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from draftwing.attn.base import Batch
+from draftwing.attn.base import AttnBackend, Batch
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import LayerSpec
@@ -43,6 +43,8 @@ class NGramDrafter:
     taps: tuple[int, ...] = ()
     lookahead = 0
     kv_layers: Sequence[LayerSpec] = ()
+    tail = 0
+    first_hint = 0
 
     def __init__(
         self,
@@ -79,6 +81,9 @@ class NGramDrafter:
         self.ahead = torch.arange(branch_length, device=device)
         self.tie = torch.arange(kept - 1, -1, -1, device=device) + (torch.arange(kept, device=device) < OWN) * kept
 
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+        """Nothing to reach: no layers."""
+
     def span(self, shape: TreeShape) -> int:
         return shape.nodes
 
@@ -89,7 +94,13 @@ class NGramDrafter:
         self.candidates.fill_(-1)
 
     def observe(
-        self, slots: NGramSlots, batch: Batch, taps: Tensor | None, next_ids: Tensor, count: Tensor | None
+        self,
+        slots: NGramSlots,
+        batch: Batch,
+        taps: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor | None,
+        noisy: Tensor | None = None,
     ) -> None:
         """Called after the table has advanced. Decoding: the count[b] newest tokens of each row enter the memory.
         Prefill: the row begins anew; prompts stay out of the memory."""
@@ -168,7 +179,9 @@ class NGramDrafter:
         self.distance.index_copy_(0, rows, torch.where(steady, newest - where[:, 0], distance))
         return found, where
 
-    def propose(self, slots: NGramSlots, rows: Tensor, shape: TreeShape, max_bound: int) -> Draft:
+    def propose(
+        self, slots: NGramSlots, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor | None = None
+    ) -> Draft:
         """A tree of the candidates that the last `outlook` kept; dead nodes where they are fewer than shape.nodes."""
         last = slots.last.index_select(0, rows)
         depth = min(shape.depth, self.branch_length)

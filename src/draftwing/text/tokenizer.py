@@ -119,6 +119,20 @@ def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Token
     return _from_gguf(path, override) if path.is_file() else _from_folder(path, override)
 
 
+def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
+    """The first token that two tokenizers number differently, in words; None when they agree.
+
+    Ids that only one of them has do not matter: families pad their vocabularies to different sizes.
+    """
+    ours, theirs = target.backend.get_vocab(), draft.backend.get_vocab()
+    known = {token_id: token for token, token_id in theirs.items()}
+    for token, token_id in sorted(ours.items(), key=lambda item: item[1]):
+        other = known.get(token_id)
+        if other is not None and other != token:
+            return f"First difference: id {token_id} is {token!r} in the target and {other!r} in the draft."
+    return None
+
+
 def _template_text(template: str | Path) -> str:
     if isinstance(template, str) and ("{%" in template or "{{" in template):
         return template

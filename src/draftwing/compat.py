@@ -1,0 +1,110 @@
+"""Options and environment variables of SGLang that are no options here.
+
+Users bring their commands along. Each name is known and says what becomes of it: it has no effect, which is logged
+once, or it asks for what this version cannot give, which is refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """kind: of the value, bool for a flag without one.  neutral: values that ask for nothing."""
+
+    kind: type[Any]
+    why: str
+    refused: bool = False
+    neutral: tuple[Any, ...] = ()
+
+
+_GRAPHS = "this version runs without CUDA graphs"
+_COMPILE = "this version runs its own operators, uncompiled"
+_EXACT = "what is accepted is what the target draws, so verification is exact as it is"
+_ONE_DTYPE = "the draft uses the target's attention and types"
+_OTHER_DRAFTER = "its algorithm is not in this version; use --speculative-algorithm STANDALONE or NGRAM"
+_LOSSY = "it would change what the model says; leave it out"
+_ADAPTS = "the shape of a draft follows what was accepted already, up to --speculative-num-draft-tokens"
+
+NO_EFFECT = {
+    "cuda_graph_max_bs": Foreign(int, _GRAPHS),
+    "cuda_graph_max_bs_decode": Foreign(int, _GRAPHS),
+    "cuda_graph_max_bs_prefill": Foreign(int, _GRAPHS),
+    "disable_cuda_graph": Foreign(bool, _GRAPHS),
+    "enable_torch_compile": Foreign(bool, _COMPILE),
+    "torch_compile_max_bs": Foreign(int, _COMPILE),
+    "speculative_use_rejection_sampling": Foreign(bool, _EXACT),
+    "speculative_use_block_verification": Foreign(bool, _EXACT),
+    "speculative_attention_mode": Foreign(str, _ONE_DTYPE),
+    "speculative_draft_attention_backend": Foreign(str, _ONE_DTYPE),
+    "speculative_draft_kv_cache_dtype": Foreign(str, _ONE_DTYPE),
+    "speculative_adaptive": Foreign(bool, _ADAPTS),
+    "speculative_adaptive_config": Foreign(str, _ADAPTS),
+    "speculative_ngram_match_type": Foreign(str, "matches are ranked by how often they were right", neutral=("BFS",)),
+    "speculative_ngram_external_corpus_max_tokens": Foreign(int, "there is no external corpus"),
+    "speculative_moe_runner_backend": Foreign(str, "there are no mixture-of-experts drafts"),
+    "speculative_moe_a2a_backend": Foreign(str, "there are no mixture-of-experts drafts"),
+    "speculative_domino_candidate_pool_size": Foreign(int, _OTHER_DRAFTER),
+}
+
+REFUSED = {
+    "enable_dp_attention": Foreign(
+        bool, "attention is not split over devices; run one server per device and balance the load in front", True
+    ),
+    "reasoning_parser": Foreign(str, "reasoning is not separated; it stays in the text, as the model writes it", True),
+    "speculative_accept_threshold_single": Foreign(float, _LOSSY, True, (1.0,)),
+    "speculative_accept_threshold_acc": Foreign(float, _LOSSY, True, (1.0,)),
+    "speculative_token_map": Foreign(str, "it belongs to EAGLE, which is not in this version", True),
+    "speculative_draft_load_format": Foreign(str, "weights are read as they are found", True, ("auto", "safetensors")),
+    "speculative_draft_model_quantization": Foreign(str, "drafts are not quantized on the way", True, ("unquant",)),
+    "speculative_draft_window_size": Foreign(int, "the draft attends to everything", True),
+    "speculative_draft_sink_size": Foreign(int, "the draft attends to everything", True),
+    "speculative_ngram_external_corpus_path": Foreign(str, "only prompts and answers are remembered", True),
+    "speculative_ngram_external_sam_budget": Foreign(int, "only prompts and answers are remembered", True, (0,)),
+    "speculative_dflash_block_size": Foreign(int, _OTHER_DRAFTER, True),
+    "speculative_dspark_block_size": Foreign(int, _OTHER_DRAFTER, True),
+    "speculative_dspark_sps_table_path": Foreign(str, _OTHER_DRAFTER, True),
+    "speculative_dspark_confidence_sts_path": Foreign(str, _OTHER_DRAFTER, True),
+    "enable_multi_layer_eagle": Foreign(bool, _OTHER_DRAFTER, True),
+    "uno_lora_path": Foreign(str, _OTHER_DRAFTER, True),
+}
+
+FOREIGN = NO_EFFECT | REFUSED
+
+
+def take(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What remains when foreign options are taken out, logged or refused (ConfigError)."""
+    for name, value in values.items():
+        foreign = FOREIGN.get(name)
+        # A flag that is off, like a None, was not asked for.
+        if foreign is None or value is None or value is False or value in foreign.neutral:
+            continue
+        if foreign.refused:
+            raise ConfigError(f"--{name.replace('_', '-')} is not supported: {foreign.why}")
+        logger.warning("--%s has no effect: %s", name.replace("_", "-"), foreign.why)
+    return {name: value for name, value in values.items() if name not in FOREIGN}
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Options that SGLang's environment variables ask for."""
+    options: dict[str, Any] = {}
+    if _true(environ, "SGLANG_ENABLE_SPEC_V2"):
+        logger.warning("SGLANG_ENABLE_SPEC_V2 is read as --enable-overlap; any --speculative-eagle-topk works with it")
+        options["enable_overlap"] = True
+    if _true(environ, "SGLANG_NGRAM_FORCE_GREEDY_VERIFY"):
+        logger.warning(
+            "SGLANG_NGRAM_FORCE_GREEDY_VERIFY has no effect: %s. For greedy text, send temperature 0", _EXACT
+        )
+    return options
+
+
+def _true(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "on")

@@ -1,0 +1,69 @@
+"""What a model must offer to draft (`DraftHead`), and the smallest of them: a causal language model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from draftwing.attn.base import Attend
+from draftwing.kv.pool import LayerSpec
+from draftwing.models.decoder import DecoderModel
+
+
+class DraftHead(Protocol):
+    """lookahead: 0 where the row at position t is made of token t; 1 where it is made of token t + 1 and of the
+    target's feature at t.  taps: target layers that the feature is made of.  width: size of a row's feature, 0 where
+    rows have none.  target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same."""
+
+    lookahead: int
+    taps: tuple[int, ...]
+    width: int
+    vocab: int
+    kv_layers: Sequence[LayerSpec]
+    target_ids: Tensor | None
+
+    def set_max_positions(self, positions: int) -> None:
+        """Makes the rotary table."""
+        ...
+
+    def features(self, taps: Tensor) -> Tensor:
+        """taps [M, len(taps) * hidden of the target] -> [M, width]: what rows made by the target are fed."""
+        ...
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """ids, positions [M]; features [M, width] -> hidden [M, width or own size], fed back to the rows' children.
+        level: 0 for committed text, 1, 2, ... in growth (a head may have one layer per level)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden of `run` -> [M, vocab]"""
+        ...
+
+
+class DraftLM:
+    """Any `DecoderModel` with the target's token ids."""
+
+    lookahead = 0
+    taps: tuple[int, ...] = ()
+    width = 0
+    target_ids: Tensor | None = None
+
+    def __init__(self, model: DecoderModel, vocab: int) -> None:
+        """vocab: token ids that both models have; families pad their vocabularies to different sizes."""
+        config = model.config
+        self.model, self.vocab = model, vocab
+        self.kv_layers: Sequence[LayerSpec] = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+
+    def set_max_positions(self, positions: int) -> None:
+        self.model.set_max_positions(positions)
+
+    def features(self, taps: Tensor) -> Tensor:
+        raise AssertionError("a language model drafts from tokens alone")
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        return self.model(ids, positions, attend)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)[:, : self.vocab]

@@ -1,0 +1,198 @@
+"""The drafter for everything that drafts with a model: a small language model, EAGLE heads, MTP layers.
+
+They differ in their `DraftHead` alone. The head's KV lives in the same slots as the target's. After every step it runs
+once over the committed tokens, which rewrites its entries of the accepted path from the text (and the target's true
+features), and whose last row gives the root's continuations: the first step of the next tree's growth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
+from draftwing.core import MAX_HINT, TreeShape
+from draftwing.kv.pool import LayerSpec
+from draftwing.sampling.noise import gumbel, gumbel_at
+from draftwing.spec.drafter import Draft
+from draftwing.spec.grow import grow, top_tokens
+from draftwing.spec.heads import DraftHead
+
+if TYPE_CHECKING:
+    from draftwing.engine.slots import SlotTable
+
+
+class ModelDrafter:
+    """A `Drafter` around a `DraftHead`."""
+
+    first_hint = MAX_HINT
+
+    def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> None:
+        """rows: those of the slot table, its dummy included; topk: the largest of any shape that will be asked for."""
+        assert head.lookahead in (0, 1)
+        self.head, self.topk = head, topk
+        self.taps, self.lookahead = head.taps, head.lookahead
+        self.kv_layers: Sequence[LayerSpec] = head.kv_layers
+        self.tail = 1 - head.lookahead  # without lookahead the first root has a row of its own
+        # The root's best continuations and its feature, row-indexed: written by `observe`, read by `propose`.
+        self._first_ids = torch.zeros(rows, topk, dtype=torch.int64, device=device)
+        self._first_logp = torch.zeros(rows, topk, dtype=torch.float32, device=device)
+        self._seed_feature = torch.zeros(rows, head.width, dtype=dtype, device=device)
+        self._attn: AttnBackend | None = None
+        self._first_layer = 0
+
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+        self._attn, self._first_layer = attn, first_layer
+        self.head.set_max_positions(positions)
+
+    def span(self, shape: TreeShape) -> int:
+        """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows of growth."""
+        return max(shape.nodes, shape.max_commit + self.tail, self.tail + shape.topk * (shape.depth - 1))
+
+    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int) -> Tensor:
+        return torch.full_like(rows, MAX_HINT)
+
+    def flush(self) -> None:
+        """Nothing is learnt from past requests."""
+
+    # -- growth -----------------------------------------------------------------------------------------------------
+
+    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+        size, topk = rows.shape[0], shape.topk
+        root_at = slots.kv_len[rows]  # [B]
+        window = self.tail + topk * max(shape.depth - 1, 0)
+        table = slots.table[rows, : max_bound + window]
+        lane = torch.arange(topk, device=rows.device)
+        # Page-table entries past kv_len that each node's path has: the root's, where it has one, then scratch entries.
+        path = torch.zeros(size, topk, self.tail, dtype=torch.int64, device=rows.device)
+        hidden = self._seed_feature[rows].unsqueeze(1)  # [B, 1, width]
+
+        def expand(level: int, ids: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal path, hidden
+            own = (self.tail + (level - 1) * topk + lane).expand(size, topk)
+            above = path.gather(1, parent.unsqueeze(2).expand(-1, -1, path.shape[2]))  # the parent's, not the lane's
+            path = torch.cat((above, own.unsqueeze(2)), 2)  # [B, K, tail + level]
+            feature = hidden.gather(1, parent.unsqueeze(2).expand(-1, -1, hidden.shape[2])) if self.head.width else None
+            # A row that is made of the token after its position stands one earlier than that token.
+            batch = Batch(
+                rows=rows,
+                ids=ids.flatten(),
+                positions=(root_at + level - self.lookahead).repeat_interleave(topk),
+                write_slots=table.gather(1, root_at.unsqueeze(1) + own).flatten(),
+                table=table,
+                prefix_len=root_at,
+                path=path,
+                path_len=torch.full_like(own, path.shape[2]),
+                window=window,
+            )
+            hidden = self._run(batch, None if feature is None else feature.flatten(0, 1), level).view(size, topk, -1)
+            return self._continuations(slots, rows, hidden, root_at + level + 1, topk, noisy)
+
+        first_ids, first_logp = self._first_ids[rows, :topk], self._first_logp[rows, :topk]
+        return grow(slots.last[rows], first_ids, first_logp, shape, expand)
+
+    # -- committed text ---------------------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        slots: SlotTable,
+        batch: Batch,
+        taps: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor | None,
+        noisy: Tensor,
+    ) -> None:
+        feature = self.head.features(taps) if taps is not None else None
+        if count is None:
+            self._observe_chunks(slots, batch, feature, next_ids, noisy)
+            return
+        size = batch.rows.shape[0]
+        batch = batch._replace(ids=next_ids) if self.lookahead else _with_newest(batch, next_ids)
+        hidden = self._run(batch, feature, 0).unflatten(0, (size, -1))
+        last = (count - self.lookahead).view(-1, 1, 1)  # the row that the newest token is in
+        newest = hidden.gather(1, last.expand(-1, 1, hidden.shape[2]))  # [B, 1, H]
+        self._keep_first(slots, batch.rows, newest, batch.prefix_len + count, noisy)
+
+    def _observe_chunks(
+        self, slots: SlotTable, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
+    ) -> None:
+        chunks = batch._replace(ids=next_ids) if self.lookahead else _with_sampled(batch, next_ids)
+        hidden = self._run(chunks, feature, 0)
+        final = [(span, span.offset + span.length - 1) for span in chunks.chunks if span.final]
+        if final:
+            rows = torch.cat([batch.rows[span.row : span.row + 1] for span, _ in final])
+            newest = torch.stack([hidden[i : i + 1] for _, i in final])  # [F, 1, H]
+            root_at = torch.cat([chunks.positions[i : i + 1] for _, i in final]) + self.lookahead
+            self._keep_first(slots, rows, newest, root_at, noisy)
+
+    def _keep_first(self, slots: SlotTable, rows: Tensor, hidden: Tensor, root_at: Tensor, noisy: Tensor) -> None:
+        """hidden [B, 1, H] of the rows that the newest tokens are in; those stand at root_at [B]."""
+        ids, logp = self._continuations(slots, rows, hidden, root_at + 1, self.topk, noisy)
+        self._first_ids.index_copy_(0, rows, ids.squeeze(1))
+        self._first_logp.index_copy_(0, rows, logp.squeeze(1))
+        if self.head.width:
+            self._seed_feature.index_copy_(0, rows, hidden.squeeze(1))
+
+    def _run(self, batch: Batch, feature: Tensor | None, level: int) -> Tensor:
+        assert self._attn is not None, "attach comes first"
+        return self.head.run(batch.ids, batch.positions, feature, level, self._attn.bind(batch, self._first_layer))
+
+    def _continuations(
+        self, slots: SlotTable, rows: Tensor, hidden: Tensor, position: Tensor, topk: int, noisy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [B, K, H] -> ids and log probabilities [B, K, topk] of the tokens that may follow at `position` [B].
+
+        Rows with a temperature get the noise that the target will draw with at that position, so that both pick the
+        same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a path.
+        """
+        size, nodes = hidden.shape[:2]
+        z = self.head.logits(hidden.flatten(0, 1)).float().view(size, nodes, -1)
+        if noisy.shape[0]:
+            drawn = rows[noisy]
+            key = (slots.seed[drawn], position[noisy].unsqueeze(1))
+            ids = self.head.target_ids
+            noise = gumbel(*key, self.head.vocab) if ids is None else gumbel_at(*key, ids)  # [Bn, 1, Vd]
+            noise = noise * slots.floats[drawn, :1].unsqueeze(2)
+            z = z.index_add(0, noisy, noise.expand(-1, nodes, -1))
+        best, logp = top_tokens(z.reshape(size * nodes, -1), topk)
+        if self.head.target_ids is not None:
+            best = self.head.target_ids[best]
+        return best.view(size, nodes, topk), logp.view(size, nodes, topk)
+
+
+def _with_newest(batch: Batch, next_ids: Tensor) -> Batch:
+    """The accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
+    size = batch.rows.shape[0]
+    width = next_ids.shape[0] // size + 1
+    step = torch.arange(width, device=next_ids.device)
+    positions = batch.prefix_len.unsqueeze(1) + step  # [B, Q + 1]
+    return batch._replace(
+        ids=torch.cat((batch.ids.view(size, -1)[:, :1], next_ids.view(size, -1)), 1).flatten(),
+        positions=positions.flatten(),
+        write_slots=batch.table.gather(1, positions).flatten(),
+        path=step.expand(size, width, width),
+        path_len=(step + 1).expand(size, width),
+        window=width,
+    )
+
+
+def _with_sampled(batch: Batch, next_ids: Tensor) -> Batch:
+    """Prefill chunks, each last one with the token that was sampled after it."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, positions, write slots
+    spans: list[ChunkSpan] = []
+    offset = 0
+    for span in batch.chunks:
+        here, end = slice(span.offset, span.offset + span.length), span.start + span.length
+        parts.append((batch.ids[here], batch.positions[here], batch.write_slots[here]))
+        length = span.length
+        if span.final:
+            last = slice(here.stop - 1, here.stop)
+            parts.append((next_ids[last], batch.positions[last] + 1, batch.table[span.row, end : end + 1]))
+            length += 1
+        spans.append(span._replace(offset=offset, length=length))
+        offset += length
+    ids, positions, write_slots = (torch.cat(column) for column in zip(*parts, strict=True))
+    return batch._replace(ids=ids, positions=positions, write_slots=write_slots, chunks=tuple(spans))

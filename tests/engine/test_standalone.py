@@ -1,0 +1,102 @@
+"""A small model as draft. The target as its own draft must have every draft accepted: any shift of tokens, positions
+or KV between the two would show at once."""
+
+import pytest
+
+from draftwing.core import TreeShape
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
+
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 10)
+
+
+def rig_with_draft(h, model, draft, shape, rows=6, vocab=None, **kw):
+    weight = next(draft.parameters())
+    drafter = ModelDrafter(DraftLM(draft, vocab or h.VOCAB), rows + 1, shape.topk, weight.dtype, weight.device)
+    return h.Rig(model, shapes=(shape,), drafter=drafter, rows=rows, **kw)
+
+
+@pytest.fixture(scope="session")
+def case(harness):
+    model = harness.tiny_model(seed=1)
+    prompts = harness.prompts_for(10, seed=2)
+    params = [harness.greedy(40) if i % 2 else harness.seeded(40, seed=i) for i in range(len(prompts))]
+    return model, prompts, params, harness.plain_answers(model, prompts, params)
+
+
+def answer(rig, case):
+    _, prompts, params, expected = case
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    got = rig.run()
+    assert got.tokens == expected.tokens
+    return got
+
+
+def accept_lengths(got):
+    """Accept length of each answer, its last step left out: that one is cut at the length limit."""
+    out = []
+    for final in got.final.values():
+        histogram = final.meta["spec_correct_drafts_histogram"]
+        out.append((histogram, final.meta["spec_verify_ct"]))
+    return out
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_own_draft_is_always_accepted(harness, case, chunk, lag):
+    rig = rig_with_draft(harness, case[0], case[0], CHAIN, chunk=chunk, lag=lag)
+    got = answer(rig, case)
+    for histogram, steps in accept_lengths(got):
+        assert histogram == [0] * CHAIN.depth + [steps], "a draft was rejected"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_own_draft_across_prefix_hits(harness, case, lag):
+    model, prompts, _, expected = case
+    rig = rig_with_draft(harness, model, model, CHAIN, lag=lag)
+    answer(rig, case)
+    answer(rig, case)
+    for i in range(1, len(prompts), 2):  # greedy conversations go on from the middle of what was generated
+        rig.submit(f"more {i}", [*prompts[i], *expected.tokens[str(i)][:17]], harness.greedy(20))
+    got = rig.run()
+    for i in range(1, len(prompts), 2):
+        assert got.tokens[f"more {i}"] == expected.tokens[str(i)][17:37]
+        assert got.final[f"more {i}"].meta["cached_tokens"] == len(prompts[i]) + 16
+    for histogram, steps in accept_lengths(got):
+        assert histogram == [0] * CHAIN.depth + [steps]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_own_draft_across_preemption(harness, case, lag):
+    rig = rig_with_draft(harness, case[0], case[0], CHAIN, lag=lag, slots=110, chunk=7)
+    got = answer(rig, case)
+    assert rig.sched.retractions >= 2
+    for histogram, steps in accept_lengths(got):
+        assert histogram == [0] * CHAIN.depth + [steps]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_own_draft_as_a_tree_accepts_its_best_branch(harness, case, lag):
+    rig = rig_with_draft(harness, case[0], case[0], TREE, lag=lag)
+    answer(rig, case)
+    assert rig.accept_length > 3.0
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_another_model_as_draft_changes_no_token(harness, case, shape):
+    """A disturbed copy of the target: some drafts are right, many are not, trees re-parent."""
+    draft = harness.tiny_model(seed=1)
+    for name, weight in draft.named_parameters():
+        if "layers.1.down" in name:
+            weight.data.mul_(0.3)
+    rig = rig_with_draft(harness, case[0], draft, shape, lag=1, slots=300, chunk=9)
+    answer(rig, case)
+    assert 1.5 < rig.accept_length < shape.depth + 1
+    assert shape == CHAIN or rig.stats.moved > 10
+
+
+def test_a_draft_with_a_padded_vocabulary(harness, case):
+    rig = rig_with_draft(harness, case[0], case[0], CHAIN, vocab=harness.VOCAB - 5)
+    answer(rig, case)
+    assert rig.accept_length > 2

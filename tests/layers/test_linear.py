@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from draftwing.layers.linear import Linear
+
+CPU = torch.device("cpu")
+
+
+def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> tuple[Linear, torch.Tensor]:
+    """A filled layer and, in float64, its weight with the bias as a last column."""
+    generator = torch.Generator().manual_seed(inputs + outputs)
+    linear = Linear(inputs, outputs, bias, dtype, CPU)
+    linear.weight.data.copy_(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5)
+    offset = torch.zeros(outputs, 1, dtype=torch.float64)
+    if linear.bias is not None:
+        linear.bias.data.copy_(torch.randn(outputs, generator=generator))
+        offset = linear.bias.data.double()[:, None]
+    return linear, torch.cat((linear.weight.data.double(), offset), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (576, 96), (1536, 64)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, packed: bool) -> None:
+    linear, weight = make_linear(inputs, outputs, bias, dtype)
+    if packed:
+        linear.pack()
+    tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        residual = torch.randn(rows, outputs, generator=torch.Generator().manual_seed(7)).to(dtype)
+        kept = residual.clone()
+        expected = x.double() @ weight[:, :-1].T + weight[:, -1]
+        y, z = linear(x), linear(x, residual)
+        assert y.dtype == dtype and y.shape == z.shape == (rows, outputs)
+        torch.testing.assert_close(y.double(), expected, **tolerance)
+        torch.testing.assert_close(z.double(), expected + residual.double(), **tolerance)
+        assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (576, 3072), (1536, 576), (2048, 100)])
+def test_packed_rows_do_not_depend_on_their_number(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    linear, _ = make_linear(inputs, outputs, False, dtype)
+    linear.pack()
+    x = torch.randn(300, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    residual = torch.randn(300, outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+    every, added = linear(x), linear(x, residual)
+    for rows in (1, 2, 3, 4, 7, 8, 12, 16, 17, 32, 64, 65, 130):
+        for start in (0, 5, 300 - rows):
+            here = slice(start, start + rows)
+            assert torch.equal(linear(x[here]), every[here]), (rows, start)
+            assert torch.equal(linear(x[here], residual[here]), added[here]), (rows, start)
+
+
+def test_packing_releases_the_weight_unless_kept() -> None:
+    for keep in (False, True):
+        linear, _ = make_linear(64, 64, False, torch.bfloat16)
+        before = linear.weight
+        linear.pack(keep_weight=keep)
+        assert hasattr(linear, "weight") == keep
+        assert not keep or linear.weight is before
+        linear.pack(keep_weight=keep)
+        assert linear(torch.ones(2, 64, dtype=torch.bfloat16)).shape == (2, 64)
+
+
+def test_float16_stays_unpacked() -> None:
+    linear, weight = make_linear(64, 32, True, torch.float16)
+    linear.pack()
+    assert hasattr(linear, "weight")
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)).half()
+    expected = x.double() @ weight[:, :-1].T + weight[:, -1]
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,508 @@
+"""Float64 references of a target model and of every kind of draft head, in dense torch and nothing else.
+
+Written from the published formats only; it shares no code with the package. Everything is recomputed from scratch from
+the committed text x_0 .. x_T, whose last token x_T is not yet in the target's KV: no cache, no slots, no tree masks.
+The logits of a tree node come from a dense pass over the committed text and that node's own path, so whatever an
+engine does to share work between branches has to agree with this.
+
+Tensors are a dict of Hugging Face names, configurations are parsed `config.json` dicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+Config = Mapping[str, Any]
+KV = tuple[Tensor, Tensor]  # keys after RoPE, values: [rows, kv_heads, head_dim] each
+
+
+# --- the arithmetic every model shares ----------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def linear(x: Tensor, tensors: Tensors, name: str) -> Tensor:
+    """x W^T, plus the bias if the checkpoint has one."""
+    y = x @ tensors[f"{name}.weight"].T
+    return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
+
+
+def rope_frequencies(config: Config, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """[head_dim / 2] radians per position; theta is the config's own, 10000 where it names none."""
+    theta = float(config.get("rope_theta") or 10000.0)
+    freq = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "linear":
+        freq = freq / scaling["factor"]
+    elif kind == "llama3":
+        low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+        turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        freq = keep * freq + (1 - keep) * freq / factor
+    else:
+        assert kind == "default", kind
+    return freq.to(dtype)
+
+
+def rotate(x: Tensor, positions: Tensor, freq: Tensor) -> Tensor:
+    """Half-rotation RoPE: x [n, heads, head_dim]; component d pairs with d + head_dim / 2."""
+    angle = positions.to(freq.dtype)[:, None, None] * freq  # [n, 1, head_dim / 2]
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def head_counts(config: Config) -> tuple[int, int, int]:
+    heads = config["num_attention_heads"]
+    return heads, config.get("num_key_value_heads") or heads, config.get("head_dim") or config["hidden_size"] // heads
+
+
+def attention(x: Tensor, positions: Tensor, tensors: Tensors, name: str, config: Config) -> tuple[Tensor, KV]:
+    """Causal self-attention over the rows of x in order: x [n, in] -> [n, H], and the rows' KV."""
+    heads, kv_heads, head_dim = head_counts(config)
+    freq = rope_frequencies(config, head_dim, x.dtype)
+    q = linear(x, tensors, f"{name}.q_proj").view(-1, heads, head_dim)
+    k = linear(x, tensors, f"{name}.k_proj").view(-1, kv_heads, head_dim)
+    v = linear(x, tensors, f"{name}.v_proj").view(-1, kv_heads, head_dim)
+    if f"{name}.q_norm.weight" in tensors:
+        q = rms_norm(q, tensors[f"{name}.q_norm.weight"], config["rms_norm_eps"])
+        k = rms_norm(k, tensors[f"{name}.k_norm.weight"], config["rms_norm_eps"])
+    q, k = rotate(q, positions, freq), rotate(k, positions, freq)
+    group = heads // kv_heads
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(head_dim)
+    past = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    weights = scores.masked_fill(~past, -math.inf).softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", weights, values).reshape(len(x), heads * head_dim)
+    return linear(mixed, tensors, f"{name}.o_proj"), (k, v)
+
+
+def mlp(x: Tensor, tensors: Tensors, name: str) -> Tensor:
+    gate = linear(x, tensors, f"{name}.gate_proj")
+    return linear(gate * torch.sigmoid(gate) * linear(x, tensors, f"{name}.up_proj"), tensors, f"{name}.down_proj")
+
+
+def decoder_layer(
+    x: Tensor, positions: Tensor, tensors: Tensors, name: str, config: Config, norm: str | None = "input_layernorm"
+) -> tuple[Tensor, KV]:
+    """One pre-norm decoder layer; norm: name of the weight before attention, None for no norm there."""
+    eps = config["rms_norm_eps"]
+    inner = x if norm is None else rms_norm(x, tensors[f"{name}.{norm}.weight"], eps)
+    mixed, kv = attention(inner, positions, tensors, f"{name}.self_attn", config)
+    h = x + mixed
+    return h + mlp(rms_norm(h, tensors[f"{name}.post_attention_layernorm.weight"], eps), tensors, f"{name}.mlp"), kv
+
+
+def cast(tensors: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}
+
+
+# --- the target ------------------------------------------------------------------------------------------------------
+
+
+class TargetPass(NamedTuple):
+    """streams[k] [n, H]: residual stream after k layers (0: embedding, L: before the final norm)."""
+
+    streams: list[Tensor]
+    hidden: Tensor  # [n, H] after the final norm
+    logits: Tensor  # [n, V]
+    kv: list[KV]
+
+
+def lm_head_weight(tensors: Tensors) -> Tensor:
+    """[V, H]; a checkpoint without a head of its own ties it to the embedding."""
+    return tensors["lm_head.weight"] if "lm_head.weight" in tensors else tensors["model.embed_tokens.weight"]
+
+
+def run_target(
+    tensors: Tensors, config: Config, tokens: Sequence[int], dtype: torch.dtype = torch.float64
+) -> TargetPass:
+    """A Llama, Qwen2, Qwen3 or MiMo target over `tokens` at positions 0, 1, .. (MTP layers are not looked at)."""
+    w = cast(tensors, dtype)
+    positions = torch.arange(len(tokens))
+    x = w["model.embed_tokens.weight"][torch.as_tensor(tokens)]
+    streams, kvs = [x], []
+    for i in range(config["num_hidden_layers"]):
+        x, kv = decoder_layer(x, positions, w, f"model.layers.{i}", config)
+        streams.append(x)
+        kvs.append(kv)
+    hidden = rms_norm(x, w["model.norm.weight"], config["rms_norm_eps"])
+    return TargetPass(streams, hidden, hidden @ lm_head_weight(w).T, kvs)
+
+
+# --- draft heads -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DraftPass:
+    """What a draft head knows after the committed text.
+
+    kv: per draft layer, of the rows 0 .. rows - 1, row i in slot i at RoPE position i.  ids [Vd]: the target id of
+    each draft row.  at(path): draft logits [Vd] for the token that follows the committed text and the path.
+    """
+
+    tokens: list[int]  # x_0 .. x_T
+    kv: list[KV]
+    ids: Tensor
+    at: Callable[[tuple[int, ...]], Tensor]
+    hidden: Tensor | None = None  # [H] what the seed row feeds back, None for STANDALONE
+    memo: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def logits(self, path: tuple[int, ...] = ()) -> Tensor:
+        if path not in self.memo:
+            self.memo[path] = self.at(path)
+        return self.memo[path]
+
+
+class StepOut(NamedTuple):
+    feedback: Tensor  # [n, H] the feature that a draft-produced row hands on
+    logits: Tensor  # [n, Vd]
+    kv: list[KV]
+
+
+def chained(
+    tokens: Sequence[int], features: Tensor, embed: Tensor, ids: Tensor, step: Callable[[Tensor, Tensor, Tensor], StepOut]
+) -> DraftPass:
+    """A head whose row i combines e(x_{i+1}) with a feature of row i, at position i.
+
+    features [T, H] come from the target; the row after a draft-produced one takes that row's feedback.
+    step(embeddings [n, H], features [n, H], positions [n]) runs the head over n rows densely.
+    """
+    tokens = list(tokens)
+    known = len(tokens) - 1
+    assert features.shape[0] == known >= 1
+
+    def run(follow: list[int], feats: Tensor) -> StepOut:
+        return step(embed[torch.tensor(follow)], feats, torch.arange(len(follow)))
+
+    clean = run(tokens[1:], features)
+    fed: dict[tuple[int, ...], Tensor] = {(): features}  # features of all rows of a path
+
+    def at(path: tuple[int, ...]) -> Tensor:
+        out = run([*tokens[1:], *path], features_of(path))
+        return out.logits[-1]
+
+    def features_of(path: tuple[int, ...]) -> Tensor:
+        if path not in fed:
+            before = features_of(path[:-1])
+            last = run([*tokens[1:], *path[:-1]], before).feedback[-1:]
+            fed[path] = torch.cat((before, last))
+        return fed[path]
+
+    return DraftPass(tokens, clean.kv, ids, at, clean.feedback[-1])
+
+
+def own_names(tensors: Tensors) -> dict[str, Tensor]:
+    """A head's tensors under one spelling: no `model.` prefix, `layers.0` for `midlayer`, `fc_norm.i` for aux norms."""
+    out = {}
+    for name, value in tensors.items():
+        name = name.removeprefix("model.")
+        name = "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+        for i, part in enumerate(("low", "mid", "high")):
+            name = name.replace(f"aux_norm_{part}.", f"fc_norm.{i}.")
+        out[name] = value
+    return out
+
+
+def shared_ids(vocab: int, token_map: Sequence[int] | None) -> Tensor:
+    """Target id of each row of a head that shares the target's: all of them, or the map's without duplicates."""
+    return torch.arange(vocab) if token_map is None else torch.tensor(list(dict.fromkeys(token_map)))
+
+
+def eagle2(
+    target: Tensors, target_config: Config, head: Tensors, config: Config, tokens: Sequence[int],
+    dtype: torch.dtype = torch.float64, token_map: Sequence[int] | None = None,
+) -> DraftPass:  # fmt: skip
+    """EAGLE-1/2: z = fc([e; f]), one layer without an input norm, the target's head on its output without a norm."""
+    w, t = own_names(cast(head, dtype)), cast(target, dtype)
+    features = run_target(target, target_config, tokens[:-1], dtype).hidden
+    ids = shared_ids(target_config["vocab_size"], token_map)
+
+    def step(e: Tensor, f: Tensor, positions: Tensor) -> StepOut:
+        x, kvs = linear(torch.cat((e, f), -1), w, "fc"), []
+        for i in range(config.get("num_hidden_layers", 1)):
+            norm = "input_layernorm" if i and f"layers.{i}.input_layernorm.weight" in w else None
+            x, kv = decoder_layer(x, positions, w, f"layers.{i}", config, norm)
+            kvs.append(kv)
+        return StepOut(x, x @ lm_head_weight(t)[ids].T, kvs)
+
+    return chained(tokens, features, t["model.embed_tokens.weight"], ids, step)
+
+
+def flat_config(config: Config) -> dict[str, Any]:
+    """The `speculators` layout flattened: the layer's config overlaid with the top-level keys."""
+    if "transformer_layer_config" not in config:
+        return dict(config)
+    flat = {**config["transformer_layer_config"], **config}
+    flat.setdefault("norm_before_residual", True)
+    return flat
+
+
+def aux_boundaries(config: Config, layers: int, convention: str | None = None) -> list[int]:
+    """Which residual streams feed EAGLE-3, as numbers of layers already run.
+
+    Explicit ids count layer outputs ("output": id k is the stream after k + 1 layers) or boundaries ("boundary").
+    """
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        return [2, layers // 2, layers - 3]
+    if convention is None:
+        if max(ids) == layers:
+            convention = "boundary"
+        else:
+            convention = "boundary" if ids[0] == 2 else "output"
+    return [k + 1 if convention == "output" else k for k in ids]
+
+
+def eagle3(
+    target: Tensors, target_config: Config, head: Tensors, config: Config, tokens: Sequence[int],
+    dtype: torch.dtype = torch.float64, convention: str | None = None,
+) -> DraftPass:  # fmt: skip
+    """EAGLE-3 with its variants. Draft layers after the first are plain decoder layers over the residual stream; their
+    norm before attention is whichever of `hidden_norm` and `input_layernorm` the file has."""
+    w, t, c = own_names(cast(head, dtype)), cast(target, dtype), flat_config(config)
+    eps = c["rms_norm_eps"]
+    nested = c.get("eagle_config") or {}
+    streams = run_target(target, target_config, tokens[:-1], dtype).streams
+    chosen = [streams[k] for k in aux_boundaries(c, target_config["num_hidden_layers"], convention)]
+    if c.get("fc_norm") or c.get("use_aux_norm"):
+        chosen = [rms_norm(x, w[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(chosen)]
+    aux = torch.cat(chosen, -1)
+    if c.get("norm_before_fc") or nested.get("norm_before_fc"):
+        aux = rms_norm(aux, w["input_norm.weight"], eps)
+    features = linear(aux, w, "fc")
+    rows = c.get("draft_vocab_size") or target_config["vocab_size"]
+    ids = torch.arange(rows) + (w["d2t"] if "d2t" in w else 0)
+    head_weight = w["lm_head.weight"] if "lm_head.weight" in w else lm_head_weight(t)
+    own_embedding = c.get("target_hidden_size") not in (None, c["hidden_size"])
+    embed = w["embed_tokens.weight"] if own_embedding else t["model.embed_tokens.weight"]
+
+    def first_layer(e: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, KV]:
+        normed = rms_norm(g, w["layers.0.hidden_norm.weight"], eps)
+        a = torch.cat((rms_norm(e, w["layers.0.input_layernorm.weight"], eps), normed), -1)
+        mixed, kv = attention(a, positions, w, "layers.0.self_attn", c)
+        h = (normed if c.get("norm_before_residual") else g) + mixed
+        return h + mlp(rms_norm(h, w["layers.0.post_attention_layernorm.weight"], eps), w, "layers.0.mlp"), kv
+
+    def step(e: Tensor, g: Tensor, positions: Tensor) -> StepOut:
+        x, kv = first_layer(e, g, positions)
+        kvs = [kv]
+        for i in range(1, c.get("num_hidden_layers", 1)):
+            norm = "hidden_norm" if f"layers.{i}.hidden_norm.weight" in w else "input_layernorm"
+            x, kv = decoder_layer(x, positions, w, f"layers.{i}", c, norm)
+            kvs.append(kv)
+        normed = rms_norm(x, w["norm.weight"], eps)
+        return StepOut(normed if c.get("norm_output") else x, normed @ head_weight.T, kvs)
+
+    return chained(tokens, features, embed, ids, step)
+
+
+def mtp_step(
+    w: Tensors, config: Config, layer: int, e: Tensor, feature: Tensor, positions: Tensor
+) -> tuple[Tensor, KV]:
+    """One MiMo MTP layer: hidden before embedding, the embedding zeroed at position 0. Returns the normed output."""
+    name, eps = f"model.mtp_layers.{layer}", config["rms_norm_eps"]
+    e = torch.where((positions == 0)[:, None], 0.0, e)
+    pair = (
+        rms_norm(feature, w[f"{name}.hidden_layernorm.weight"], eps),
+        rms_norm(e, w[f"{name}.token_layernorm.weight"], eps),
+    )
+    y = linear(torch.cat(pair, -1), w, f"{name}.input_proj")
+    y, kv = decoder_layer(y, positions, w, name, config)
+    return rms_norm(y, w[f"{name}.final_layernorm.weight"], eps), kv
+
+
+def mtp(
+    target: Tensors, config: Config, tokens: Sequence[int],
+    dtype: torch.dtype = torch.float64, token_map: Sequence[int] | None = None,
+) -> DraftPass:  # fmt: skip
+    """MiMo's built-in heads.
+
+    One layer is chained: the draft-produced row T - 1 + s sits at position T - 1 + s. Several layers run one per step:
+    row i of layer j combines the output of layer j - 1 at row i (layer 0: the target's feature) with e(x_{i+1+j}), at
+    position i, and predicts x_{i+2+j}; so step s reads layer s at row T - 1 of the text continued by the path, and
+    layer j's KV is a function of the committed text for rows 0 .. T - 1 - j only.
+    """
+    w = cast(target, dtype)
+    ids = shared_ids(config["vocab_size"], token_map)
+    head_weight, embed = lm_head_weight(w)[ids], w["model.embed_tokens.weight"]
+    features = run_target(target, config, tokens[:-1], dtype).hidden  # [T, H]
+    layers = config["num_nextn_predict_layers"]
+    if layers == 1:
+
+        def step(e: Tensor, f: Tensor, positions: Tensor) -> StepOut:
+            out, kv = mtp_step(w, config, 0, e, f, positions)
+            return StepOut(out, out @ head_weight.T, [kv])
+
+        return chained(tokens, features, embed, ids, step)
+
+    def run(text: list[int], layer_count: int) -> tuple[Tensor, list[KV]]:
+        """The outputs of the last of `layer_count` layers, on as many rows as the text has tokens for."""
+        x, kvs = features, []
+        for j in range(layer_count):
+            follow = text[1 + j : 1 + j + len(features)]
+            n = len(follow)
+            x, kv = mtp_step(w, config, j, embed[torch.tensor(follow)], x[:n], torch.arange(n))
+            kvs.append(kv)
+        return x, kvs
+
+    def at(path: tuple[int, ...]) -> Tensor:
+        assert len(path) < layers, "several MTP layers run one per step"
+        out, _ = run([*tokens, *path], len(path) + 1)
+        assert len(out) == len(features)
+        return out[-1] @ head_weight.T
+
+    assert len(tokens) > layers
+    seed, _ = run(list(tokens), 1)
+    return DraftPass(list(tokens), run(list(tokens), layers)[1], ids, at, seed[-1])
+
+
+def standalone(
+    draft: Tensors, config: Config, tokens: Sequence[int],
+    dtype: torch.dtype = torch.float64, token_map: Sequence[int] | None = None,
+) -> DraftPass:  # fmt: skip
+    """A plain language model on the unshifted text. Its KV has rows 0 .. T - 1, like the target's; the row of x_T,
+    whose output predicts x_{T+1}, belongs to the next step."""
+    ids = shared_ids(config["vocab_size"], token_map)
+
+    def at(path: tuple[int, ...]) -> Tensor:
+        return run_target(draft, config, [*tokens, *path], dtype).logits[-1, ids]
+
+    return DraftPass(list(tokens), run_target(draft, config, tokens[:-1], dtype).kv, ids, at)
+
+
+# --- the EAGLE-2 tree ------------------------------------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """Nodes in the order of their flat candidate ids, node 0 the root (the last committed token)."""
+
+    tokens: list[int]
+    parents: list[int]  # parents[0] = 0
+    depths: list[int]
+    positions: list[int]
+    scores: list[float]  # log-probability of the path; 0 for the root
+    flat: list[int]  # flat candidate id of each node, -1 for the root
+    flat_scores: list[float]  # of every candidate
+    flat_paths: list[tuple[int, ...]]
+    gap: float  # the smallest score difference that any choice hung on (how robust the tree is to rounding)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        return () if node == 0 else (*self.path(self.parents[node]), self.tokens[node])
+
+
+def best(scores: Sequence[float], count: int) -> tuple[list[int], float]:
+    """Indices of the `count` largest, best first, ties to the lower index; and the gap to the first one left out or
+    between neighbours in the order."""
+    assert count <= len(scores)
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    upto = order[: count + 1]
+    gaps = [scores[a] - scores[b] for a, b in zip(upto, upto[1:], strict=False)]
+    return order[:count], min(gaps, default=math.inf)
+
+
+def grow(
+    log_probs: Callable[[tuple[int, ...]], Sequence[float]], ids: Sequence[int],
+    root: int, position: int, steps: int, topk: int, nodes: int,
+) -> Tree:  # fmt: skip
+    """The EAGLE-2 tree: log_probs(path) -> scores over draft rows for the token after the path (of target ids)."""
+    assert steps >= 1 and nodes - 1 <= topk + (steps - 1) * topk * topk
+    scores: list[float] = []
+    paths: list[tuple[int, ...]] = []
+    above: list[int] = []  # flat id of each candidate's parent, -1 for the root
+    gap = math.inf
+
+    def extend(parent: int) -> None:
+        nonlocal gap
+        path, score = (paths[parent], scores[parent]) if parent >= 0 else ((), 0.0)
+        row = [float(p) for p in log_probs(path)]
+        chosen, step_gap = best(row, topk)
+        gap = min(gap, step_gap)
+        for r in chosen:
+            scores.append(score + row[r])
+            paths.append((*path, int(ids[r])))
+            above.append(parent)
+
+    extend(-1)
+    frontier = list(range(topk))
+    for s in range(1, steps):
+        first = len(scores)
+        assert first == topk + (s - 1) * topk * topk
+        for parent in frontier:
+            extend(parent)
+        chosen, step_gap = best(scores[first:], topk)
+        if s + 1 < steps:  # the last level has no frontier
+            gap = min(gap, step_gap)
+        frontier = [first + c for c in chosen]
+    selected, _ = best(scores, nodes - 1)
+    kept = sorted(selected)
+    left_out = [scores[i] for i in range(len(scores)) if i not in set(selected)]
+    if left_out:
+        gap = min(gap, min(scores[i] for i in selected) - max(left_out))
+    node_of = {-1: 0} | {flat: 1 + n for n, flat in enumerate(kept)}
+    parents = [0] + [node_of[above[flat]] for flat in kept]
+    depths = [0] + [len(paths[flat]) for flat in kept]
+    return Tree(
+        [root] + [paths[flat][-1] for flat in kept], parents, depths, [position + d for d in depths],
+        [0.0] + [scores[flat] for flat in kept], [-1, *kept], scores, paths, gap,
+    )  # fmt: skip
+
+
+def draft_tree(
+    draft: DraftPass, steps: int, topk: int, nodes: int, noise: Callable[[int], Tensor] | None = None
+) -> Tree:
+    """The tree a head proposes after the committed text.
+
+    noise(position) -> [V]: what coupling adds to the logits of the token that will stand there (temperature times the
+    keyed Gumbel noise), by target id, before the scores are normalised.
+    """
+    last = len(draft.tokens) - 1
+
+    def log_probs(path: tuple[int, ...]) -> list[float]:
+        logits = draft.logits(path)
+        if noise is not None:
+            logits = logits + noise(last + 1 + len(path)).to(logits.dtype)[draft.ids]
+        return logits.log_softmax(-1).tolist()
+
+    return grow(log_probs, draft.ids.tolist(), draft.tokens[-1], last, steps, topk, nodes)
+
+
+def ancestors(tree: Tree) -> list[set[int]]:
+    """Of each node, itself included: its row of the attention mask."""
+    out: list[set[int]] = []
+    for i, parent in enumerate(tree.parents):
+        out.append({0} if i == 0 else out[parent] | {i})
+    return out
+
+
+def links(tree: Tree) -> tuple[list[int], list[int]]:
+    """First child and next sibling of each node, -1 for none; children ascend."""
+    first, following = [-1] * len(tree.tokens), [-1] * len(tree.tokens)
+    for i in range(len(tree.tokens) - 1, 0, -1):
+        following[i], first[tree.parents[i]] = first[tree.parents[i]], i
+    return first, following
+
+
+def verify_greedy(
+    target: Tensors, config: Config, committed: Sequence[int], tree: Tree, dtype: torch.dtype = torch.float64
+) -> list[int]:
+    """The tokens a greedy target commits in one step: the accepted drafts and its own next token."""
+    node, out = 0, []
+    while True:
+        logits = run_target(target, config, [*committed, *out], dtype).logits[-1]
+        out.append(int(logits.argmax()))
+        children = [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] == out[-1]]
+        if not children:
+            return out
+        node = children[0]

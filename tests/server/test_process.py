@@ -1,0 +1,196 @@
+"""The engine in a process of its own: how both ends notice what becomes of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import httpx
+import pytest
+from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, local, process
+
+from draftwing.config import Options
+from draftwing.core import GenRequest, SamplingParams
+from draftwing.engine.ipc import EngineDead, EngineLink
+from draftwing.errors import ConfigError, RequestError
+from draftwing.server.api import create_app
+from draftwing.server.bridge import AsyncEngine
+
+OPTIONS = Options(random_seed=3, log_level="critical").resolve()
+
+
+def request(uid: str, prompt: list[int] | None = None, **fields: object) -> GenRequest:
+    return GenRequest(uid, prompt or [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+FOREVER = partial(request, ignore_eos=True, max_new_tokens=CONTEXT - 100)
+
+
+@pytest.fixture
+def spawned() -> Iterator[list[EngineLink]]:
+    """Links that the test's engine made; afterwards none of their processes is left, not even as a zombie."""
+    links: list[EngineLink] = []
+    yield links
+    assert links
+    for link in links:
+        assert link.process.returncode is not None, "the process was not waited for"
+        with pytest.raises(ProcessLookupError):
+            os.kill(link.process.pid, 0)
+
+
+@asynccontextmanager
+async def running(links: list[EngineLink]) -> AsyncIterator[AsyncEngine]:
+    def spawn() -> EngineLink:
+        links.append(process(OPTIONS))
+        return links[-1]
+
+    link = spawn()
+    engine = AsyncEngine(await asyncio.to_thread(link.wait_ready), link, spawn)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def text_of(engine: AsyncEngine, one: GenRequest) -> list[int]:
+    return [token async for output in engine.generate(one) for token in output.token_ids]
+
+
+def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
+    async def scenario() -> None:
+        async with running(spawned) as engine:
+            assert engine.info.model_name == "echo" and engine.info.context_length == CONTEXT
+            assert engine.info.options.random_seed == 3
+            every = await asyncio.gather(*(text_of(engine, request(str(i), [i, i + 1])) for i in range(64)))
+            assert every == [[i, i + 1, 256] for i in range(64)]
+            stops = await text_of(engine, request("s", byte_tokenizer().encode("abcdef"), stop=("cd",)))
+            assert byte_tokenizer().decode(stops) == "abcd"
+            assert (await engine.stats())["running"] == 0 and await engine.flush_cache()
+            stream = engine.submit([FOREVER("x")], ["mine"])
+            await until(lambda: bool(stream._news))
+            assert (await engine.stats())["running"] == 1 and not await engine.flush_cache()
+            engine.abort("mine")
+            last = [output async for output in stream][-1]
+            assert last.finish_reason == {"type": "abort", "message": "aborted"}
+            with pytest.raises(RequestError, match="vocabulary"):
+                engine.submit([request("bad", [257])], ["bad"])
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_engine_is_noticed_and_restarted_once(
+    spawned: list[EngineLink], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with running(spawned) as engine:
+            for deaths in (1, 2):
+                waiting = [asyncio.ensure_future(text_of(engine, FOREVER(f"{deaths}{i}"))) for i in range(3)]
+                await asyncio.sleep(0.05)
+                question = asyncio.ensure_future(engine.stats())
+                killed = time.monotonic()
+                os.kill(spawned[-1].process.pid, signal.SIGKILL)
+                await until(lambda: not engine.healthy)
+                assert time.monotonic() - killed < 1.0
+                for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+                    assert isinstance(outcome, EngineDead) and "killed by SIGKILL" in str(outcome)
+                with contextlib.suppress(EngineDead):  # it may have been answered before
+                    await question
+                with pytest.raises(EngineDead):
+                    engine.submit([request("late")], ["late"])
+                if deaths == 1:
+                    await until(lambda: engine.healthy)
+                    assert await text_of(engine, request("again")) == [1, 2, 3, 256]
+            await asyncio.sleep(0.3)
+            assert not engine.healthy and len(spawned) == 2
+
+    asyncio.run(scenario())
+    assert "killed by SIGKILL" in caplog.text
+
+
+def test_an_exception_in_the_engine_is_its_cause_of_death() -> None:
+    async def scenario() -> None:
+        first, second = FakeEngine(burst=1), FakeEngine()
+        engine = local(first, second)
+        engine.start()
+        waiting = asyncio.ensure_future(text_of(engine, FOREVER("a")))
+        await until(lambda: bool(first.running))
+        first.crash = RuntimeError("out of paper")
+        with pytest.raises(EngineDead, match="RuntimeError: out of paper; it is being restarted"):
+            await waiting
+        await until(lambda: engine.healthy)
+        assert await text_of(engine, request("b")) == [1, 2, 3, 256] and second.requests
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_errors_at_the_start_come_back_as_themselves() -> None:
+    link = EngineLink(Options(device="cuda", model="/nowhere", log_level="critical"))
+    with pytest.raises(Exception, match="nowhere") as info:
+        link.wait_ready()
+    assert not isinstance(info.value, EngineDead)
+    link.close()
+    assert link.process.returncode is not None
+    broken = EngineLink(OPTIONS, "no_such_module")
+    with pytest.raises(EngineDead, match="before it was ready: exit code 1"):
+        broken.wait_ready()
+    broken.close(0)
+
+
+def test_the_engine_ends_when_the_server_is_gone() -> None:
+    link = process(OPTIONS)
+    link.wait_ready()
+    link._conn.close()  # what the system does for a server that was killed
+    assert link.process.wait(5) == 1
+
+
+def test_the_engine_outlives_signals_meant_for_the_server(spawned: list[EngineLink]) -> None:
+    async def scenario() -> None:
+        async with running(spawned) as engine:
+            assert os.getsid(spawned[0].process.pid) != os.getsid(0)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(spawned[0].process.pid, number)
+            assert await text_of(engine, request("a")) == [1, 2, 3, 256] and engine.healthy
+
+    asyncio.run(scenario())
+
+
+def test_health_while_the_engine_is_dead() -> None:
+    async def scenario() -> None:
+        engine = local(first := FakeEngine())
+        app = create_app(engine, byte_tokenizer())
+        engine.start()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/health_generate")).status_code == 200 and len(first.requests) == 1
+            first.crash = RuntimeError("out of paper")
+            engine.link.engine.wake()  # type: ignore[attr-defined]
+            await until(lambda: not engine.healthy)
+            for path in ("/health", "/health_generate"):
+                dead = await client.get(path)
+                assert dead.status_code == 503 and dead.content == b""
+            info = await client.get("/server_info")
+            assert info.status_code == 503 and "out of paper" in info.json()["error"]["message"]
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_options_that_are_wrong_are_config_errors_here_too() -> None:
+    link = process(Options(port=-1, log_level="critical"))
+    with pytest.raises(ConfigError, match="port must be at least 0"):
+        link.wait_ready()
+    link.close(0)
