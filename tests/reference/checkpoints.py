@@ -44,7 +44,9 @@ class Maker:
     def norm(self, size: int) -> Tensor:
         return torch.rand(size, generator=self.generator) + 0.5
 
-    def attention(self, name: str, c: dict[str, Any], inputs: int | None = None, bias: bool = False) -> dict[str, Tensor]:
+    def attention(
+        self, name: str, c: dict[str, Any], inputs: int | None = None, bias: bool = False
+    ) -> dict[str, Tensor]:
         heads, kv_heads = c["num_attention_heads"], c.get("num_key_value_heads") or c["num_attention_heads"]
         head_dim = c.get("head_dim") or c["hidden_size"] // heads
         out = {}

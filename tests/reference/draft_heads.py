@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +171,11 @@ class StepOut(NamedTuple):
 
 
 def chained(
-    tokens: Sequence[int], features: Tensor, embed: Tensor, ids: Tensor, step: Callable[[Tensor, Tensor, Tensor], StepOut]
+    tokens: Sequence[int],
+    features: Tensor,
+    embed: Tensor,
+    ids: Tensor,
+    step: Callable[[Tensor, Tensor, Tensor], StepOut],
 ) -> DraftPass:
     """A head whose row i combines e(x_{i+1}) with a feature of row i, at position i.
 
@@ -258,10 +263,7 @@ def aux_boundaries(config: Config, layers: int, convention: str | None = None) -
     if ids is None:
         return [2, layers // 2, layers - 3]
     if convention is None:
-        if max(ids) == layers:
-            convention = "boundary"
-        else:
-            convention = "boundary" if ids[0] == 2 else "output"
+        convention = "boundary" if max(ids) == layers or ids[0] == 2 else "output"
     return [k + 1 if convention == "output" else k for k in ids]
 
 
@@ -283,7 +285,7 @@ def eagle3(
         aux = rms_norm(aux, w["input_norm.weight"], eps)
     features = linear(aux, w, "fc")
     rows = c.get("draft_vocab_size") or target_config["vocab_size"]
-    ids = torch.arange(rows) + (w["d2t"] if "d2t" in w else 0)
+    ids = torch.arange(rows) + w.get("d2t", 0)
     head_weight = w["lm_head.weight"] if "lm_head.weight" in w else lm_head_weight(t)
     own_embedding = c.get("target_hidden_size") not in (None, c["hidden_size"])
     embed = w["embed_tokens.weight"] if own_embedding else t["model.embed_tokens.weight"]
@@ -408,7 +410,7 @@ def best(scores: Sequence[float], count: int) -> tuple[list[int], float]:
     assert count <= len(scores)
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     upto = order[: count + 1]
-    gaps = [scores[a] - scores[b] for a, b in zip(upto, upto[1:], strict=False)]
+    gaps = [scores[a] - scores[b] for a, b in pairwise(upto)]
     return order[:count], min(gaps, default=math.inf)
 
 

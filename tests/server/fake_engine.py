@@ -150,6 +150,11 @@ class FakeEngine:
             "num_retractions": 0,
             "e2e_latency": 0.1,
             "spec_verify_ct": 1,
+            "spec_num_proposed_drafts": 0,
+            "spec_num_correct_drafts": 0,
+            "spec_accept_length": 1.0,
+            "spec_accept_rate": 0.0,
+            "spec_correct_drafts_histogram": [1],
         }
         return Output(uid, new, reason, meta)
 

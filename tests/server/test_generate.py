@@ -12,6 +12,8 @@ from starlette.testclient import TestClient
 KEYS = {
     "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
     "completion_tokens", "cached_tokens", "e2e_latency", "spec_verify_ct",
+    "spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_accept_length", "spec_accept_rate",
+    "spec_correct_drafts_histogram",
 }  # fmt: skip
 
 

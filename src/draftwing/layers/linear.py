@@ -49,6 +49,10 @@ class Linear(nn.Module):
         if not keep_weight:
             del self.weight
 
+    def dense_weight(self) -> Tensor:
+        """[out_features, in_features]: `weight`, or a copy of it made from the packed one."""
+        return self.weight if self._packed is None else self._packed.to_dense()
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, in_features], residual [M, out_features] -> [M, out_features]."""
         if self._packed is None:

@@ -78,6 +78,15 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, sliding_window=4096),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, window_switch=True),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, window_switch=True),
+    "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, window_switch=True),
+}
+
+# Models with multi-token prediction layers whose bodies (experts, latent or linear attention) have no decoder here.
+UNSERVED_WITH_MTP = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
 }
 
 # Keys that change the arithmetic, with the values (besides null) at which they do not.
@@ -171,6 +180,12 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
             if family.model_type == config.get("model_type"):
                 return name, family
     found = ", ".join(architectures) or f"model_type {config.get('model_type')!r}"
+    for name, model_type in UNSERVED_WITH_MTP.items():
+        if name in architectures or (not architectures and model_type == config.get("model_type")):
+            raise CheckpointError(
+                f"{found} has multi-token prediction layers, but the model itself is not served yet; "
+                f"expected one of {', '.join(FAMILIES)}"
+            )
     raise CheckpointError(f"unknown architecture {found}; expected one of {', '.join(FAMILIES)}")
 
 

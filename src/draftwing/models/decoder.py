@@ -22,14 +22,17 @@ from draftwing.models.config import ModelConfig
 class DecoderLayer(nn.Module):
     """Pre-norm attention and gated MLP. q, k and v are one product, and so are gate and up: fewer passes over x."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, in_size: int = 0
+    ) -> None:
+        """in_size: of what q, k and v are made from; 0: the hidden size."""
         super().__init__()
         self.index = index
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         hidden, ffn, eps = config.hidden_size, config.ffn_size, config.norm_eps
         q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.attn_norm = RMSNorm(hidden, eps, dtype, device)
-        self.qkv = Linear(hidden, q_rows + 2 * kv_rows, config.qkv_bias, dtype, device)
+        self.qkv = Linear(in_size or hidden, q_rows + 2 * kv_rows, config.qkv_bias, dtype, device)
         self.q_norm = RMSNorm(self.head_dim, eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps, dtype, device) if config.qk_norm else None
         self.o = Linear(q_rows, hidden, config.o_bias, dtype, device)
@@ -39,7 +42,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
-        qkv = self.qkv(self.attn_norm(x)).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
+        return self.mix(self.attn_norm(x), x, cos, sin, attend)
+
+    def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
+        qkv = self.qkv(normed).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
         qk = qkv[:, : self.heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
@@ -70,6 +77,10 @@ class DecoderModel(nn.Module):
             self.lm_head.weight = self.embed.weight
         self.register_buffer("rope", torch.empty(0), persistent=False)
 
+    @property
+    def final_tap(self) -> int:
+        return self.config.num_layers + 1
+
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table; every position of a later `forward` must be below `positions`."""
         weight = self.norm.weight
@@ -81,7 +92,8 @@ class DecoderModel(nn.Module):
         """ids, positions [M] int64 -> hidden states after the final norm [M, hidden], and the taps.
 
         taps: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
-        wanted; they come concatenated in the order given, [M, len(taps) * hidden], or None when there are none.
+        wanted, `final_tap` for what comes after the final norm; they come concatenated in the order given,
+        [M, len(taps) * hidden], or None when there are none.
         """
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = self.rope.index_select(0, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
@@ -91,7 +103,9 @@ class DecoderModel(nn.Module):
             x = layer(x, cos, sin, attend)
             if i in taps:
                 streams[i] = x
-        return self.norm(x), torch.cat([streams[i] for i in taps], -1) if taps else None
+        x = self.norm(x)
+        streams[self.final_tap] = x
+        return x, torch.cat([streams[i] for i in taps], -1) if taps else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""

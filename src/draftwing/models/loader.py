@@ -23,7 +23,7 @@ from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.gguf import Progress
-from draftwing.models.names import Slot, canonical, checkpoint_names
+from draftwing.models.names import MTP_PREFIX, Slot, canonical, checkpoint_names
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def load_model(
         tensors: Tensors = gguf.tensors(file, config, progress)
     else:
         config = load_config(path)
-        tensors = _folder_tensors(path, progress)
+        stored = folder_tensors(path, progress)
+        tensors = ((canonical(name), tensor) for name, tensor in stored if not name.startswith(MTP_PREFIX))
     model = DecoderModel(config, dtype, "meta")
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
@@ -142,12 +143,13 @@ def _listed(names: Iterable[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _folder_tensors(folder: Path, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
+def folder_tensors(folder: Path, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights."""
     files = _weight_files(folder)
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         for name, tensor in _safetensors(file) if file.suffix == ".safetensors" else _pickled(file):
-            yield canonical(name), tensor
+            yield name, tensor
             done += tensor.nbytes
             if progress is not None:
                 progress(min(done, total), total)

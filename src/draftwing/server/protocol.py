@@ -313,7 +313,7 @@ class DetokenizeRequest(Body):
             raise RequestError(f"tokens takes at most {MAX_PROMPTS} lists; found {len(every)}", "tokens")
         for token in (token for ids in every for token in ids):
             if not 0 <= token < vocab_size:
-                raise RequestError(f"token id {token} is outside of the vocabulary [0, {vocab_size})", "tokens")
+                raise RequestError(f"tokens: id {token} is outside of the vocabulary [0, {vocab_size})", "tokens")
         return every, batched
 
 

@@ -1,0 +1,86 @@
+"""What the heads that read a target's features have in common: its embedding, its head, and a rotary table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.kv.pool import LayerSpec
+from draftwing.layers.linear import Linear
+from draftwing.layers.rope import rope_table
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.names import Slot, stored_tensors
+
+
+class FeatureHead(nn.Module):
+    """A `DraftHead` whose row at position t is made of the target's feature at t and of token t + 1.
+
+    Trainable as long as it is not packed. What it shares with the target is not among its parameters.
+    """
+
+    lookahead = 1
+    rope: Tensor  # [positions, 2, head_dim]
+
+    def __init__(self, config: ModelConfig, target: DecoderModel, taps: tuple[int, ...]) -> None:
+        """config: of the draft layers; its vocabulary is the target's."""
+        super().__init__()
+        self.config, self.taps = config, taps
+        self.width = config.hidden_size
+        self.vocab = target.config.vocab_size
+        self.kv_layers: Sequence[LayerSpec] = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        self.target_ids: Tensor | None = None  # [vocab] int64
+        self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
+        self._head_rows: Linear | None = None
+        self.register_buffer("rope", torch.empty(0), persistent=False)
+
+    @property
+    def target(self) -> DecoderModel:
+        return self._target[0]
+
+    def set_max_positions(self, positions: int) -> None:
+        """Makes the rotary table; every position of a later `run` must be below `positions`."""
+        weight = self._norm_weight()
+        self.rope = rope_table(self.config.rope, self.config.head_dim, positions, weight.dtype, weight.device)
+
+    def restrict(self, ids: Tensor) -> None:
+        """Drafts only the tokens `ids` [n] int64 from now on (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+
+        Gathers their rows of the target's head once, so the head's share of a draft step falls with n.
+        """
+        target = self.target
+        weight = target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
+        rows = weight.detach()[ids]  # [n, hidden]
+        head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device)
+        head.weight.data.copy_(rows)
+        self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
+
+    def shared_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, hidden] -> [M, vocab], by the target's head or the rows that were chosen of it."""
+        return self.target.logits(hidden) if self._head_rows is None else self._head_rows(hidden)
+
+    def names(self) -> dict[str, Slot]:
+        """Name in a published checkpoint -> slot, complete for this head."""
+        raise NotImplementedError
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) as a published checkpoint stores them; parameters come as views."""
+        yield from stored_tensors(self, self.names())
+
+    def pack(self) -> None:
+        """Lets every linear layer rearrange its weights for inference; the head is not trainable afterwards."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [M] -> cos, sin [M, 1, head_dim]"""
+        assert self.rope.numel(), "call set_max_positions first"
+        cos, sin = self.rope.index_select(0, positions).unsqueeze(2).unbind(1)
+        return cos, sin
+
+    def _norm_weight(self) -> Tensor:
+        """A parameter that packing leaves in place."""
+        raise NotImplementedError

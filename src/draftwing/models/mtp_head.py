@@ -1,0 +1,88 @@
+"""Multi-token prediction layers that are stored with their model, as MiMo-7B has them (arXiv 2505.07608).
+
+Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise;
+embedding and head are the model's. One layer is run for any number of steps. Of several, each predicts one token
+further: the layer whose turn it is gives a row's output, and those that still have their turn ahead run as well, for
+the keys and values that the row's descendants will attend to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.attn.base import Attend
+from draftwing.layers.linear import Linear
+from draftwing.layers.norm import RMSNorm
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.feature_head import FeatureHead
+from draftwing.models.names import MTP_PREFIX, Slot, layer_names
+
+
+class MTPLayer(nn.Module):
+    """input_proj [hidden, 2 * hidden] over (feature, embedding), each normed, then a decoder layer and a norm."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.token_norm = RMSNorm(hidden, eps, dtype, device)
+        self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
+        self.input_proj = Linear(2 * hidden, hidden, False, dtype, device)
+        self.layer = DecoderLayer(config, index, dtype, device)
+        self.final_norm = RMSNorm(hidden, eps, dtype, device)
+
+    def forward(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """embedding, feature [M, hidden] -> [M, hidden] after the final norm"""
+        x = self.input_proj(torch.cat((self.hidden_norm(feature), self.token_norm(embedding)), -1))
+        return self.final_norm(self.layer(x, cos, sin, attend))
+
+
+class MTPHead(FeatureHead):
+    """One or more `MTPLayer`s of the target's own shape."""
+
+    def __init__(self, target: DecoderModel, layers: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(replace(target.config, num_layers=layers), target, (target.final_tap,))
+        self.layers = nn.ModuleList(MTPLayer(self.config, i, dtype, torch.device(device)) for i in range(layers))
+
+    def features(self, taps: Tensor) -> Tensor:
+        """taps [M, hidden]: the target's output after its final norm, as it is."""
+        return taps
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """ids, positions [M], features [M, hidden] -> [M, hidden] after the final norm of the level's layer; past the
+        last layer's level it goes on with the last."""
+        assert features is not None
+        cos, sin = self._rotation(positions)
+        # In training the first position of a sequence had no token to embed.
+        embedding = self.target.embed(ids).masked_fill((positions == 0).unsqueeze(1), 0.0)
+        turn = min(level, len(self.layers) - 1)
+        out = self.layers[turn](embedding, features, cos, sin, attend)
+        for i in range(turn + 1, len(self.layers)):
+            self.layers[i](embedding, features, cos, sin, attend)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, hidden] of `run` -> [M, vocab]"""
+        return self.shared_logits(hidden)
+
+    def names(self) -> dict[str, Slot]:
+        hidden, table = self.config.hidden_size, {}
+        for i in range(self.config.num_layers):
+            theirs, ours = f"{MTP_PREFIX}{i}", f"layers.{i}"
+            for name, param in (
+                ("token_layernorm", "token_norm"),
+                ("hidden_layernorm", "hidden_norm"),
+                ("input_proj", "input_proj"),
+                ("final_layernorm", "final_norm"),
+            ):
+                table[f"{theirs}.{name}.weight"] = Slot(f"{ours}.{param}.weight", 0, hidden)
+            table |= layer_names(self.config, theirs, f"{ours}.layer")
+        return table
+
+    def _norm_weight(self) -> Tensor:
+        layer = self.layers[0]
+        assert isinstance(layer, MTPLayer)
+        return layer.final_norm.weight

@@ -1,0 +1,1 @@
+"""Names under which notebooks import helpers."""

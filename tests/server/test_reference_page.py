@@ -1,0 +1,195 @@
+"""Responses have the fields of those that are printed on SGLang's page on speculative decoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_engine import FakeEngine, local
+from starlette.testclient import TestClient
+
+from draftwing.server.api import create_app
+
+QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
+
+# What the page prints, through the official client: fields of ChatCompletion(...) and of what it holds.
+CHAT_COMPLETION = {
+    "id", "choices", "created", "model", "object", "service_tier", "system_fingerprint", "usage", "metadata",
+}  # fmt: skip
+CHOICE = {"finish_reason", "index", "logprobs", "message", "matched_stop"}
+MESSAGE = {
+    "content", "refusal", "role", "annotations", "audio", "function_call", "tool_calls", "reasoning_content",
+}  # fmt: skip
+USAGE = {
+    "completion_tokens", "prompt_tokens", "total_tokens", "completion_tokens_details", "prompt_tokens_details",
+    "reasoning_tokens",
+}  # fmt: skip
+METADATA = {"weight_version": "default"}
+
+# meta_info of /generate, with speculation (peers' documentation).
+META_INFO = {
+    "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
+    "completion_tokens", "cached_tokens", "e2e_latency", "spec_accept_rate", "spec_accept_length",
+    "spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_verify_ct", "spec_correct_drafts_histogram",
+}  # fmt: skip
+MODEL_INFO = {
+    "model_path", "served_model_name", "tokenizer_path", "is_generation", "preferred_sampling_params",
+    "weight_version", "load_format", "reasoning_parser", "tool_call_parser", "disaggregation_mode",
+    "has_image_understanding", "has_audio_understanding", "model_type", "architectures",
+}  # fmt: skip
+
+
+def fields(thing: Any) -> set[str]:
+    """Of a client's object, the names that its repr shows."""
+    return {name for name, _ in thing.__repr_args__() if name is not None}
+
+
+def through_client(client: TestClient) -> openai.OpenAI:
+    return openai.OpenAI(base_url="http://testserver/v1", api_key="None", http_client=client)
+
+
+def test_chat_completion(client: TestClient) -> None:
+    answer = through_client(client).chat.completions.create(
+        model="Qwen/Qwen2.5-7B-Instruct",
+        messages=QUESTION,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=64,
+    )
+    # Newer clients know more fields, which are None: what the page shows has to be there.
+    assert fields(answer) >= CHAT_COMPLETION and fields(answer.choices[0]) >= CHOICE
+    assert fields(answer.choices[0].message) >= MESSAGE and fields(answer.usage) >= USAGE
+    assert answer.metadata == METADATA  # type: ignore[attr-defined]
+    assert isinstance(answer.choices[0].matched_stop, int)  # type: ignore[attr-defined]
+    assert answer.choices[0].message.reasoning_content is None and answer.usage.reasoning_tokens == 0  # type: ignore
+    assert (answer.object, answer.model) == ("chat.completion", "Qwen/Qwen2.5-7B-Instruct")
+
+
+def test_plain_json(client: TestClient) -> None:
+    """What the page prints without a client, in its order."""
+    body = client.post("/v1/chat/completions", json={"model": "m", "messages": QUESTION}).json()
+    assert list(body) == ["id", "object", "created", "model", "choices", "usage", "metadata"]
+    (choice,) = body["choices"]
+    assert list(choice) == ["index", "message", "logprobs", "finish_reason", "matched_stop"]
+    assert list(choice["message"])[:2] == ["role", "content"] and set(choice["message"]) < MESSAGE
+    assert set(body["usage"]) == USAGE - {"completion_tokens_details"}
+    assert len(body["id"]) == 32 and body["metadata"] == METADATA
+
+
+def test_text_completion_and_streams(client: TestClient) -> None:
+    body = client.post("/v1/completions", json={"prompt": "abc"}).json()
+    assert set(body) == {"id", "object", "created", "model", "choices", "usage", "metadata"}
+    assert set(body["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "matched_stop"}
+    request = {"messages": QUESTION, "stream": True, "stream_options": {"include_usage": True}}
+    lines = client.post("/v1/chat/completions", json=request).text.split("\n\n")
+    *chunks, usage = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["choices"][0]["matched_stop"] == 256
+    assert usage["choices"] == [] and set(usage["usage"]) == USAGE - {"completion_tokens_details"}
+
+
+def test_generate(client: TestClient) -> None:
+    body = client.post("/generate", json={"text": "abc"}).json()
+    assert list(body) == ["text", "output_ids", "meta_info"]
+    assert set(body["meta_info"]) == META_INFO
+
+
+def test_model_info_by_both_names(client: TestClient) -> None:
+    info = client.get("/model_info").json()
+    assert set(info) == MODEL_INFO and info == client.get("/get_model_info").json()
+    assert (info["model_type"], info["architectures"]) == ("llama", ["LlamaForCausalLM"])
+
+
+def test_server_info_by_both_names(client: TestClient, engine: FakeEngine) -> None:
+    info = client.get("/server_info").json()
+    assert info.keys() == client.get("/get_server_info").json().keys()
+    wanted = {"launch_command", "max_total_num_tokens", "startup_time", "internal_states", "version", "dtype",
+              "speculative_algorithm", "speculative_num_steps", "mem_fraction_static", "random_seed"}  # fmt: skip
+    assert wanted <= info.keys() and info["random_seed"] == 7 and info["dtype"] == "float32"
+    (state,) = info["internal_states"]
+    assert state["avg_spec_accept_length"] == 1.5 and state["memory_usage"]["token_capacity"] == 8000
+
+
+def test_tokenize_and_back(client: TestClient) -> None:
+    for prefix in ("", "/v1"):
+        one = client.post(f"{prefix}/tokenize", json={"model": "m", "prompt": "héllo"}).json()
+        assert set(one) == {"tokens", "count", "max_model_len"} and one["count"] == len(one["tokens"]) == 6
+        assert client.post(f"{prefix}/detokenize", json={"tokens": one["tokens"]}).json() == {"text": "héllo"}
+        many = client.post(f"{prefix}/tokenize", json={"prompt": ["a", "bc", ""]}).json()
+        assert many["count"] == [1, 2, 0]
+        assert client.post(f"{prefix}/detokenize", json={"tokens": many["tokens"]}).json() == {"text": ["a", "bc", ""]}
+    ended = [*one["tokens"], 256]
+    assert client.post("/detokenize", json={"tokens": ended}).json()["text"] == "héllo"
+    shown = client.post("/detokenize", json={"tokens": ended, "skip_special_tokens": False})
+    assert shown.json()["text"] == "héllo<eos>"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/detokenize", {"tokens": [257]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [[1], 2]}, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": []}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "bogus": 1}, "bogus"),
+    ],
+)
+def test_bad_tokenize_bodies(client: TestClient, path: str, body: Mapping[str, Any], field: str) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and field in answer.json()["error"]["message"]
+
+
+def test_flush_cache_waits_when_asked(client: TestClient) -> None:
+    assert client.post("/flush_cache?timeout=1").text.startswith("Cache flushed")
+    for bad in ("-1", "x", "nan"):
+        answer = client.post(f"/flush_cache?timeout={bad}")
+        assert answer.status_code == 400 and "timeout" in answer.json()["error"]["message"]
+
+
+def test_api_key() -> None:
+    from draftwing.config import Options
+
+    engine = FakeEngine(Options(random_seed=7, api_key="secret"))
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        for path in ("/v1/models", "/generate", "/server_info", "/openapi.json", "/nowhere"):
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+                answer = client.get(path, headers=headers)
+                assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert client.get("/v1/models").json()["type"] == "AuthenticationError"
+        assert client.get("/health").status_code == client.get("/health_generate").status_code == 200
+        allowed = {"authorization": "Bearer secret"}
+        assert client.post("/v1/completions", json={"prompt": "abc"}, headers=allowed).status_code == 200
+        assert "secret" not in client.get("/server_info", headers=allowed).text
+        with pytest.raises(openai.AuthenticationError):
+            through_client(client).models.list()
+
+
+def test_a_default_length_is_cut_to_the_context(client: TestClient, engine: FakeEngine) -> None:
+    long = "a" * 1990  # 10 tokens are left
+    assert client.post("/v1/completions", json={"prompt": long}).status_code == 200
+    assert client.post("/generate", json={"text": long}).status_code == 200
+    mixed = {"text": [long, "b"], "sampling_params": [{"temperature": 0}, {"max_new_tokens": 5}]}
+    assert client.post("/generate", json=mixed).status_code == 200
+    assert [r.params.max_new_tokens for r in engine.requests] == [10, 10, 10, 5]
+    assert client.post("/v1/completions", json={"prompt": long, "max_tokens": 16}).status_code == 400
+    given = {"text": long, "sampling_params": {"max_new_tokens": 128}}
+    assert client.post("/generate", json=given).status_code == 400
+    assert client.post("/v1/completions", json={"prompt": "a" * 2000}).json()["param"] == "prompt"
+
+
+def test_unknown_models_are_served_and_logged_once(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "draftwing"):
+        for _ in range(2):
+            body = client.post("/v1/completions", json={"model": "meta-llama/X", "prompt": "a"}).json()
+            assert body["model"] == "meta-llama/X"
+    assert caplog.text.count("meta-llama/X") == 1
+    missing = client.get("/v1/models/meta-llama/X")
+    assert missing.status_code == 404 and missing.json()["code"] == "model_not_found"
+    assert client.get("/v1/models/echo").status_code == httpx.codes.OK

@@ -1,0 +1,73 @@
+"""The default model through the Python API: known answers, and the same tokens with speculation on and off."""
+
+import subprocess
+import sys
+
+import pytest
+
+from draftwing import LLM, SamplingParams
+from draftwing.engine.device import has_native_bfloat16
+
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+REPEAT = [
+    {"role": "user", "content": 'Repeat this JSON exactly:\n{"a": [1, 2, 3], "b": {"c": "d", "e": "f"}, "g": true}'}
+]
+STORY = [{"role": "user", "content": "Tell me a very short story about a fox and a crow."}]
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_path):
+    with LLM("smollm2", max_total_tokens=4096, max_running_requests=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def ngram(smollm2_path):
+    with LLM("smollm2", speculative_algorithm="NGRAM", max_total_tokens=4096, max_running_requests=8) as llm:
+        yield llm
+
+
+def test_a_known_answer(plain):
+    (answer,) = plain.chat(CAPITAL, SamplingParams(temperature=0))
+    assert answer.token_ids == [504, 3575, 282, 4649, 314, 7042, 30, 2]
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == {"type": "stop", "matched": 2}
+    assert answer.meta_info["prompt_tokens"] == 37
+
+
+def test_ngram_changes_no_token(plain, ngram):
+    """In the model's own dtype: greedy and seeded answers, alone and side by side."""
+    params = [SamplingParams(temperature=0, max_new_tokens=60), SamplingParams(temperature=0, max_new_tokens=40),
+              SamplingParams(temperature=0.7, top_p=0.9, seed=11, max_new_tokens=40)]  # fmt: skip
+    alone = [plain.chat(c, p)[0] for c, p in zip((REPEAT, STORY, STORY), params, strict=True)]
+    together = ngram.chat([REPEAT, STORY, STORY], params)
+    assert [a.token_ids for a in alone] == [a.token_ids for a in together]
+    assert together[0].meta_info["spec_accept_length"] > 1.5, "nothing was copied"
+    assert sum(a.meta_info["spec_num_correct_drafts"] for a in together) > 15
+
+
+def test_stop_string_n_and_min_new_tokens(plain):
+    params = SamplingParams(temperature=0, stop="capital", max_new_tokens=20)
+    (answer,) = plain.chat(CAPITAL, params)
+    assert answer.text == "The " and answer.finish_reason == {"type": "stop", "matched": "capital"}
+    both = plain.chat(STORY, SamplingParams(n=2, seed=3, max_new_tokens=12))
+    assert len(both) == 2 and both[0].token_ids != both[1].token_ids
+    (longer,) = plain.chat(CAPITAL, SamplingParams(temperature=0, min_new_tokens=12, max_new_tokens=16))
+    assert 2 not in longer.token_ids[:11] and len(longer.token_ids) >= 12
+
+
+def test_llm_from_standard_input(smollm2_path):
+    """No main guard, no file: the engine starts no process that would import the script again."""
+    script = (
+        "from draftwing import LLM, SamplingParams\n"
+        "with LLM('smollm2', max_total_tokens=1024, num_threads=1) as llm:\n"
+        "    print(llm.generate('The capital of France is', SamplingParams(temperature=0, max_new_tokens=1))[0].text)\n"
+    )
+    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "Paris"
+
+
+def test_dtype_auto(plain):
+    expected = "torch.bfloat16" if has_native_bfloat16() else "torch.float32"
+    assert str(plain.engine.parts.dtype) == expected
