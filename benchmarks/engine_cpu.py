@@ -98,12 +98,26 @@ def chat_ids(llm: LLM, text: str) -> list[int]:
 
 
 def load_transformers(dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    """The default model in transformers, with the weights that draftwing reads from the same file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from draftwing.models.hub import fetch_default_model
+    from draftwing.models.loader import load_model
+    from draftwing.models.names import checkpoint_tensors
 
-    path = fetch_default_model()
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    ours = load_model(fetch_default_model(), dtype, "cpu")
+    c = ours.config
+    config = LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.ffn_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim, max_position_embeddings=c.max_positions, rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta}, tie_word_embeddings=c.tie_embeddings,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    missing, unexpected = model.load_state_dict(dict(checkpoint_tensors(ours, c)), strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    return model
 
 
 def single(llm: LLM, repeats: int) -> dict[str, Any]:

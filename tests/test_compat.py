@@ -25,7 +25,9 @@ COMPILED = "--mem-fraction 0.6 --enable-torch-compile --torch-compile-max-bs 2 -
 
 
 def options(command: str, **environ: str) -> Options:
-    arguments = vars(_parser().parse_args(dashed(["serve", "--model", "Qwen/Qwen2.5-7B-Instruct", *command.split()])))
+    arguments = vars(
+        _parser()[0].parse_args(dashed(["serve", "--model", "Qwen/Qwen2.5-7B-Instruct", *command.split()]))
+    )
     del arguments["command"]
     return serve_options(arguments, environ).resolve()
 
@@ -80,7 +82,7 @@ def test_dp_attention_says_what_to_do_instead() -> None:
 
 def test_help_says_what_is_honoured(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["serve", "--help"])
+        _parser()[0].parse_args(["serve", "--help"])
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     for name in ("tokenizer-path", "served-model-name", "api-key", "drain-timeout", "chat-template", "revision"):
         assert text.index(f" --{name} ") < text.index("without effect:")

@@ -1,4 +1,4 @@
-"""The command line: `draftwing serve ...`. Nothing heavy is imported before the options are checked."""
+"""The command line: `draftwing serve ...` and others. Nothing heavy is imported before the options are checked."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from draftwing.compat import from_environment
 from draftwing.config import LOG_LEVELS, Options, add_arguments, dashed
 from draftwing.errors import DraftwingError
 from draftwing.log import configure_logging
+from draftwing.tools.commands import Run, add_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. 2: an option or a model that cannot work."""
-    parser = _parser()
+    parser, runs = _parser()
     arguments = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
-    if arguments.pop("command") is None:
+    command = arguments.pop("command")
+    if command is None:
         parser.print_help()
         return 2
+    level = arguments.get("log_level", "info")
+    configure_logging(level if level in LOG_LEVELS else "info")  # a wrong one is refused in a moment
     try:
-        level = arguments.get("log_level", "info")
-        configure_logging(level if level in LOG_LEVELS else "info")  # a wrong one is refused in a moment
-        options = serve_options(arguments).resolve()
-        from draftwing.server.run import serve
-
-        serve(options)
+        runs[command](arguments)
     except DraftwingError as error:
         print(f"draftwing: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _serve(arguments: dict[str, Any]) -> None:
+    options = serve_options(arguments).resolve()
+    from draftwing.server.run import serve
+
+    serve(options)
 
 
 def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Options:
@@ -45,7 +51,7 @@ def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.
     return Options.from_kwargs(**{**asked, **arguments})
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run]]:
     parser = argparse.ArgumentParser(
         prog="draftwing", description="Serves large language models with exact tree-based speculative decoding."
     )
@@ -60,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_arguments(serve)
-    return parser
+    return parser, {"serve": _serve} | add_commands(commands)
 
 
 if __name__ == "__main__":

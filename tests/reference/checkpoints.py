@@ -131,7 +131,10 @@ def mimo(seed: int = 0, layers: int = 1, **changes: Any) -> Checkpoint:
 def eagle2_head(
     target: Checkpoint, seed: int = 100, fc_bias: bool = False, embedding: bool = False, **changes: Any
 ) -> Checkpoint:
-    """An EAGLE-1/2 head for the target: a Qwen2 head has q/k/v biases, the config's `bias` speaks of fc alone."""
+    """An EAGLE-1/2 head for the target: a Qwen2 head has q/k/v biases, the config's `bias` speaks of fc alone.
+
+    embedding: also stores one, of random values, which no engine may use.
+    """
     qwen = target.config["model_type"] == "qwen2"
     config = sizes(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=1, bias=fc_bias)
     config |= {"max_position_embeddings": 32, "rms_norm_eps": 1e-6, "intermediate_size": 40}
@@ -145,7 +148,7 @@ def eagle2_head(
     if fc_bias:
         tensors["fc.bias"] = make.vector(hidden)
     if embedding:
-        tensors["embed_tokens.weight"] = target.tensors["model.embed_tokens.weight"].clone()
+        tensors["embed_tokens.weight"] = make.matrix(config["vocab_size"], hidden, hidden**0.5)
     tensors |= make.layer("layers.0", config, bias=qwen, norms=("post_attention_layernorm",))
     return Checkpoint(tensors, config)
 
@@ -161,11 +164,13 @@ def draft_vocabulary(vocab: int, rows: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def eagle3_head(
     target: Checkpoint, seed: int = 200, rows: int | None = 40, aux: int = 3, layers: int = 1,
-    style: str = "midlayer", prefix: str = "", later_norm: str = "hidden_norm", **changes: Any,
+    style: str = "midlayer", prefix: str = "", later_norm: str = "hidden_norm",
+    embedding: bool = False, **changes: Any,
 ) -> Checkpoint:  # fmt: skip
     """An EAGLE-3 head: style "midlayer" (official), "layers" or "speculators".
 
     rows: draft vocabulary, None to share the target's head.  prefix: "model." for the exports that have it.
+    embedding: also stores one of random values, as some exports do, for which the target's must be used.
     changes: config keys, among them norm_before_residual, fc_norm, norm_before_fc, norm_output, target_hidden_size,
     head_dim, eagle_aux_hidden_state_layer_ids.
     """
@@ -176,7 +181,7 @@ def eagle3_head(
         del config["draft_vocab_size"]
     make, hidden, target_hidden = Maker(seed), config["hidden_size"], target.config["hidden_size"]
     body: dict[str, Tensor] = {}
-    first = "midlayer" if style == "midlayer" else "layers.0"
+    first = "midlayer" if style == "midlayer" and layers == 1 else "layers.0"
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     body |= make.layer(first, config, 2 * hidden, norms=norms)
     for i in range(1, layers):
@@ -191,7 +196,7 @@ def eagle3_head(
             body[f"aux_norm_{part}.weight"] = make.norm(target_hidden)
     if config.get("norm_before_fc"):
         body["input_norm.weight"] = make.norm(aux * target_hidden)
-    if hidden != target_hidden:
+    if hidden != target_hidden or embedding:
         body["embed_tokens.weight"] = make.matrix(config["vocab_size"], hidden, hidden**0.5)
     elif style == "speculators":
         body["embed_tokens.weight"] = target.tensors["model.embed_tokens.weight"].clone()

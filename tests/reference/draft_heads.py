@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -328,19 +328,28 @@ def mtp_step(
 def mtp(
     target: Tensors, config: Config, tokens: Sequence[int],
     dtype: torch.dtype = torch.float64, token_map: Sequence[int] | None = None,
+    reading: Literal["target features", "chained", "first layer's rows"] = "target features",
 ) -> DraftPass:  # fmt: skip
     """MiMo's built-in heads.
 
-    One layer is chained: the draft-produced row T - 1 + s sits at position T - 1 + s. Several layers run one per step:
-    row i of layer j combines the output of layer j - 1 at row i (layer 0: the target's feature) with e(x_{i+1+j}), at
-    position i, and predicts x_{i+2+j}; so step s reads layer s at row T - 1 of the text continued by the path, and
-    layer j's KV is a function of the committed text for rows 0 .. T - 1 - j only.
+    One layer is chained: the draft-produced row T - 1 + s sits at position T - 1 + s. Several layers run one per step,
+    of which there is more than one reading; all agree on one layer, and on the first step of several.
+
+    "target features": row i of layer j combines the target's feature f_i with e(x_{i+1+j}), at position i, and
+    predicts x_{i+2+j}; step s reads layer s at row T - 1 of the text continued by the path. Layer j's KV is a function
+    of the committed text for rows 0 .. T - 1 - j only.
+    "chained": the same, but layer j > 0 takes the output of layer j - 1 at row i in place of f_i.
+    "first layer's rows": every layer sees the rows of the first. Row i < T is (f_i, e(x_{i+1})) for all of them, row
+    T - 1 + s is (what layer s - 1 gave at the row before, e(c_s)), at its own position. Step s reads layer s at row
+    T - 1 + s; past the last layer the last goes on.
     """
     w = cast(target, dtype)
     ids = shared_ids(config["vocab_size"], token_map)
     head_weight, embed = lm_head_weight(w)[ids], w["model.embed_tokens.weight"]
     features = run_target(target, config, tokens[:-1], dtype).hidden  # [T, H]
     layers = config["num_nextn_predict_layers"]
+    if reading == "first layer's rows":
+        return _mtp_first_rows(w, config, list(tokens), features, ids)
     if layers == 1:
 
         def step(e: Tensor, f: Tensor, positions: Tensor) -> StepOut:
@@ -355,7 +364,8 @@ def mtp(
         for j in range(layer_count):
             follow = text[1 + j : 1 + j + len(features)]
             n = len(follow)
-            x, kv = mtp_step(w, config, j, embed[torch.tensor(follow)], x[:n], torch.arange(n))
+            fed = x if reading == "chained" else features
+            x, kv = mtp_step(w, config, j, embed[torch.tensor(follow)], fed[:n], torch.arange(n))
             kvs.append(kv)
         return x, kvs
 
@@ -368,6 +378,25 @@ def mtp(
     assert len(tokens) > layers
     seed, _ = run(list(tokens), 1)
     return DraftPass(list(tokens), run(list(tokens), layers)[1], ids, at, seed[-1])
+
+
+def _mtp_first_rows(w: Tensors, config: Config, tokens: list[int], features: Tensor, ids: Tensor) -> DraftPass:
+    embed, layers = w["model.embed_tokens.weight"], config["num_nextn_predict_layers"]
+
+    def last_output(path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The layer of this level on all rows: its output at the last of them, and all features so far."""
+        fed = features
+        if path:
+            before, fed = last_output(path[:-1])
+            fed = torch.cat((fed, before[None]))
+        follow = torch.tensor([*tokens[1:], *path])
+        layer = min(len(path), layers - 1)
+        return mtp_step(w, config, layer, embed[follow], fed, torch.arange(len(follow)))[0][-1], fed
+
+    follow = embed[torch.tensor(tokens[1:])]
+    kvs = [mtp_step(w, config, j, follow, features, torch.arange(len(follow)))[1] for j in range(layers)]
+    head = lm_head_weight(w)[ids]
+    return DraftPass(tokens, kvs, ids, lambda path: head @ last_output(path)[0], last_output(())[0])
 
 
 def standalone(

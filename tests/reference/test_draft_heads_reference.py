@@ -250,22 +250,37 @@ def test_aux_ids(ids, layers, expected):
     assert draft_heads.aux_boundaries({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}, layers) == expected
 
 
+READINGS = ["target features", "chained", "first layer's rows"]
+
+
 def test_mtp_layers():
-    """The first of several layers is the single one; a later one sees only as much text as its rows depend on."""
+    """The first of several layers is the single one; all readings agree on it, and differ on the second."""
     one, two = checkpoints.mimo(5, 1), checkpoints.mimo(5, 2)
     assert all(torch.equal(two.tensors[name], value) for name, value in one.tensors.items())
     tokens = text(14, 5)
-    a, b = draft_heads.mtp(*one, tokens), draft_heads.mtp(*two, tokens)
-    assert torch.equal(a.logits(), b.logits())
-    assert torch.equal(a.kv[0][0], b.kv[0][0])
-    assert len(b.kv[1][0]) == len(tokens) - 2
-    other = draft_heads.mtp(*two, [*tokens[:-1], (tokens[-1] + 1) % checkpoints.VOCAB])
-    assert torch.equal(b.kv[1][0][:-1], other.kv[1][0][:-1])
-    assert not torch.equal(b.kv[1][0][-1], other.kv[1][0][-1])
+    single = draft_heads.mtp(*one, tokens)
+    later = []
+    for reading in READINGS:
+        torch.testing.assert_close(draft_heads.mtp(*one, tokens, reading=reading).logits((9, 8)), single.logits((9, 8)))
+        double = draft_heads.mtp(*two, tokens, reading=reading)
+        torch.testing.assert_close(double.logits(), single.logits())
+        torch.testing.assert_close(double.kv[0][0], single.kv[0][0])
+        later.append(double.logits((9,)))
+        assert all((later[-1] - other).abs().max() > 0.05 for other in (single.logits((9,)), *later[:-1]))
+
+
+@pytest.mark.parametrize("reading", READINGS[:2])
+def test_later_mtp_layers_look_further_ahead(reading):
+    """The KV of a later layer sees only as much text as its rows depend on."""
+    two, tokens = checkpoints.mimo(5, 2), text(14, 5)
+    draft = draft_heads.mtp(*two, tokens, reading=reading)
+    assert len(draft.kv[1][0]) == len(tokens) - 2
+    other = draft_heads.mtp(*two, [*tokens[:-1], (tokens[-1] + 1) % checkpoints.VOCAB], reading=reading)
+    assert torch.equal(draft.kv[1][0][:-1], other.kv[1][0][:-1])
+    assert not torch.equal(draft.kv[1][0][-1], other.kv[1][0][-1])
     # layer 1 after a path is layer 1 on the text that this path continues, short of that text's last features
-    longer = draft_heads.mtp(*two, [*tokens, 9])
-    torch.testing.assert_close(longer.kv[1][0][:12], b.kv[1][0])
-    assert (a.logits((9,)) - b.logits((9,))).abs().max() > 0.05
+    longer = draft_heads.mtp(*two, [*tokens, 9], reading=reading)
+    torch.testing.assert_close(longer.kv[1][0][:12], draft.kv[1][0])
 
 
 def test_mtp_zeroes_the_embedding_at_position_zero():

@@ -123,11 +123,16 @@ class Engine:
             if not self._loop.idle:
                 self._loop.turn()
             if self._loop.idle:
-                self.parts.sched.check_integrity()
+                self.parts.sched.check_idle()
             return self.parts.sched.take_outputs()
 
     def close(self) -> None:
+        """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""
         self.wake()
+        with self._turning:
+            self.__dict__.pop("parts", None)
+            self.__dict__.pop("_loop", None)
+            self.__dict__.pop("reporter", None)
 
     def _receive(self, item: Req | str | None) -> None:
         while True:

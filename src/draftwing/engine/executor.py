@@ -147,16 +147,31 @@ class Executor:
         assert tree is not None and draft is not None
         rows, shape = upload.rows, plan.shape
         size = (len(plan.rows), shape.nodes)
-        target = sample(
-            self.model.logits(pending.hidden).view(*size, -1), batch.positions.view(size), tree.depth, shape.depth,
-            self.slots.sampling(rows), upload.noisy, upload.filtered, upload.banning,
-        )  # fmt: skip
+        hidden = pending.hidden.view(*size, -1)  # [B, N, H]
+        target = self._sample(upload, rows, hidden, batch.positions.view(size), tree.depth, shape.depth)
         accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
         self.advance(rows, accepted, batch.prefix_len)
         hint = self._observe_path(plan, upload, accepted, batch.prefix_len, pending.taps)
         proposed = draft.alive.sum(1) - 1
         head = torch.stack((accepted.count, proposed, hint), 1)
         return torch.cat((head, accepted.committed, accepted.order), 1)
+
+    def _sample(
+        self, upload: Upload, rows: Tensor, hidden: Tensor, positions: Tensor, depth: Tensor, depth_max: int
+    ) -> Tensor:
+        """A token for every node: hidden [B, N, H], positions and depth [B, N] -> [B, N]."""
+        logits = self.model.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
+
+        def exact(ids: Tensor, only: Tensor | None) -> Tensor:
+            return self.model.exact_logits(hidden if only is None else hidden.index_select(0, only), ids)
+
+        asked = upload.noisy.numel() + upload.banning.numel()
+        params = self.slots.sampling(rows if asked else rows[:0])  # greedy rows need none
+        half = logits.dtype.itemsize < 4
+        return sample(
+            logits, positions, depth, depth_max, params, upload.noisy, upload.filtered, upload.banning,
+            exact if half else None,
+        )  # fmt: skip
 
     def _observe_path(
         self, plan: Plan, upload: Upload, accepted: Accepted, before: Tensor, taps: Tensor | None
@@ -166,6 +181,11 @@ class Executor:
             return torch.zeros_like(before)
         rows, width = upload.rows, plan.shape.max_commit
         bound = plan.max_bound + width
+        if not self.drafter.kv_layers:  # it runs no model: which rows went on, and from where, is all there is to see
+            nothing = rows[:0]
+            seen = Batch(rows, nothing, nothing, nothing, nothing, before)
+            self.drafter.observe(self.slots, seen, None, accepted.committed.flatten(), accepted.count, upload.noisy)
+            return self.drafter.outlook(self.slots, rows, bound)
         step = _arange(width, rows)  # [D + 1]
         positions = before.unsqueeze(1) + step  # [B, D + 1]
         table = self.slots.table[rows, : bound + 1]  # up to the newest token's entry
@@ -205,28 +225,26 @@ class Executor:
         return Pending(plan, upload, hidden, taps, batch, None, None, started)
 
     def _settle_prefill(self, pending: Pending) -> Tensor:
-        """Result rows: one token for each final chunk, none for the others."""
+        """Result rows: one token for each final chunk, none for the last chunk if it is not. So the first rows draw,
+        and batch indices of the plan's rows are also those of the rows that draw."""
+        assert all(chunk.final for chunk in pending.plan.chunks[:-1])
         plan, upload, slots = pending.plan, pending.upload, self.slots
         rows = upload.rows
         slots.kv_len.index_copy_(0, rows, upload.kv_len)
         zero = torch.zeros_like(rows)
         token, drawn, hint = zero, zero, zero
-        # noisy, filtered and banning are batch indices; among the final chunks alone they are ranks.
-        rank = zero.index_copy(0, upload.final, _arange(upload.final.numel(), rows))
         if upload.final.numel():
+            drawing = rows[: upload.final.numel()]
             position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
-            drawing = rows[upload.final]
-            picked = sample(
-                self.model.logits(pending.hidden[upload.last]).unsqueeze(1), position, torch.zeros_like(position), 0,
-                slots.sampling(drawing), rank[upload.noisy], rank[upload.filtered], rank[upload.banning],
-            ).squeeze(1)  # fmt: skip
+            hidden = pending.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
+            picked = self._sample(upload, drawing, hidden, position, torch.zeros_like(position), 0).squeeze(1)
             slots.last.index_copy_(0, drawing, picked)
             slots.tokens.index_put_((drawing, position.squeeze(1) + 1), picked)
             token = zero.index_copy(0, upload.final, picked)
             drawn = zero.index_fill(0, upload.final, 1)
         if self.drafter is not None:
             next_ids = slots.tokens[upload.token_rows, upload.positions + 1]
-            self.drafter.observe(slots, pending.batch, pending.taps, next_ids, None, rank[upload.noisy])
+            self.drafter.observe(slots, pending.batch, pending.taps, next_ids, None, upload.noisy)
             if upload.final.numel():
                 hint = self.drafter.outlook(slots, rows, plan.max_bound)
         return torch.stack((drawn, zero, hint, token, zero), 1)

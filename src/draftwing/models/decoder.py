@@ -111,8 +111,16 @@ class DecoderModel(nn.Module):
         """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""
         return self.lm_head(hidden)
 
+    def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """hidden [..., hidden] after the final norm, ids [..., K] -> the logits of those ids, [..., K] float32.
+
+        A half-precision product rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
+        as ties or reversed. A few candidates computed again from the same weights, summed in float32, settle them.
+        """
+        return (self.lm_head.weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
+
     def pack(self) -> None:
         """Lets every linear layer rearrange its weights for inference; the model is not trainable afterwards."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
+                module.pack(keep_weight=module is self.lm_head)  # `exact_logits` reads its rows

@@ -52,6 +52,7 @@ class FeatureHead(nn.Module):
         """
         target = self.target
         weight = target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
+        ids = ids.to(weight.device)
         rows = weight.detach()[ids]  # [n, hidden]
         head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device)
         head.weight.data.copy_(rows)

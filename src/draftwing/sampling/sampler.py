@@ -7,14 +7,20 @@ known on the host and comes as index tensors, whose sizes decide what runs; thei
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftwing.sampling.argmax import first_argmax
+from draftwing.sampling.argmax import first_argmax, top_candidates
 from draftwing.sampling.filters import keep_mask
 from draftwing.sampling.noise import gumbel
+
+
+CANDIDATES = 8
+# (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
+Exact = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class SamplingRows(NamedTuple):
@@ -38,6 +44,7 @@ def sample(
     noisy: Tensor,
     filtered: Tensor,
     banning: Tensor,
+    exact: Exact | None = None,
 ) -> Tensor:
     """The next token of every node; the lowest id wins a tie.
 
@@ -45,30 +52,45 @@ def sample(
     sampled token will stand one further; depth [B, N] int64, at most `depth_max`, 0 for node 0.
     noisy [Bn] int64: batch indices of the rows with temperature > 0; filtered [Bf]: those of them with top-k, top-p or
     min-p; banning [Bb]: rows that may still be below `ban_until`. No index occurs twice in one of these tensors.
+    exact: gives logits of chosen ids in float32, where `logits` are rounded to a half type; the last choice, among the
+    `CANDIDATES` best, is made with it.
     Returns [B, N] int64. Nodes of a row at the same depth share their noise, as the same position must.
     """
     if banning.shape[0]:
         logits = _ban(logits, positions, params, banning)
     if not noisy.shape[0]:
-        return first_argmax(logits)
+        return _choose(logits, logits, exact)
     if noisy.shape[0] == logits.shape[0]:  # every row, so batch order serves and nothing needs selecting
-        return _sample_noisy(logits, positions, depth, depth_max, params, filtered)
+        return _choose(_noised(logits, positions, depth, depth_max, params, filtered), logits, exact)
     place = torch.zeros_like(params.seed).index_copy_(0, noisy, torch.arange(noisy.shape[0], device=noisy.device))
-    picked = _sample_noisy(
-        logits.index_select(0, noisy),
+    drawn = logits.index_select(0, noisy)
+    z = _noised(
+        drawn,
         positions.index_select(0, noisy),
         depth.index_select(0, noisy),
         depth_max,
         SamplingRows(*(field.index_select(0, noisy) for field in params)),
         place.index_select(0, filtered),
     )
-    return first_argmax(logits).index_copy_(0, noisy, picked)
+    return _choose(logits, logits, exact).index_copy_(0, noisy, _choose(z, drawn, exact, noisy))
 
 
-def _sample_noisy(
+def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None = None) -> Tensor:
+    """Argmax of z [B, N, V], which is `logits` with noise added and tokens removed; rows: which rows of the batch these
+    are, None for all. With `exact` the best few are weighed again by their true logits."""
+    if exact is None:
+        return first_argmax(z)
+    ids = top_candidates(z, min(CANDIDATES, z.shape[-1]))  # [B, N, K], ascending
+    at = z.gather(-1, ids).float()
+    value = at - logits.gather(-1, ids).float() + exact(ids, rows)  # noise + true logit
+    value = torch.where(at == -math.inf, at, value)  # what was removed stays so
+    return ids.gather(-1, value.max(-1).indices.unsqueeze(-1)).squeeze(-1)
+
+
+def _noised(
     logits: Tensor, positions: Tensor, depth: Tensor, depth_max: int, params: SamplingRows, filtered: Tensor
 ) -> Tensor:
-    """`sample` for rows that all have a temperature above 0."""
+    """Logits plus noise [B, N, V] float32, -inf where a filter removes; all rows have a temperature above 0."""
     batch, nodes, vocab = logits.shape
     assert depth_max or nodes == 1, f"depth 0 has 1 node, found {nodes}"
     x = logits.float()
@@ -84,7 +106,7 @@ def _sample_noisy(
         chosen = SamplingRows(*(field.index_select(0, filtered) for field in params))
         removed = _removed(x.index_select(0, filtered), chosen)
         z.index_copy_(0, filtered, z.index_select(0, filtered).masked_fill_(removed, -math.inf))
-    return first_argmax(z)
+    return z
 
 
 def _removed(x: Tensor, params: SamplingRows) -> Tensor:

@@ -21,16 +21,18 @@ from draftwing.core import IntArray
 class Node:
     """An edge of the tree with the node at its end: `keys` [m, window] and the `slots` [m] that hold them."""
 
-    __slots__ = ("alive", "children", "keys", "parent", "refs", "slots", "used")
+    __slots__ = ("alive", "children", "keys", "parent", "queued", "refs", "salt", "slots", "used")
 
-    def __init__(self, keys: IntArray, slots: IntArray, parent: Node | None, used: int) -> None:
+    def __init__(self, keys: IntArray, slots: IntArray, parent: Node | None, used: int, salt: int) -> None:
         self.keys = keys
         self.slots = slots
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.refs = 0
         self.used = used
+        self.salt = salt
         self.alive = True
+        self.queued = False  # has an entry in the eviction heap
 
 
 class Match(NamedTuple):
@@ -56,10 +58,11 @@ class RadixCache:
         return self.size - self.locked
 
     def root(self, salt: int) -> Node:
+        """The root of a salt's tree; it is dropped again when nothing is in the tree and nobody holds it."""
         node = self._roots.get(salt)
         if node is None:
             empty = np.empty(0, np.int64)
-            node = self._roots[salt] = Node(empty.reshape(0, self.window), empty, None, 0)
+            node = self._roots[salt] = Node(empty.reshape(0, self.window), empty, None, 0, salt)
         return node
 
     def match(self, tokens: IntArray, salt: int, limit: int) -> Match:
@@ -84,7 +87,7 @@ class RadixCache:
         node, done = self._walk(node, keys)
         if done < len(keys):
             assert owned[done : len(keys)].all(), "a slot beyond the tree's path must be the caller's"
-            leaf = Node(keys[done:].copy(), slots[done : len(keys)].copy(), node, self._clock)
+            leaf = Node(keys[done:].copy(), slots[done : len(keys)].copy(), node, self._clock, salt)
             node.children[keys[done].tobytes()] = leaf
             owned[done : len(keys)] = False
             self.size += len(leaf.slots)
@@ -112,6 +115,7 @@ class RadixCache:
         out: list[IntArray] = []
         while wanted > 0:
             used, _, leaf = heapq.heappop(self._heap)
+            leaf.queued = False
             if not self._is_evictable(leaf):
                 continue
             if leaf.used != used:
@@ -158,7 +162,7 @@ class RadixCache:
         """Cuts the edge of `child` after `at` positions; returns the new upper node."""
         parent = child.parent
         assert parent is not None and 0 < at < len(child.slots)
-        upper = Node(child.keys[:at], child.slots[:at], parent, child.used)
+        upper = Node(child.keys[:at], child.slots[:at], parent, child.used, child.salt)
         upper.refs = child.refs
         parent.children[child.keys[0].tobytes()] = upper
         child.keys, child.slots, child.parent = child.keys[at:], child.slots[at:], upper
@@ -169,8 +173,12 @@ class RadixCache:
         return node.alive and node.refs == 0 and not node.children and node.parent is not None
 
     def _offer(self, node: Node) -> None:
-        if self._is_evictable(node):
+        """Enters what may be evicted into the heap, once; drops a root that nobody needs."""
+        if self._is_evictable(node) and not node.queued:
+            node.queued = True
             heapq.heappush(self._heap, (node.used, next(self._order), node))
+        if node.parent is None and not node.children and node.refs == 0:
+            self._roots.pop(node.salt, None)
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent

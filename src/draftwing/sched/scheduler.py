@@ -7,6 +7,8 @@ those slots is in flight is safe, because whoever gets them next is launched lat
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -53,6 +55,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_rows - 1, -1, -1))
         self._by_row: dict[int, Req] = {}
         self._by_uid: dict[str, Req] = {}
+        self._deadlines: list[tuple[float, str]] = []  # heap; entries of requests that have ended are ignored
         self._reserve = self.RESERVE_MIN
         self._arrivals = self._admissions = self._steps = 0
         self._prefilled_last = False
@@ -68,6 +71,8 @@ class Scheduler:
         req.arrival = self._arrivals
         self._arrivals += 1
         self._by_uid[req.uid] = req
+        if req.deadline is not None:
+            heapq.heappush(self._deadlines, (req.deadline, req.uid))
         self._queue(req)
 
     def abort(self, uid: str, message: str = "aborted") -> None:
@@ -369,21 +374,27 @@ class Scheduler:
     # -- small things -------------------------------------------------------------------------------------------
 
     def _queue(self, req: Req) -> None:
-        self.waiting.append(req)
-        self.waiting.sort(key=lambda r: r.rank)
+        bisect.insort(self.waiting, req, key=lambda r: r.rank)
 
     def _expire(self) -> None:
-        now = time.monotonic()
-        late = [req.uid for req in self._by_uid.values() if req.deadline is not None and now > req.deadline]
-        for uid in late:
+        now = time.monotonic() if self._deadlines else 0.0
+        while self._deadlines and self._deadlines[0][0] < now:
+            _, uid = heapq.heappop(self._deadlines)
             self.abort(uid, "the request exceeded its timeout")
 
     def _step_room(self) -> int:
         """Slots past the committed length that two steps in flight may need."""
         return self.config.max_span + max(shape.max_commit for shape in self.policy.menu)
 
+    def check_idle(self) -> None:
+        """With nothing running, every slot is free or cached and every row is free: cheap enough for every pause."""
+        owned = self.pool.available + self.radix.size
+        assert owned == self.config.slots, f"{owned} slots are accounted for, the pool has {self.config.slots}"
+        assert self.radix.locked == 0, "a lock outlived its request"
+        assert len(self._free_rows) == self.config.max_rows and not self._by_row, "a row was lost"
+
     def check_integrity(self) -> None:
-        """Every slot has exactly one owner, every row one holder, every lock its request. For tests and idle time."""
+        """Every slot has exactly one owner, every row one holder, every lock its request. For tests: it is slow."""
         owned = [req.slots[: req.covered][req.owned[: req.covered]] for req in self.running]
         slots = np.concatenate([self.pool.free_slots(), self.radix.slots(), *owned])
         assert len(slots) == self.config.slots, f"{len(slots)} slots are owned, the pool has {self.config.slots}"

@@ -20,7 +20,13 @@ from draftwing.errors import RequestError
 from draftwing.params import check_text, fit_default
 from draftwing.server import responses
 from draftwing.server.http import EventStream, read_body, schema, unless_disconnected
-from draftwing.server.protocol import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from draftwing.server.protocol import (
+    AbortRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+    conversation,
+)
 from draftwing.server.service import Service
 
 HEALTH_SECONDS = 20  # how long /health_generate waits for its token
@@ -161,14 +167,17 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=schema(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read_body(request, TokenizeRequest)
-        prompts = body.prompts()
-        special = body.add_special_tokens is not False
-        every = [await service.tokenize(prompt, special) for prompt in prompts]
-        counts = [len(ids) for ids in every]
-        single = isinstance(body.prompt, str)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give exactly one of prompt and messages", "prompt")
+        if body.messages is not None:
+            text = service.tokenizer.render_chat(conversation(body.messages))
+            every = [await service.tokenize(text, add_special_tokens=False)]
+        else:
+            every = [await service.tokenize(text, body.add_special_tokens is not False) for text in body.prompts()]
+        batched = isinstance(body.prompt, list)
         return {
-            "tokens": every[0] if single else every,
-            "count": counts[0] if single else counts,
+            "tokens": every if batched else every[0],
+            "count": [len(ids) for ids in every] if batched else len(every[0]),
             "max_model_len": service.engine.info.context_length,
         }
 

@@ -182,6 +182,13 @@ class Message(Body):
         return "".join(part.text or "" for part in self.content)
 
 
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates want them."""
+    if not messages:
+        raise RequestError("messages must hold at least one message", "messages")
+    return [message.plain(f"messages.{i}") for i, message in enumerate(messages)]
+
+
 class ChatRequest(OpenAIBody):
     """Body of /v1/chat/completions. Without max_tokens an answer runs to the context limit."""
 
@@ -208,9 +215,7 @@ class ChatRequest(OpenAIBody):
     continue_final_message: NotBuilt = None
 
     def conversation(self) -> list[dict[str, Any]]:
-        if not self.messages:
-            raise RequestError("messages must hold at least one message", "messages")
-        return [message.plain(f"messages.{i}") for i, message in enumerate(self.messages)]
+        return conversation(self.messages)
 
 
 class CompletionRequest(OpenAIBody):
@@ -283,14 +288,15 @@ class AbortRequest(Body):
 
 
 class TokenizeRequest(Body):
-    """Body of /tokenize."""
+    """Body of /tokenize: one of `prompt`, a text or several, and `messages`, a conversation."""
 
     model: str | None = None
-    prompt: str | list[str]
+    prompt: str | list[str] | None = None
+    messages: list[Message] | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str]:
-        every = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        every = self.prompt if isinstance(self.prompt, list) else [self.prompt or ""]
         if len(every) > MAX_PROMPTS or not every:
             raise RequestError(f"prompt takes from 1 to {MAX_PROMPTS} texts; found {len(every)}", "prompt")
         for text in every:

@@ -1,0 +1,85 @@
+"""A small HTTP client of the server: JSON in, JSON or a stream of events out."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from draftwing.errors import DraftwingError
+
+
+class ServerError(DraftwingError):
+    """The server cannot be reached, or refused a request."""
+
+
+class Client:
+    """Speaks to the server at `url`; may be used by several threads, each request has a connection of its own."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"expected a URL such as http://127.0.0.1:30000; found {url!r}")
+        self._parts, self._timeout = parts, timeout
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json"}
+        if api_key is not None:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> Any:
+        with self._answer("GET", path, None) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        with self._answer("POST", path, body) as answer:
+            return json.load(answer)
+
+    def flush_cache(self) -> None:
+        with self._answer("POST", "/flush_cache?timeout=10", {}):
+            pass
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The data of each event until [DONE]; raises ServerError for an error among them."""
+        with self._answer("POST", path, {**body, "stream": True}) as answer:
+            for line in answer:
+                data = line.strip().removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    return
+                if data:
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ServerError(_message(event, "the stream broke off"))
+                    yield event
+        raise ServerError("the stream ended before its end was announced")
+
+    @contextmanager
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        assert self._parts.hostname is not None
+        with closing(kind(self._parts.hostname, self._parts.port, timeout=self._timeout)) as connection:
+            try:
+                text = None if body is None else json.dumps(body)
+                connection.request(method, self._base + path, text, self._headers)
+                answer = connection.getresponse()
+                if answer.status != 200:
+                    raise ServerError(_message(answer.read(), f"status {answer.status}"))
+                yield answer
+            except (OSError, http.client.HTTPException) as error:
+                raise ServerError(f"no answer from {self._parts.geturl()}: {error or type(error).__name__}") from None
+
+
+def _message(body: Any, otherwise: str) -> str:
+    """What an error body says, in either of the server's shapes."""
+    if isinstance(body, bytes):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            return otherwise
+    for part in (body, body.get("error") if isinstance(body, dict) else None):
+        if isinstance(part, dict) and isinstance(part.get("message"), str):
+            return str(part["message"])
+    return otherwise

@@ -1,0 +1,448 @@
+"""Every draft head in a real engine against float64 references that recompute all of it from the committed text.
+
+Vocabularies are tiny, so that drafts of random heads are often accepted and often rejected. At every checked step the
+draft KV, the root's continuations, each growth step's logits, the tree and the positions must be those of one clean
+pass over the text so far, whatever chunks, trees, rejections, prefix hits and preemptions came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from reference import checkpoints, draft_heads, exact_heads
+from reference.checkpoints import Checkpoint
+
+from draftwing.attn.torch_ref import TorchAttention
+from draftwing.core import PLAIN, SamplingParams, TreeShape
+from draftwing.engine.device import pick_device
+from draftwing.engine.executor import Executor
+from draftwing.engine.loop import Loop
+from draftwing.engine.slots import SlotTable
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.models.loader import load_model
+from draftwing.sampling.noise import gumbel
+from draftwing.sched.request import Req
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+from draftwing.sched.shapes import FixedShape, ShapePolicy
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
+
+VOCAB = 12
+CONTEXT = 96
+CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
+CLOSE = 3e-4  # float32 engine against float64: logits and KV are of order one to ten
+TIE = 1e-3  # a tree that hangs on a smaller difference of scores may differ
+
+
+class Case(NamedTuple):
+    target: Checkpoint
+    head: Checkpoint | None  # None: built into the target
+    algorithm: str
+    reference: Callable[[list[int]], draft_heads.DraftPass]
+    options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+
+def eagle2(target: Checkpoint, **changes: Any) -> Case:
+    head = checkpoints.eagle2_head(target, vocab_size=VOCAB, **changes)
+    return Case(target, head, "EAGLE", lambda tokens: draft_heads.eagle2(*target, *head, tokens))
+
+
+def eagle3(**changes: Any) -> Case:
+    target = checkpoints.llama_target(4, num_hidden_layers=7, vocab_size=VOCAB)
+    head = checkpoints.eagle3_head(target, **{"vocab_size": VOCAB, "rows": 8, **changes})
+    return Case(target, head, "EAGLE3", lambda tokens: draft_heads.eagle3(*target, *head, tokens))
+
+
+def forced_ids() -> Case:
+    """Ids that look like layer outputs, read as boundaries because the option says so."""
+    case = eagle3(eagle_aux_hidden_state_layer_ids=[1, 3, 5])
+    target, head = case.target, case.head
+    assert head is not None
+    return case._replace(
+        reference=lambda tokens: draft_heads.eagle3(*target, *head, tokens, convention="boundary"),
+        options={"aux_layer_ids": "boundary"},
+    )
+
+
+def mtp(layers: int) -> Case:
+    target = checkpoints.mimo(5, layers, vocab_size=VOCAB)
+    return Case(
+        target, None, "NEXTN", lambda tokens: draft_heads.mtp(*target, tokens, reading="first layer's rows")
+    )  # fmt: skip
+
+
+def standalone() -> Case:
+    target = checkpoints.llama_target(6, vocab_size=VOCAB)
+    draft = checkpoints.small_llama_draft(vocab_size=VOCAB)
+    return Case(target, draft, "STANDALONE", lambda tokens: draft_heads.standalone(*draft, tokens))
+
+
+def token_map() -> Case:
+    case, kept = eagle2(checkpoints.llama_target(7, vocab_size=VOCAB)), [1, 2, 4, 5, 7, 9, 10]
+    target, head = case.target, case.head
+    assert head is not None
+    return case._replace(
+        reference=lambda tokens: draft_heads.eagle2(*target, *head, tokens, token_map=kept),
+        options={"token_ids": torch.tensor(kept)},
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "eagle2 llama": lambda: eagle2(checkpoints.llama_target(1, vocab_size=VOCAB)),
+    "eagle2 fc bias": lambda: eagle2(checkpoints.llama_target(2, vocab_size=VOCAB), fc_bias=True, embedding=True),
+    "eagle2 qwen2": lambda: eagle2(checkpoints.qwen2_target(3, vocab_size=VOCAB)),
+    "eagle2 tokens": token_map,
+    "eagle3 official": eagle3,
+    "eagle3 speculators": lambda: eagle3(style="speculators"),
+    "eagle3 prefix": lambda: eagle3(
+        style="layers", prefix="model.", norm_before_residual=True, rope_theta=1e6, embedding=True
+    ),
+    "eagle3 shared head": lambda: eagle3(rows=None),
+    "eagle3 fc_norm": lambda: eagle3(fc_norm=True, norm_output=True),
+    "eagle3 aux norm": lambda: eagle3(use_aux_norm=True),
+    "eagle3 norm before fc": lambda: eagle3(norm_before_fc=True),
+    "eagle3 five aux": lambda: eagle3(aux=5, eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5]),
+    "eagle3 forced ids": forced_ids,
+    "eagle3 two layers": lambda: eagle3(layers=2),
+    "eagle3 two layers, input norm": lambda: eagle3(layers=2, later_norm="input_layernorm"),
+    "eagle3 head_dim": lambda: eagle3(head_dim=16),
+    "eagle3 own width": lambda: eagle3(
+        hidden_size=24, num_attention_heads=3, num_key_value_heads=1, target_hidden_size=32
+    ),
+    "mtp": lambda: mtp(1),
+    "mtp 2 layers": lambda: mtp(2),
+    "standalone": standalone,
+}
+
+
+def load_drafter(case: Case, folder: Any, topk: int, rows: int) -> tuple[Any, ModelDrafter]:
+    """Target and drafter from checkpoints on disk, as the engine loads them."""
+    model = load_model(case.target.write(folder / "target"), torch.float32, "cpu")
+    if case.algorithm == "STANDALONE":
+        assert case.head is not None
+        draft = load_model(case.head.write(folder / "draft"), torch.float32, "cpu")
+        draft.pack()
+        head: Any = DraftLM(draft, VOCAB)
+    elif case.head is None:
+        head = load_mtp_head(folder / "target", model, torch.float32, "cpu", **case.options)
+        head.pack()
+    else:
+        # The official files are pickles, third-party ones safetensors.
+        file = "pytorch_model.bin" if case.algorithm == "EAGLE" else "model.safetensors"
+        path = case.head.write(folder / "draft", file)
+        head = load_draft_head(path, model, case.algorithm, torch.float32, "cpu", **case.options)
+        head.pack()
+    model.pack()
+    return model, ModelDrafter(head, rows, topk, torch.float32, torch.device("cpu"))
+
+
+class Seen(NamedTuple):
+    """One row of one proposal, and what the drafter's state was."""
+
+    tokens: list[int]  # x_0 .. x_T
+    kv: list[torch.Tensor]  # per draft layer [T, kv_heads, 2, head_dim]
+    seed: torch.Tensor
+    noise: tuple[int, float] | None  # seed and temperature
+    first: tuple[torch.Tensor, torch.Tensor]  # ids, log probabilities [K]
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]  # positions, logits, ids, log probs
+    draft: tuple[list[int], list[int]]  # tokens, parents
+    shape: TreeShape
+    verified_at: list[int]
+
+
+class Rig:
+    """Scheduler, executor and loop around the checkpoints, with a look at every proposal."""
+
+    def __init__(
+        self, case: Case, folder: Any, policy: ShapePolicy, chunk: int = 64, lag: int = 0, slots: int = 1500,
+        rows: int = 4,
+    ) -> None:  # fmt: skip
+        dev = pick_device("cpu")
+        topk = max(shape.topk for shape in policy.menu)
+        self.model, self.drafter = load_drafter(case, folder, topk, rows + 1)
+        config = self.model.config
+        layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        self.first_layer = len(layers)
+        self.pool = KVPool([*layers, *self.drafter.kv_layers], slots, torch.float32, dev.device)
+        backend = TorchAttention(self.pool)
+        spans = {s: self.drafter.span(s) for s in policy.menu}
+        max_span, max_commit = max(spans.values()), max(s.max_commit for s in policy.menu)
+        length = CONTEXT + max_span + max_commit + 1
+        self.model.set_max_positions(length)
+        self.slots = SlotTable(rows, length, dev)
+        self.drafter.attach(backend, len(layers), length)
+        self.executor = Executor(self.model, self.drafter, self.slots, backend, dev)
+        settings = SchedulerConfig(
+            slots=slots, max_rows=rows, max_span=max_span, chunk_tokens=chunk, lookahead=self.drafter.lookahead,
+            tail=self.drafter.tail, radix=True, first_hint=self.drafter.first_hint,
+        )  # fmt: skip
+        self.sched = Scheduler(settings, policy, spans)
+        self.stats = SimpleNamespace(rows=0, tokens=0, moved=0, full=0)
+        self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
+        self.seen: list[Seen] = []
+        self._spy()
+
+    def _watch(self, plan, result):
+        if plan.kind == "tree":
+            self.stats.rows += len(plan.rows)
+            self.stats.tokens += int(result.count.sum())
+            self.stats.moved += int((result.order != range(plan.shape.nodes)).any(1).sum())
+            self.stats.full += int((result.count == plan.shape.max_commit).sum())
+
+    @property
+    def accept_length(self) -> float:
+        return self.stats.tokens / max(self.stats.rows, 1)
+
+    def _spy(self):
+        drafter, head, executor = self.drafter, self.drafter.head, self.executor
+        propose, continuations, verify = drafter.propose, drafter._continuations, executor.verify
+        run, logits = head.run, head.logits
+        calls: list[Any] = []
+
+        def spy_run(ids, positions, features, level, attend):
+            calls.append(positions.clone())
+            return run(ids, positions, features, level, attend)
+
+        def spy_logits(hidden):
+            out = logits(hidden)
+            calls.append(out.clone())
+            return out
+
+        def spy_continuations(*args):
+            out = continuations(*args)
+            calls.append(tuple(t.clone() for t in out))
+            return out
+
+        def spy_propose(slots, rows, shape, max_bound, noisy):
+            before = [self._state(int(row), i in noisy.tolist(), shape.topk) for i, row in enumerate(rows)]
+            calls.clear()
+            draft = propose(slots, rows, shape, max_bound, noisy)
+            size, topk = len(rows), shape.topk
+            assert len(calls) == 3 * (shape.depth - 1) and draft.alive.all()
+            levels = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+            for b, state in enumerate(before):
+                mine = [
+                    (at.view(size, topk)[b], z.view(size, topk, -1)[b], ids[b], logp[b])
+                    for at, z, (ids, logp) in levels
+                ]
+                drafted = (draft.tokens[b].tolist(), draft.parent[b].tolist())
+                self.seen.append(Seen(*state, mine, drafted, shape, []))
+            return draft
+
+        def spy_verify(rows, draft, shape, max_bound):
+            batch, tree = verify(rows, draft, shape, max_bound)
+            if shape == PLAIN:  # nothing was proposed
+                return batch, tree
+            for seen, at in zip(self.seen[-len(rows) :], batch.positions.view(len(rows), -1), strict=True):
+                seen.verified_at.extend(at.tolist())
+            return batch, tree
+
+        drafter.propose, drafter._continuations, executor.verify = spy_propose, spy_continuations, spy_verify
+        head.run, head.logits = spy_run, spy_logits
+
+    def _state(self, row: int, noisy: bool, topk: int) -> tuple[Any, ...]:
+        slots, drafter = self.slots, self.drafter
+        length = int(slots.kv_len[row])
+        tokens = slots.tokens[row, : length + 1].tolist()
+        assert tokens[-1] == int(slots.last[row])
+        at = slots.table[row, :length]
+        kv = [self.pool.kv[self.first_layer + j][at].clone() for j in range(len(drafter.kv_layers))]
+        noise = (int(slots.seed[row]), float(slots.floats[row, 0])) if noisy else None
+        first = (drafter._first_ids[row, :topk].clone(), drafter._first_logp[row, :topk].clone())
+        return tokens, kv, drafter._seed_feature[row].clone(), noise, first
+
+    def submit(self, uid: str, prompt: list[int], params: SamplingParams) -> None:
+        wanted = min(CONTEXT - len(prompt), params.max_new_tokens or CONTEXT)
+        req = Req(
+            uid=uid, tokens=list(prompt), params=params, seed=params.sampling_seed or 0,
+            max_total=len(prompt) + wanted, stop_ids=frozenset(), priority=0, salt=0,
+        )  # fmt: skip
+        self.sched.submit(req)
+
+    def run(self) -> tuple[dict[str, list[int]], dict[str, Any]]:
+        tokens: dict[str, list[int]] = {}
+        final: dict[str, Any] = {}
+        for _ in range(10_000):
+            if self.loop.idle:
+                break
+            self.loop.turn()
+            self.sched.check_integrity()
+            for out in self.sched.take_outputs():
+                tokens.setdefault(out.uid, []).extend(out.token_ids)
+                if out.finish_reason:
+                    final[out.uid] = out
+        assert self.loop.idle
+        return tokens, final
+
+
+def check(case: Case, seen: Seen) -> bool:
+    """Compares one proposal with the reference; False if the tree hangs on a near tie and was not compared."""
+    draft = case.reference(seen.tokens)
+    last = len(seen.tokens) - 1
+    assert len(draft.kv) == len(seen.kv)
+    for (k, v), stored in zip(draft.kv, seen.kv, strict=True):
+        torch.testing.assert_close(stored[:, :, 0].double(), k, rtol=0, atol=CLOSE, msg=f"draft keys, T = {last}")
+        torch.testing.assert_close(stored[:, :, 1].double(), v, rtol=0, atol=CLOSE, msg=f"draft values, T = {last}")
+    if seen.seed.numel():
+        torch.testing.assert_close(seen.seed.double(), draft.hidden, rtol=0, atol=CLOSE)
+    noise = None
+    if seen.noise is not None:
+        seed, temperature = seen.noise
+
+        def noise(position: int) -> torch.Tensor:
+            drawn = gumbel(torch.tensor([seed]), torch.tensor([[position]]), VOCAB)
+            return temperature * drawn[0, 0].double()
+
+    tree = draft_heads.draft_tree(draft, *seen.shape, noise=noise)
+    topk = seen.shape.topk
+    torch.testing.assert_close(
+        seen.first[1].double(), torch.tensor(tree.flat_scores[:topk], dtype=torch.float64), rtol=0, atol=CLOSE
+    )
+    if tree.gap < TIE:
+        return False
+    assert seen.first[0].tolist() == [path[-1] for path in tree.flat_paths[:topk]]
+    lookahead = 0 if case.algorithm == "STANDALONE" else 1
+    for level, (positions, logits, ids, logp) in enumerate(seen.levels, 1):
+        assert positions.tolist() == [last + level - lookahead] * topk
+        first = topk + (level - 1) * topk * topk
+        for j in range(topk):
+            children = range(first + j * topk, first + (j + 1) * topk)
+            paths = [tree.flat_paths[c] for c in children]
+            expected = draft.logits(paths[0][:-1])
+            torch.testing.assert_close(logits[j].double(), expected, rtol=0, atol=CLOSE)
+            assert ids[j].tolist() == [path[-1] for path in paths]
+            above = tree.flat_scores[tree.flat_paths.index(paths[0][:-1])]
+            assert logp[j].tolist() == pytest.approx([tree.flat_scores[c] - above for c in children], abs=2 * CLOSE)
+    assert seen.draft == (tree.tokens, tree.parents)
+    assert seen.verified_at == tree.positions
+    return True
+
+
+def prompts_for(count: int, seed: int) -> list[list[int]]:
+    """Prompts of 2 to 30 tokens; every second goes on from where another one starts, for prefix hits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+    common = draw(14)
+    return [[*(common if i % 2 else []), *draw(2 + (i * 5) % 16)] for i in range(count)]
+
+
+def ask(rig: Rig, prompts: list[list[int]], tokens: int = 34, tag: str = "") -> tuple[dict[str, list[int]], Any]:
+    for i, prompt in enumerate(prompts):
+        # at a high temperature the shared noise makes even random heads agree with the target now and then
+        how = {"temperature": 4.0, "sampling_seed": 40 + i} if i % 3 else {"temperature": 0.0}
+        rig.submit(f"{tag}{i}", prompt, SamplingParams(max_new_tokens=tokens, **how))
+    return rig.run()
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def check_some(case: Case, rig: Rig, count: int) -> None:
+    """Checks `count` proposals spread over the run; most of them must be comparable in full."""
+    compared = [check(case, seen) for seen in rig.seen[:: max(1, len(rig.seen) // count)]]
+    assert sum(compared) > len(compared) / 2
+
+
+MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "standalone"]
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        *(pytest.param(name, TREE, id=f"{name}-tree") for name in CASES),
+        *(pytest.param(name, CHAIN, id=f"{name}-chain") for name in MAIN),
+    ],
+)
+def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
+    case = CASES[name]()
+    rig = Rig(case, tmp_path, FixedShape(shape), chunk=7, lag=1)
+    prompts = prompts_for(5, seed=3)
+    answers, _ = ask(rig, prompts, 30)
+    more = [[*prompts[i], *answers[str(i)][:19]] for i in (1, 3)]  # go on in the middle of what was generated
+    _, final = ask(rig, more, 12, "more ")
+    for i, prompt in enumerate(more):
+        assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 2
+    assert rig.accept_length > 1.15 and rig.stats.full < rig.stats.rows, "accepts and rejections must mix"
+    assert shape.topk == 1 or rig.stats.moved > 3
+    check_some(case, rig, 14)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("name", MAIN)
+def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
+    case = CASES[name]()
+    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, slots=86)
+    ask(rig, prompts_for(5, seed=4), 30)
+    assert rig.sched.retractions >= 1
+    check_some(case, rig, 12)
+
+
+class InTurn:
+    """Every shape of the menu in turn."""
+
+    menu = (TREE, PLAIN, TreeShape(4, 2, 8), CHAIN, TreeShape(1, 3, 4))
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def choose(self, hints):
+        self.step += 1
+        return self.menu[self.step % len(self.menu)]
+
+    def record(self, shape, hints, accepted, seconds):
+        pass
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_changing_shapes(name, tmp_path):
+    case = CASES[name]()
+    rig = Rig(case, tmp_path, InTurn(), chunk=9, lag=1)
+    ask(rig, prompts_for(5, seed=5), 30)
+    assert {seen.shape for seen in rig.seen} == set(InTurn.menu) - {PLAIN}
+    check_some(case, rig, 13)
+
+
+EXACT: dict[str, tuple[Callable[[], exact_heads.Exact], str]] = {
+    "eagle2": (lambda: exact_heads.exact_eagle2(1), "EAGLE"),
+    "eagle2 zero bias": (lambda: exact_heads.exact_eagle2(2, fc_bias=True), "EAGLE"),
+    "eagle3": (lambda: exact_heads.exact_eagle3(3), "EAGLE3"),
+    "eagle3 shared head": (lambda: exact_heads.exact_eagle3(5, rows=None, style="layers"), "EAGLE3"),
+    "mtp": (lambda: exact_heads.exact_mtp(6), "NEXTN"),
+    "mtp 3 layers": (lambda: exact_heads.exact_mtp(7, layers=3), "NEXTN"),
+}
+
+
+@pytest.mark.parametrize("shape, lag", [(TreeShape(4, 1, 5), 0), (TreeShape(4, 3, 12), 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", EXACT)
+def test_constructed_heads_are_always_accepted(name, shape, lag, tmp_path):
+    make, algorithm = EXACT[name]
+    exact = make()
+    case = Case(exact.target, exact.head, algorithm, lambda tokens: pytest.fail("not compared"))
+    rig = Rig(case, tmp_path, FixedShape(shape), chunk=5, lag=lag)
+    generator = torch.Generator().manual_seed(9)
+    prompts = []
+    for i in range(5):
+        start = torch.randint(0, checkpoints.VOCAB, (2 + 4 * i,), generator=generator).tolist()
+        prompts.append([*start, exact.starts[3 * i]])
+        rig.submit(str(i), prompts[-1], SamplingParams(max_new_tokens=41, temperature=0.0))
+    tokens, final = rig.run()
+    for i, prompt in enumerate(prompts):
+        expected = [prompt[-1]]
+        for _ in range(41):
+            expected.append(int(exact.successor[expected[-1]]))
+        assert tokens[str(i)] == expected[1:]
+        # one token of the prefill, then eight full steps
+        meta = final[str(i)].meta
+        assert meta["spec_verify_ct"] == 8
+        assert meta["spec_correct_drafts_histogram"] == [0] * shape.depth + [8]
