@@ -71,3 +71,24 @@ def test_llm_from_standard_input(smollm2_path):
 def test_dtype_auto(plain):
     expected = "torch.bfloat16" if has_native_bfloat16() else "torch.float32"
     assert str(plain.engine.parts.dtype) == expected
+
+
+def test_salts_isolate_prefixes_and_generated_text(ngram):
+    once = SamplingParams(temperature=0, max_new_tokens=30)
+    ngram.engine.flush_cache()
+    cached, correct = [], []
+    for salt in ("a", "a", "b", None):
+        (answer,) = ngram.chat(STORY, once, cache_salt=salt)
+        cached.append(answer.meta_info["cached_tokens"])
+        correct.append(answer.meta_info["spec_num_correct_drafts"])
+    assert cached[0] == cached[2] == cached[3] == 0 and cached[1] == answer.meta_info["prompt_tokens"] - 1
+    assert correct[1] > 15 > max(correct[0], correct[2], correct[3]), "a copy of the first answer under its salt only"
+
+
+def test_ignore_eos_and_request_timeout(plain, smollm2_path):
+    (answer,) = plain.chat(CAPITAL, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=20))
+    assert 2 in answer.token_ids[:-1] and answer.finish_reason == {"type": "length", "length": 20}
+    with LLM("smollm2", max_total_tokens=2048, request_timeout=0.3) as llm:
+        (late,) = llm.chat(STORY, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=500))
+    assert late.finish_reason["type"] == "abort" and "timeout" in late.finish_reason["message"]
+    assert 0 < len(late.token_ids) < 500

@@ -14,13 +14,20 @@ VOCAB = 258  # 256 bytes, <eos>, <pad>
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-def write_checkpoint(folder: Path, seed: int = 0, layers: int = 2, hidden: int = 32) -> Path:
-    """Writes config.json, tokenizer.json, tokenizer_config.json and model.safetensors."""
+def write_checkpoint(
+    folder: Path, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2, size: int = 16
+) -> Path:
+    """Writes config.json, tokenizer.json, tokenizer_config.json and model.safetensors.
+
+    heads, size: of attention, all with keys and values of their own. Many and large ones make a KV pool that is given
+    as a share of the memory hold fewer tokens.
+    """
     folder.mkdir(parents=True)
-    heads, size, ffn = 2, hidden // 2, 2 * hidden
+    ffn = 2 * hidden
     config = {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": ffn,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 1, "vocab_size": VOCAB,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "head_dim": size, "vocab_size": VOCAB,
         "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
         "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 256,
     }  # fmt: skip
@@ -42,9 +49,9 @@ def write_checkpoint(folder: Path, seed: int = 0, layers: int = 2, hidden: int =
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{name}.weight"] = torch.ones(hidden)
-        for name, rows in (("q", heads * size), ("k", size), ("v", size)):
-            weights[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, hidden)
-            weights[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(rows)
+        for name in "qkv":
+            weights[f"{prefix}self_attn.{name}_proj.weight"] = normal(heads * size, hidden)
+            weights[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(heads * size)
         weights[f"{prefix}self_attn.o_proj.weight"] = normal(hidden, heads * size)
         weights[f"{prefix}mlp.gate_proj.weight"] = normal(ffn, hidden)
         weights[f"{prefix}mlp.up_proj.weight"] = normal(ffn, hidden)

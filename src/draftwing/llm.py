@@ -6,6 +6,7 @@ import random
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +108,8 @@ class LLM:
         name = f"prompts[{index}]"
         if isinstance(prompt, str):
             ids = self.engine.tokenizer.encode(check_text(prompt, name))
-        elif isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            ids = list(prompt)
+        elif isinstance(prompt, Sequence) and all(isinstance(t, Integral) and not isinstance(t, bool) for t in prompt):
+            ids = [int(t) for t in prompt]
         else:
             raise RequestError(f"{name} must be a string or a list of token ids; found {show(prompt)}", name)
         if not ids:
@@ -123,7 +124,11 @@ class LLM:
         salt: str | None,
     ) -> list[Completion]:
         if salt is not None:
+            if not isinstance(salt, str):
+                raise RequestError(f"cache_salt must be a string; found {show(salt)}", "cache_salt")
             check_text(salt, "cache_salt")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
         if self._closed:
             raise RuntimeError("this LLM is closed")
         order: list[Answer] = []
@@ -139,7 +144,8 @@ class LLM:
                     waiting[uid] = answer
             while waiting:
                 for output in self.engine.step():
-                    waiting[output.uid].push(output)
+                    answer = waiting[output.uid]
+                    answer.push(output)
                     if output.finish_reason is not None:
                         del waiting[output.uid]
         finally:
@@ -162,7 +168,7 @@ def _single(prompts: Any) -> bool:
         raise RequestError(
             f"prompts must be a string, token ids, or a list of either; found {show(prompts)}", "prompts"
         )
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+    return len(prompts) > 0 and isinstance(prompts[0], Integral)
 
 
 def _messages(conversation: Any) -> list[Message]:

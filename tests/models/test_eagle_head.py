@@ -227,7 +227,7 @@ def test_speculators_layout(drafts: SimpleNamespace, target: DecoderModel, tmp_p
     drafts.check_chain(head, target, row)
 
 
-# ---- training and device -----------------------------------------------------------------------------------------------
+# ---- training and device --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from draftwing.sampling.argmax import top_candidates
 from draftwing.sampling.filters import keep_mask
 from draftwing.sampling.noise import gumbel
 from draftwing.sampling.sampler import SamplingRows, first_argmax, sample
@@ -205,3 +206,40 @@ def test_runs_on_fake_tensors(nodes: int, depth_max: int) -> None:
             index = [torch.tensor(x, dtype=torch.int64) for x in (noisy, filtered, banning)]
             logits = torch.randn(3, nodes, 256, dtype=torch.bfloat16)
             assert sample(logits, zero, zero, depth_max, params, *index).shape == (3, nodes)
+
+
+def test_candidates_hold_the_largest_values():
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (40, 512, 4096, 49152):
+        x = torch.randn(3, 2, vocab, generator=generator)
+        got = top_candidates(x, 8)
+        assert torch.equal(got, x.topk(8).indices.sort(-1).values)
+        rounded = x.bfloat16()
+        got = top_candidates(rounded, 8)
+        assert torch.equal(got, got.sort(-1).values) and (got.diff(dim=-1) > 0).all()
+        assert torch.equal(rounded.gather(-1, got).sort(-1).values, rounded.topk(8).values.sort(-1).values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_exact_logits_settle_what_rounding_blurs(temperature):
+    """bfloat16 logits around 25 tie at every turn; the choice must be that of the float32 logits."""
+    generator = torch.Generator().manual_seed(1)
+    batch, nodes, vocab = 300, 3, 600
+    true = torch.randn(batch, nodes, vocab, generator=generator) + 40
+    rounded = true.bfloat16()
+    rows = SamplingRows(
+        seed=torch.arange(batch), temperature=torch.full((batch,), temperature), top_k=torch.full((batch,), -1),
+        top_p=torch.ones(batch), min_p=torch.zeros(batch), ban_until=torch.zeros(batch, dtype=torch.int64),
+        ban_ids=torch.full((batch, 2), -1),
+    )  # fmt: skip
+    depth = torch.arange(nodes).expand(batch, nodes)
+    noisy = torch.arange(batch) if temperature else torch.arange(0)
+    none = torch.arange(0)
+
+    def exact(ids, only):
+        return (true if only is None else true[only]).gather(-1, ids)
+
+    args = (10 + depth, depth, nodes - 1, rows, noisy, none, none)
+    blurred, settled = sample(rounded, *args), sample(rounded, *args, exact)
+    assert torch.equal(settled, sample(true, *args))
+    assert (blurred != settled).sum() > 5

@@ -118,3 +118,25 @@ def test_allocator_refuses_a_double_free():
     pool.free(slots)
     with pytest.raises(AssertionError, match="twice"):
         pool.free(slots[:1])
+
+
+def test_many_salts_and_many_hits_leave_nothing_behind():
+    for enabled in (True, False):
+        tree = RadixCache(0, enabled)
+        for salt in range(300):
+            match = tree.match(arr([1, 2, 3]), salt, 2)
+            tree.lock(match.node)
+            node = tree.insert(arr([1, 2, 3]), np.arange(3), np.ones(3, bool), salt)
+            tree.lock(node)
+            tree.unlock(match.node)
+            tree.unlock(node)
+        assert len(tree._roots) == (300 if enabled else 0)
+        tree.evict(tree.evictable)
+        assert tree.size == 0 and not tree._roots and not tree._heap
+    tree = RadixCache(0)
+    tree.insert(arr([1, 2, 3]), np.arange(3), np.ones(3, bool), 0)
+    for _ in range(500):
+        match = tree.match(arr([1, 2, 3]), 0, 3)
+        tree.lock(match.node)
+        tree.unlock(match.node)
+    assert len(tree._heap) == 1

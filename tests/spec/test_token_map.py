@@ -63,6 +63,7 @@ def test_the_hub_is_asked_for_what_is_not_here(tmp_path: Path, monkeypatch: pyte
     assert len(asked) == 2
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_refusals(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -137,7 +138,7 @@ def test_counts_conversations(tmp_path: Path, form: str) -> None:
     file = tmp_path / ("in.json" if form == "list" else "in.jsonl")
     file.write_text(json.dumps([entry] if form == "list" else entry))
     write_token_map([file], make_tokenizer(), 100, tmp_path / "out.json")
-    counted = Counter("user a b <end> assistant c c c <end>".split())
+    counted = Counter(["user", "a", "b", "<end>", "assistant", "c", "c", "c", "<end>"])
     expected = sorted(counted, key=lambda word: (-counted[word], WORDS.index(word)))
     assert [WORDS[i] for i in json.loads((tmp_path / "out.json").read_text())] == expected
 
@@ -163,7 +164,6 @@ def test_tool_refusals(tmp_path: Path) -> None:
     refused('{"text": "a"}\n{', "cannot be read")
     refused('{"text": "a"}\n{"prompt": "a"}', "line 2: expected a text")
     refused("[3]", "entry 1: expected a text", "in.json")
+    (tmp_path / "in.txt").write_text("a")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_token_map([tmp_path / "in.txt"], make_tokenizer(), 3, tmp_path / "no" / "out.pt") if (
-            tmp_path / "in.txt"
-        ).write_text("a") else None
+        write_token_map([tmp_path / "in.txt"], make_tokenizer(), 3, tmp_path / "no" / "out.pt")

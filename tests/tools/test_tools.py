@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "server"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
 
 from fake_engine import FakeEngine, local
 from tiny_checkpoint import write_checkpoint

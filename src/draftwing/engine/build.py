@@ -74,7 +74,12 @@ def assemble(
     layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
     draft_layers = list(drafter.kv_layers) if drafter is not None else []
     pool_tokens = size_pool(options, [*layers, *draft_layers], dtype, device)
-    context = min(options.context_length or config.max_positions, pool_tokens - max_span - max_commit)
+    wanted = options.context_length or config.max_positions
+    if wanted > config.max_positions:
+        raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
+    context = min(wanted, pool_tokens - max_span - max_commit)
+    if context < wanted:
+        log.warning("the KV pool of %d tokens limits the context to %d, not %d", pool_tokens, context, wanted)
     if context < 2:
         raise ConfigError(
             f"the KV pool holds {pool_tokens} tokens, and a step alone needs {max_span + max_commit}: "
@@ -167,6 +172,8 @@ def load_with_progress(path: Path, dtype: torch.dtype, device: Device) -> Decode
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+            if done >= total:
+                bar.close()  # before anything is logged
 
         model = load_model(path, dtype, device.device, progress)
     model.pack()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import IntArray
+from draftwing.errors import ConfigError
 
 
 class Download:
@@ -68,9 +69,11 @@ class Device:
 
 
 def pick_device(name: str) -> Device:
-    """name: auto | cpu | cuda | cuda:N."""
+    """name: auto | cpu | cuda. Raises ConfigError where there is no CUDA device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     return Device(torch.device(name))
 
 

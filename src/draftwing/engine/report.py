@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from draftwing.core import Plan, StepResult
 from draftwing.sched.scheduler import Scheduler
@@ -15,6 +14,7 @@ class Reporter:
     def __init__(self, sched: Scheduler, interval: int = 40) -> None:
         self._sched = sched
         self._interval = interval
+        self._admitted = self._cached = 0  # since the last prefill line: an admission may come with a decode step
         self.total_tokens = self.total_rows = 0  # committed tokens and verified rows of all tree steps
         self._reset()
 
@@ -25,15 +25,19 @@ class Reporter:
 
     def watch(self, plan: Plan, result: StepResult) -> None:
         """Sees every plan with its result, before the result is committed."""
+        self._busy += result.seconds
+        self._admitted += len(plan.admits)
+        self._cached += sum(len(admit.slots) for admit in plan.admits)
         if plan.kind == "prefill":
             self._prefill(plan)
             return
+        committed = int(result.count.sum())
         self._steps += 1
         self._rows += len(plan.rows)
-        self._tokens += int(result.count.sum())
+        self._tokens += committed
         self._proposed += int(result.proposed.sum())
         self.total_rows += len(plan.rows)
-        self.total_tokens += int(result.count.sum())
+        self.total_tokens += committed
         if self._steps >= self._interval:
             self._decode(len(plan.rows))
             self._reset()
@@ -43,15 +47,16 @@ class Reporter:
             return
         log.info(
             "prefill batch: #new-seq %d, #new-token %d, #cached-token %d, #running-req %d, #queue-req %d",
-            len(plan.admits),
+            self._admitted,
             sum(chunk.length for chunk in plan.chunks),
-            sum(len(admit.slots) for admit in plan.admits),
+            self._cached,
             len(self._sched.running),
             len(self._sched.waiting),
         )
+        self._admitted = self._cached = 0
 
     def _decode(self, rows: int) -> None:
-        sched, seconds = self._sched, max(time.monotonic() - self._since, 1e-9)
+        sched = self._sched
         used = sched.config.slots - sched.pool.available - sched.radix.evictable
         accepted = self._tokens - self._rows
         log.info(
@@ -62,10 +67,10 @@ class Reporter:
             used / sched.config.slots,
             self._tokens / self._rows,
             accepted / self._proposed if self._proposed else 0.0,
-            self._tokens / seconds,
+            self._tokens / max(self._busy, 1e-9),
             len(sched.waiting),
         )
 
     def _reset(self) -> None:
         self._steps = self._rows = self._tokens = self._proposed = 0
-        self._since = time.monotonic()
+        self._busy = 0.0  # seconds in steps, prefills included

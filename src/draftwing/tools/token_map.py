@@ -116,11 +116,13 @@ def _message(turn: dict[str, Any]) -> dict[str, Any]:
 
 def _write(ids: list[int], out: Path) -> None:
     try:
-        if out.suffix in (".pt", ".pth", ".bin"):
-            import torch
+        with out.open("wb") as file:
+            if out.suffix in (".pt", ".pth", ".bin"):
+                import torch
 
-            torch.save(ids, out)
-        else:
-            out.write_text(json.dumps(ids) if out.suffix == ".json" else "\n".join(map(str, ids)) + "\n", "utf-8")
+                torch.save(ids, file)
+            else:
+                text = json.dumps(ids) if out.suffix == ".json" else "\n".join(map(str, ids))
+                file.write(f"{text}\n".encode())
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from error
