@@ -205,6 +205,7 @@ def check_chain(
     ids = torch.tensor([4, 17, 3, 29, 8, 41])
     _, taps = target(ids[:5], torch.arange(5), DenseCache(), head.taps)
     assert taps is not None
+    assert not any(param.is_meta for param in head.parameters())  # any comparison with meta tensors would pass
     cache = DenseCache()
     hidden = head.run(ids[1:], torch.arange(5), head.features(taps), 0, cache)
     assert hidden.shape == (5, head.width)
@@ -228,5 +229,9 @@ def check_chain(
 
 @pytest.fixture(scope="session")
 def drafts() -> SimpleNamespace:
-    """The functions and sizes above, for the tests of this folder."""
-    return SimpleNamespace(**globals())
+    """What the tests of draft heads are made of."""
+    return SimpleNamespace(
+        CONFIG=CONFIG, Weights=Weights, Reference=Reference, DenseCache=DenseCache, make_target=make_target,
+        eagle_weights=eagle_weights, eagle3_weights=eagle3_weights, kept_ids=kept_ids, vocab_maps=vocab_maps,
+        write=write, check_chain=check_chain,
+    )  # fmt: skip

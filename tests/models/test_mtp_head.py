@@ -96,6 +96,26 @@ def test_mimo(drafts: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCapture
     assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in head.stored_tensors())
 
 
+def test_gradients_and_fake_tensors(drafts: SimpleNamespace, tmp_path: Path) -> None:
+    """Every layer can be trained at its level, and no data is read on the host."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    target = load_model(drafts.write(tmp_path, mimo(drafts, 2), **MIMO), torch.float32, "cpu")
+    head: Any = load_mtp_head(tmp_path, target, torch.float32, "cpu")
+    head.set_max_positions(64)
+    ids, cache = torch.tensor([4, 17, 3]), drafts.DenseCache()
+    head.requires_grad_()
+    hidden = head.run(ids, torch.arange(3), torch.randn(3, 32), 0, cache)
+    hidden = head.run(ids, torch.arange(1, 4), hidden, 1, cache)
+    head.logits(hidden).logsumexp(-1).sum().backward()
+    for name, param in head.named_parameters():
+        assert param.grad is not None and param.grad.abs().max() > 0, name
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
+        hidden = head.run(ids, positions, torch.empty(5, 32), 0, lambda layer, q, k, v: q.flatten(1))
+        assert head.logits(hidden).shape == (5, 50)
+
+
 def test_the_body_is_qwen2(drafts: SimpleNamespace, tmp_path: Path) -> None:
     """The same tensors under Qwen2's name give the same model."""
     weights = mimo(drafts, 1)

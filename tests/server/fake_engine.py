@@ -45,9 +45,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class FakeEngine:
-    """Repeats the prompt, then says <eos>; with ignore_eos it repeats for ever. `burst` tokens per step."""
+    """Repeats the prompt, then says <eos>; with ignore_eos it repeats for ever. `burst` tokens per step,
+    which takes `pause` seconds."""
 
-    def __init__(self, options: Options | None = None, burst: int = 3) -> None:
+    def __init__(self, options: Options | None = None, burst: int = 3, pause: float = 0.0005) -> None:
         self.options = (options or Options(random_seed=7)).resolve()
         self.tokenizer = byte_tokenizer()
         self.info = EngineInfo(
@@ -61,7 +62,7 @@ class FakeEngine:
             dtype="float32",
             device="cpu",
         )
-        self.burst = burst
+        self.burst, self.pause = burst, pause
         self.requests: list[GenRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []
         self.running: dict[str, tuple[GenRequest, list[int], StopStringScanner | None]] = {}
@@ -120,7 +121,7 @@ class FakeEngine:
                 news.append(self._end(item, [], {"type": "abort", "message": "aborted"}))
         news += [self._advance(uid) for uid in list(self.running)]
         if self.running:
-            time.sleep(0.0005)  # a forward
+            time.sleep(self.pause)  # a forward
         return news
 
     def _advance(self, uid: str) -> Output:

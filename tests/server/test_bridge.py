@@ -34,8 +34,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 @pytest.fixture
 def slow() -> FakeEngine:
-    """Takes about a second for 1900 tokens."""
-    return FakeEngine(burst=1)
+    """Takes about six seconds for 1900 tokens."""
+    return FakeEngine(burst=1, pause=0.003)
 
 
 @pytest.fixture

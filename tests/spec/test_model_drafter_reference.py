@@ -7,6 +7,8 @@ pass over the text so far, whatever chunks, trees, rejections, prefix hits and p
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,6 +31,8 @@ from draftwing.sampling.noise import gumbel
 from draftwing.sched.request import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape, ShapePolicy
+from draftwing.spec.drafter import Draft
+from draftwing.spec.grow import grow, top_tokens
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -368,14 +372,14 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
     case = CASES[name]()
     rig = Rig(case, tmp_path, FixedShape(shape), chunk=7, lag=1)
     prompts = prompts_for(5, seed=3)
-    answers, _ = ask(rig, prompts, 30)
-    more = [[*prompts[i], *answers[str(i)][:19]] for i in (1, 3)]  # go on in the middle of what was generated
+    answers, _ = ask(rig, prompts, 22)
+    more = [[*prompts[i], *answers[str(i)][:15]] for i in (1, 3)]  # go on in the middle of what was generated
     _, final = ask(rig, more, 12, "more ")
     for i, prompt in enumerate(more):
         assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 2
     assert rig.accept_length > 1.15 and rig.stats.full < rig.stats.rows, "accepts and rejections must mix"
     assert shape.topk == 1 or rig.stats.moved > 3
-    check_some(case, rig, 14)
+    check_some(case, rig, 9)
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
@@ -385,7 +389,7 @@ def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
     rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, slots=86)
     ask(rig, prompts_for(5, seed=4), 30)
     assert rig.sched.retractions >= 1
-    check_some(case, rig, 12)
+    check_some(case, rig, 8)
 
 
 class InTurn:
@@ -408,9 +412,9 @@ class InTurn:
 def test_changing_shapes(name, tmp_path):
     case = CASES[name]()
     rig = Rig(case, tmp_path, InTurn(), chunk=9, lag=1)
-    ask(rig, prompts_for(5, seed=5), 30)
+    ask(rig, prompts_for(4, seed=5), 26)
     assert {seen.shape for seen in rig.seen} == set(InTurn.menu) - {PLAIN}
-    check_some(case, rig, 13)
+    check_some(case, rig, 11)
 
 
 EXACT: dict[str, tuple[Callable[[], exact_heads.Exact], str]] = {
@@ -446,3 +450,72 @@ def test_constructed_heads_are_always_accepted(name, shape, lag, tmp_path):
         meta = final[str(i)].meta
         assert meta["spec_verify_ct"] == 8
         assert meta["spec_correct_drafts_histogram"] == [0] * shape.depth + [8]
+
+
+def quantised(seed: int) -> Callable[[tuple[int, ...]], list[float]]:
+    """Log probabilities that are multiples of a quarter, many of them zero: exact in float32, and full of ties."""
+
+    def log_probs(path: tuple[int, ...]) -> list[float]:
+        rng = random.Random(f"{seed} {path}")
+        return [-0.25 * max(0, rng.randrange(-3, 5)) for _ in range(6)]
+
+    return log_probs
+
+
+def worked_example(path: tuple[int, ...]) -> list[float]:
+    table = {(): (0.6, 0.3), (0,): (0.5, 0.35), (1,): (0.9, 0.05), (0, 0): (0.8, 0.1), (1, 0): (0.7, 0.2)}
+    return [math.log(p) for p in table[path]]
+
+
+def grow_batch(tables: list[Callable[[tuple[int, ...]], list[float]]], roots: list[int], shape: TreeShape) -> Draft:
+    """The engine's growth loop fed from one table per row."""
+    topk = shape.topk
+    paths: list[list[tuple[int, ...]]] = [[()] for _ in tables]  # of each row's level before
+
+    def best(table, path) -> tuple[list[int], list[float]]:
+        row = table(path)
+        ids, _ = draft_heads.best(row, topk)
+        return ids, [row[i] for i in ids]
+
+    def expand(level: int, ids: torch.Tensor, parent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for b in range(len(tables)):
+            above = paths[b]
+            paths[b] = [(*above[p], i) for i, p in zip(ids[b].tolist(), parent[b].tolist(), strict=True)]
+            assert {len(path) for path in paths[b]} == {level}
+        found = [[best(table, path) for path in paths[b]] for b, table in enumerate(tables)]
+        return (
+            torch.tensor([[ids for ids, _ in row] for row in found]),
+            torch.tensor([[logp for _, logp in row] for row in found]),
+        )
+
+    first = [best(table, ()) for table in tables]
+    ids, logp = torch.tensor([f[0] for f in first]), torch.tensor([f[1] for f in first])
+    return grow(torch.tensor(roots), ids, logp, shape, expand)
+
+
+def test_growth_of_the_worked_example():
+    """K = 2, S = 3, N = 6, flat scores .6 .3 | .30 .21 .27 .015 | .24 .03 .189 .054."""
+    draft = grow_batch([worked_example] * 2, [9, 8], TreeShape(3, 2, 6))
+    assert draft.tokens.tolist() == [[9, 0, 1, 0, 0, 0], [8, 0, 1, 0, 0, 0]]
+    assert draft.parent.tolist() == [[0, 0, 0, 1, 2, 3]] * 2
+    assert draft.alive.all()
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5), (2, 2, 7), (3, 3, 9), (5, 4, 8), (5, 1, 6), (4, 5, 40), (6, 3, 49)])
+def test_growth_with_ties(shape):
+    seeds = range(6)
+    draft = grow_batch([quantised(seed) for seed in seeds], [10 + seed for seed in seeds], TreeShape(*shape))
+    for row, seed in enumerate(seeds):
+        tree = draft_heads.grow(quantised(seed), range(6), 10 + seed, 0, *shape)
+        assert draft.tokens[row].tolist() == tree.tokens
+        assert draft.parent[row].tolist() == tree.parents
+
+
+def test_best_tokens_of_equal_logits():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 4, (40, 300), generator=generator).float()
+    expected = [draft_heads.best(row.tolist(), 5)[0] for row in logits]
+    values = logits.log_softmax(-1).gather(1, torch.tensor(expected))
+    ids, logp = top_tokens(logits.clone(), 5)
+    assert ids.tolist() == expected
+    torch.testing.assert_close(logp, values)

@@ -32,9 +32,19 @@ _KEY_TILE = 16
 class Keys(NamedTuple):
     """What the queries of B rows read, fetched once a layer."""
 
-    slots: Tensor  # [B * blocks * width] int64
+    index: Tensor  # [K] int64, K = B * blocks * kv_heads * width: rows of the pool's layer as [slots * kv_heads, ...]
+    staged: Tensor  # [K, 2 * head_dim] in the pool's dtype; `fetched` itself where that is float32
+    fetched: Tensor  # [K, 2 * head_dim]: the part of `wide` that a layer fills
     wide: Tensor  # [B, blocks, kv_heads, width, 2 * head_dim + _KEY_TILE] float32: keys, values, ones
-    fetched: Tensor  # [B, blocks, width, kv_heads, 2 * head_dim]: the part of `wide` that a layer fills
+
+
+class Scratch(NamedTuple):
+    """Operands and results of the largest stretch. Allocated once a forward: pages that are new to the process cost
+    more than the work that is done in them."""
+
+    left: Tensor  # [R, head_dim], R = products * rows of each
+    scores: Tensor  # [R, width]
+    sums: Tensor  # [R, head_dim + _KEY_TILE]
 
 
 class Queries(NamedTuple):
@@ -47,8 +57,16 @@ class Queries(NamedTuple):
     grouped: Tensor  # [B, blocks, N, kv_heads, group, head_dim]: the part of `left` that a layer fills
     left: Tensor  # [n, tall, head_dim] float32, the same for all blocks
     keys: Tensor  # [n, head_dim, width]
+    scores: Tensor  # [n, tall, width]
+    by_block: Tensor  # [B, blocks, kv_heads, tall, width]: `scores`
+    masked: Tensor  # [B, masked, kv_heads, tall, width]: the last blocks of `scores`
+    mask: Tensor  # [B, masked, 1, tall, width]: 0 or -inf
     values: Tensor  # [n, width, head_dim + _KEY_TILE], the last columns ones
-    mask: Tensor  # [B, masked, 1, tall, width]: 0 or -inf, for the last `masked` blocks
+    sums: Tensor  # [n, tall, head_dim + _KEY_TILE]
+    of_block: tuple[Tensor, ...]  # each [B, kv_heads, tall, head_dim + _KEY_TILE]: `sums`
+    numerator: Tensor  # [B, N, kv_heads, group, head_dim], of the first block
+    denominator: Tensor  # [B, N, kv_heads, group, 1]
+    mean: Tensor  # [B, N, kv_heads, group, head_dim]: where the result goes
 
 
 def _round_up(size: int, tile: int) -> int:
@@ -68,75 +86,107 @@ class TorchAttention:
     def bind(self, batch: Batch, first_layer: int) -> Attend:
         work: list[tuple[Keys, list[Queries]]] = []  # made in the first layer, which tells the number of heads
 
+        mean = torch.empty(0)
+
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal mean
             kv = self.pool.kv[first_layer + layer]
             self.pool.write(first_layer + layer, batch.write_slots, k, v)
             if not work:
-                group = q.shape[1] // k.shape[1]
+                mean = torch.empty(q.shape, device=q.device)
                 work.extend(
-                    [_chunk_work(batch.table, chunk, kv, group) for chunk in batch.chunks]
+                    [_chunk_work(batch.table, chunk, kv, mean) for chunk in batch.chunks]
                     if batch.chunks
-                    else [_tree_work(batch, kv, group)]
+                    else [_tree_work(batch, kv, mean)]
                 )
-            out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
             for keys, stretches in work:
                 _fetch(keys, kv)
                 for queries in stretches:
-                    _attend(queries, q, out)
-            return out
+                    _attend(queries, q)
+            return mean.flatten(1).to(q.dtype, copy=True)  # the next layer writes `mean` again
 
         return attend
 
 
 def _fetch(keys: Keys, kv: Tensor) -> None:
-    keys.fetched.copy_(kv.index_select(0, keys.slots).view(keys.fetched.shape))
+    # A head's key and value are one row, and rows come in the order of the products' operands: nothing is transposed.
+    torch.index_select(kv.view(-1, 2 * kv.shape[3]), 0, keys.index, out=keys.staged)
+    if keys.staged is not keys.fetched:
+        keys.fetched.copy_(keys.staged)
 
 
-def _attend(queries: Queries, q: Tensor, out: Tensor) -> None:
-    """q [M, heads, head_dim], out [M, heads * head_dim], of which `queries.where` is read and written."""
-    rows, blocks, nodes, kv_heads, group, dim = queries.grouped.shape
-    tall, width = queries.left.shape[1], queries.keys.shape[2]
-
+def _attend(queries: Queries, q: Tensor) -> None:
+    """q [M, heads, head_dim], of which `queries.where` is read, to `queries.mean`."""
+    rows, _, nodes, kv_heads, group, dim = queries.grouped.shape
     queries.grouped.copy_(q[queries.where].view(rows, 1, nodes, kv_heads, group, dim))
     scale = default_scale(dim) * math.log2(math.e)  # for exp2, which is several times faster than exp
-    nothing = queries.left.new_empty(())  # not read, for beta is 0
-    scores = torch.baddbmm(nothing, queries.left, queries.keys, beta=0, alpha=scale)
-    scores = scores.view(rows, blocks, kv_heads, tall, width)
-    scores[:, -queries.mask.shape[1] :].add_(queries.mask)
-    weights = scores.sub_(scores.amax((1, 4), keepdim=True)).exp2_()
-    sums = torch.bmm(weights.view(-1, tall, width), queries.values).view(rows, blocks, kv_heads, tall, -1)
-    first, *others = sums.unbind(1)
+    torch.baddbmm(queries.scores, queries.left, queries.keys, beta=0, alpha=scale, out=queries.scores)
+    queries.masked.add_(queries.mask)
+    queries.by_block.sub_(queries.by_block.amax((1, 4), keepdim=True)).exp2_()
+    torch.bmm(queries.scores, queries.values, out=queries.sums)
+    first, *others = queries.of_block
     for later in others:  # one after the other: the order of a sum over an axis is torch's to choose
         first.add_(later)
-    mean = first[:, :, : nodes * group, :dim] / first[:, :, : nodes * group, dim : dim + 1]
-    out[queries.where].view(rows, nodes, kv_heads, group, dim).copy_(
-        mean.view(rows, kv_heads, nodes, group, dim).transpose(1, 2)
-    )
+    torch.div(queries.numerator, queries.denominator, out=queries.mean)
 
 
 def _keys(slots: Tensor, kv: Tensor) -> Keys:
     """slots [B, blocks, width]"""
     rows, blocks, width = slots.shape
     kv_heads, dim = kv.shape[1], kv.shape[3]
+    head = torch.arange(kv_heads, device=kv.device).unsqueeze(1)
+    index = (slots.unsqueeze(2) * kv_heads + head).flatten()  # of [B, blocks, kv_heads, width]
     wide = torch.ones(rows, blocks, kv_heads, width, 2 * dim + _KEY_TILE, device=kv.device)
-    return Keys(slots.flatten(), wide, wide[..., : 2 * dim].transpose(2, 3))
+    fetched = wide.flatten(0, 3)[:, : 2 * dim]
+    staged = fetched if kv.dtype == wide.dtype else kv.new_empty(fetched.shape)
+    return Keys(index, staged, fetched, wide)
 
 
-def _queries(where: slice, seen: Tensor, blocks: int, wide: Tensor, group: int) -> Queries:
-    """seen [B, masked, N, width] bool; `blocks`: how many of the first blocks are read. Padding sees everything."""
+def _scratch(products: int, tall: int, wide: Tensor) -> Scratch:
+    """For up to so many products of `tall` rows each."""
+    dim = (wide.shape[4] - _KEY_TILE) // 2
+    sizes = dim, wide.shape[3], dim + _KEY_TILE
+    return Scratch(*(torch.zeros(products * tall, size, device=wide.device) for size in sizes))
+
+
+def _tall(nodes: int, group: int) -> int:
+    return _round_up(nodes * group, _ROW_TILE)
+
+
+def _queries(where: slice, seen: Tensor, blocks: int, wide: Tensor, scratch: Scratch, mean: Tensor) -> Queries:
+    """seen [B, masked, N, width] bool; `blocks`: how many of the first blocks are read; mean [M, heads, head_dim].
+    Padding sees everything."""
     rows, masked, nodes, width = seen.shape
-    kv_heads, dim = wide.shape[2], (wide.shape[4] - _KEY_TILE) // 2
-    tall = _round_up(nodes * group, _ROW_TILE)
+    kv_heads, dim = wide.shape[2], mean.shape[2]
+    group = mean.shape[1] // kv_heads
+    tall, products = _tall(nodes, group), rows * blocks * kv_heads
     mask = torch.zeros(rows, masked, 1, tall, width, device=wide.device)
     bias = torch.where(seen, 0.0, -torch.inf)[:, :, None, :, None]
     mask[:, :, :, : nodes * group].unflatten(3, (nodes, group)).copy_(bias)
-    left = torch.zeros(rows, blocks, kv_heads, tall, dim, device=wide.device)
-    grouped = left[:, :, :, : nodes * group].unflatten(3, (nodes, group)).transpose(2, 3)
+    left, scores, sums = (part[: products * tall].view(products, tall, -1) for part in scratch)
+    by_block, of_block = scores.view(rows, blocks, kv_heads, tall, width), sums.view(rows, blocks, kv_heads, tall, -1)
+    grouped = left.view(rows, blocks, kv_heads, tall, dim)[:, :, :, : nodes * group]
+    total = of_block[:, 0, :, : nodes * group].unflatten(2, (nodes, group)).transpose(1, 2)
     right = wide[:, :blocks].flatten(0, 2)  # a view: blocks are left out only where B is 1
-    return Queries(where, grouped, left.flatten(0, 2), right[..., :dim].transpose(1, 2), right[..., dim:], mask)
+    return Queries(
+        where=where,
+        grouped=grouped.unflatten(3, (nodes, group)).transpose(2, 3),
+        left=left,
+        keys=right[..., :dim].transpose(1, 2),
+        scores=scores,
+        by_block=by_block,
+        masked=by_block[:, -masked:],
+        mask=mask,
+        values=right[..., dim:],
+        sums=sums,
+        of_block=of_block.unbind(1),
+        numerator=total[..., :dim],
+        denominator=total[..., dim : dim + 1],
+        mean=mean[where].view(rows, nodes, kv_heads, group, dim),
+    )
 
 
-def _tree_work(batch: Batch, kv: Tensor, group: int) -> tuple[Keys, list[Queries]]:
+def _tree_work(batch: Batch, kv: Tensor, mean: Tensor) -> tuple[Keys, list[Queries]]:
     """Every block's committed positions and, next to them, the tree's whole window."""
     assert batch.path is not None and batch.path_len is not None
     rows, nodes, depth = batch.path.shape
@@ -163,20 +213,22 @@ def _tree_work(batch: Batch, kv: Tensor, group: int) -> tuple[Keys, list[Queries
         committed = (position < prefix)[:, :, None].expand(-1, -1, nodes, -1)
         seen = torch.cat((committed, on_path), 3)  # [B, blocks, N, width]
     keys = _keys(slots, kv)
-    return keys, [_queries(slice(0, rows * nodes), seen, blocks, keys.wide, group)]
+    scratch = _scratch(rows * blocks * kv.shape[1], _tall(nodes, mean.shape[1] // kv.shape[1]), keys.wide)
+    return keys, [_queries(slice(0, rows * nodes), seen, blocks, keys.wide, scratch, mean)]
 
 
-def _chunk_work(table: Tensor, chunk: ChunkSpan, kv: Tensor, group: int) -> tuple[Keys, list[Queries]]:
+def _chunk_work(table: Tensor, chunk: ChunkSpan, kv: Tensor, mean: Tensor) -> tuple[Keys, list[Queries]]:
     """The row's positions up to the chunk's end. Queries go block by block: each reads the blocks before its own
     whole, and scores stay in the cache."""
     end = chunk.start + chunk.length
     blocks = -(-end // _BLOCK)
     keys = _keys(F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK), kv)
     causal = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=table.device).tril()
+    scratch = _scratch(blocks * kv.shape[1], _tall(min(chunk.length, _BLOCK), mean.shape[1] // kv.shape[1]), keys.wide)
     stretches = []
     for block in range(chunk.start // _BLOCK, blocks):
         first, last = max(chunk.start, block * _BLOCK), min(end, (block + 1) * _BLOCK)
         here = slice(chunk.offset + first - chunk.start, chunk.offset + last - chunk.start)
         seen = causal[first - block * _BLOCK : last - block * _BLOCK]
-        stretches.append(_queries(here, seen[None, None], block + 1, keys.wide, group))
+        stretches.append(_queries(here, seen[None, None], block + 1, keys.wide, scratch, mean))
     return keys, stretches

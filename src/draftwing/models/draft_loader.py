@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from draftwing.models.feature_head import FeatureHead
 from draftwing.models.loader import fill_parameters, folder_tensors, load_config, read_json
 from draftwing.models.mtp_head import MTPHead
 from draftwing.models.names import MTP_PREFIX, canonical
-
-if TYPE_CHECKING:
-    from draftwing.spec.heads import DraftHead
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ def load_draft_head(
     aux_layer_ids: AuxLayerIds = "auto",
     token_ids: Tensor | None = None,
     context_length: int | None = None,
-) -> DraftHead:
+) -> EagleHead | Eagle3Head | MTPHead:
     """The head in the folder `path` for `target`; `algorithm` is EAGLE, NEXTN or EAGLE3.
 
     aux_layer_ids: what ids of an EAGLE-3 config count: layers whose output is meant, boundaries between layers (0 the
@@ -108,7 +105,7 @@ def load_mtp_head(
     device: torch.device | str,
     *,
     token_ids: Tensor | None = None,
-) -> DraftHead:
+) -> MTPHead:
     """The multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder.
 
     token_ids: as for `load_draft_head`.  Raises CheckpointError where there are none that can be served.
@@ -276,6 +273,7 @@ def _warn_of_changes(
 
 
 def _finish(head: Head, token_ids: Tensor | None, started: float) -> Head:
+    assert not any(param.is_meta for param in head.parameters()), "names() is not complete"
     if token_ids is not None:
         if isinstance(head, Eagle3Head):
             logger.warning("the token map is ignored: an EAGLE-3 head is trained for tokens of its own")

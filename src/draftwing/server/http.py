@@ -101,6 +101,10 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
     """The body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
     body = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = body.pop("$defs", {})
+    for part in (body, *definitions.values()):
+        # Fields of any type are those that are not built, or have no effect: nothing to advertise.
+        known = {name: field for name, field in part["properties"].items() if field.keys() - {"default", "title"}}
+        part["properties"] = known
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(body, definitions)}}}}
 
 

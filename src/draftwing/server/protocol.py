@@ -29,6 +29,11 @@ _SAMPLING = (
 )  # fmt: skip
 
 
+def _documented(**bounds: Any) -> Any:
+    """Bounds for /openapi.json only: they are checked in `draftwing.params`, whose messages say more."""
+    return Field(default=None, json_schema_extra=bounds)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -47,18 +52,18 @@ class OpenAIBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    sampling_seed: int | None = None
+    max_tokens: int | None = _documented(minimum=1)
+    min_tokens: int | None = _documented(minimum=0)
+    temperature: float | None = _documented(minimum=0, maximum=100)
+    top_p: float | None = _documented(exclusiveMinimum=0, maximum=1)
+    top_k: int | None = _documented(minimum=-1, maximum=2**31 - 1)
+    min_p: float | None = _documented(minimum=0, maximum=1)
+    seed: int | None = _documented(minimum=-(2**63), maximum=2**63 - 1)
+    sampling_seed: int | None = _documented(minimum=-(2**63), maximum=2**63 - 1)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
+    n: int | None = _documented(minimum=1, maximum=sampling.MAX_ANSWERS)
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None

@@ -1,0 +1,122 @@
+"""Requests made up from the OpenAPI description, right and wrong ones: none may give a 5xx, none may stop the engine.
+
+    python tests/server/test_fuzz.py 10000
+
+makes that many requests; the test makes a few hundred.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_engine import FakeEngine, local
+
+from draftwing.server.api import create_app
+from draftwing.server.run import bind
+
+WORKS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": "abc"},
+    "/generate": {"text": "abc"},
+    "/abort_request": {"rid": "a"},
+    "/tokenize": {"prompt": "abc"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+schemathesis = pytest.importorskip("schemathesis")
+
+
+@contextmanager
+def live() -> Iterator[tuple[str, FakeEngine]]:
+    engine = FakeEngine(burst=64)
+    sock = bind("127.0.0.1", 0)
+    config = uvicorn.Config(create_app(local(engine), engine.tokenizer), log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", engine
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        sock.close()
+
+
+def fuzz(url: str, requests: int) -> Counter[tuple[str, int]]:
+    """Status codes by endpoint."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import strategies as st
+    from schemathesis import GenerationMode
+
+    statuses: Counter[tuple[str, int]] = Counter()
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    operations = [operation.ok() for operation in schema.get_all_operations()]
+    bodies = [o for o in operations if o.method.upper() == "POST" and o.body]
+    # Endpoints without a body have little to vary.
+    few = max(2, requests // 200)
+    share = (requests - few * (len(operations) - len(bodies))) // (2 * len(bodies)) + 1
+    for operation in operations:
+        for positive in (True, False) if operation in bodies else (True,):
+            mode = GenerationMode.POSITIVE if positive else GenerationMode.NEGATIVE
+
+            @settings(
+                max_examples=share if operation in bodies else few,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
+            def call(case: Any, data: Any, positive: bool = positive) -> None:
+                if positive and isinstance(case.body, dict) and data.draw(st.booleans()):
+                    # Many random fields at once are never all in range: some on top of what works get further.
+                    names = data.draw(st.lists(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else []
+                    case.body = {**WORKS[case.path], **{name: case.body[name] for name in names}}
+                response = case.call(timeout=30)
+                statuses[(case.path, response.status_code)] += 1
+                assert response.status_code < 500, (case, response.text)
+
+            call()
+    return statuses
+
+
+def check(requests: int) -> Counter[tuple[str, int]]:
+    with live() as (url, engine):
+        statuses = fuzz(url, requests)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "abc"})
+        assert answer.json()["choices"][0]["text"] == "abc"
+        end = time.monotonic() + 10
+        while not engine.idle() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert engine.idle()
+    return statuses
+
+
+def test_no_request_gives_a_5xx() -> None:
+    statuses = check(150)
+    paths = {path for path, _ in statuses}
+    assert {"/v1/chat/completions", "/v1/completions", "/generate", "/abort_request", "/tokenize"} <= paths
+    # It has to get past the checks, and to be stopped by them.
+    assert statuses[("/v1/completions", 200)] and statuses[("/v1/completions", 400)]
+
+
+if __name__ == "__main__":
+    counts = check(int(sys.argv[1]))
+    for (path, status), count in sorted(counts.items()):
+        print(f"{count:6d} {status} {path}")
+    print(f"{sum(counts.values()):6d} requests, none with a 5xx")
