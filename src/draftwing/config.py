@@ -19,16 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwing import compat
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
-ALGORITHMS = ("none", "NGRAM", "STANDALONE")
-ALGORITHMS_TO_COME = ("EAGLE", "EAGLE3", "NEXTN")
+ALGORITHMS = ("none", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-STANDALONE_SHAPE = TreeShape(3, 1, 4)
+# Trees when only an algorithm is given: chains, but for EAGLE heads of Llama models.
+CHAIN_SHAPE, LLAMA_SHAPE = TreeShape(3, 1, 4), TreeShape(5, 4, 8)
+AUX_LAYER_IDS = ("auto", "output", "boundary")
 
 
 def _option(
@@ -118,38 +119,49 @@ class Options:
     speculative_draft_model_path: str | None = _option(
         None,
         SPECULATION,
-        "model that drafts for STANDALONE: as --model",
+        "model or head that drafts: as --model (EAGLE and NEXTN: the target's own prediction layers if not given)",
         aliases=("speculative_draft_model",),
     )
     speculative_draft_model_revision: str | None = _option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
     )
+    speculative_token_map: str | None = _option(
+        None,
+        SPECULATION,
+        "tokens that EAGLE may draft (FR-Spec): a .pt, JSON or text list, or org/repo/file of the hub",
+    )
+    speculative_aux_layer_ids: str = _option(
+        "auto",
+        SPECULATION,
+        "what the layer ids of an EAGLE-3 config count: outputs of layers, or boundaries between them",
+        choices=AUX_LAYER_IDS,
+    )
     speculative_num_steps: int | None = _option(
         None,
         SPECULATION,
-        "depth of a draft (default: 3 for STANDALONE, draft tokens - 1 for NGRAM)",
+        "depth of a draft (default: 3, or 5 for EAGLE on Llama; draft tokens - 1 for NGRAM)",
         minimum=1,
         maximum=256,
     )
     speculative_eagle_topk: int | None = _option(
         None,
         SPECULATION,
-        "branching factor of a draft (default: 1 for STANDALONE, max bfs breadth for NGRAM)",
+        "branching factor of a draft (default: 1, or 4 for EAGLE on Llama; max bfs breadth for NGRAM)",
         minimum=1,
         maximum=64,
     )
     speculative_num_draft_tokens: int | None = _option(
         None,
         SPECULATION,
-        "nodes verified in a step, the root included (default: 4 for STANDALONE, 12 for NGRAM)",
+        "nodes verified in a step, the root included (default: 4, or 8 for EAGLE on Llama; 12 for NGRAM)",
         minimum=2,
         maximum=512,
     )
     speculative_ngram_min_match_window_size: int = _option(
-        1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=64
+        1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_HINT
     )
     speculative_ngram_max_match_window_size: int = _option(
-        12, SPECULATION, "most last tokens that are matched", minimum=1, maximum=64
+        12, SPECULATION, "most last tokens that are matched", minimum=1, maximum=MAX_HINT
     )
     speculative_ngram_min_bfs_breadth: int = _option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
     speculative_ngram_max_bfs_breadth: int = _option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)
@@ -220,10 +232,15 @@ class Options:
     def _resolve_speculation(self) -> dict[str, Any]:
         name = self.speculative_algorithm
         algorithm = "none" if name.lower() == "none" else name.upper()
-        if self.speculative_draft_model_path is not None and algorithm != "STANDALONE":
+        draft = self.speculative_draft_model_path
+        if draft is not None and algorithm in ("none", "NGRAM"):
             raise ConfigError(
-                "speculative_draft_model_path belongs to speculative_algorithm STANDALONE; found it with "
-                f"speculative_algorithm {name!r}"
+                f"speculative_draft_model_path needs a speculative_algorithm that drafts with a model "
+                f"({_list(ALGORITHMS[2:])}); found {name!r}"
+            )
+        if draft is None and algorithm in ("STANDALONE", "EAGLE3"):
+            raise ConfigError(
+                f"speculative_algorithm {algorithm} needs speculative_draft_model_path, the model that drafts"
             )
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         if algorithm == "none":
@@ -231,25 +248,35 @@ class Options:
             if given:
                 logger.warning("without speculative_algorithm, %s has no effect", ", ".join(given))
             return {"speculative_algorithm": "none"} | dict.fromkeys(tree)
-        shape = self._standalone_shape() if algorithm == "STANDALONE" else self._ngram_shape()
+        if algorithm in ("EAGLE", "EAGLE3", "NEXTN"):
+            self._grown_shape(LLAMA_SHAPE)  # checked now, filled in when the target's architecture is known
+            return {"speculative_algorithm": algorithm}
+        shape = self._grown_shape(CHAIN_SHAPE) if algorithm == "STANDALONE" else self._ngram_shape()
         return {"speculative_algorithm": algorithm} | dict(zip(tree, shape, strict=True))
 
-    def _standalone_shape(self) -> TreeShape:
+    def for_architecture(self, architecture: str) -> Options:
+        """Resolved options with the tree that an EAGLE-like algorithm has by default on such a target."""
+        if self.speculative_algorithm not in ("EAGLE", "EAGLE3", "NEXTN"):
+            return self
+        shape = self._grown_shape(LLAMA_SHAPE if architecture == "LlamaForCausalLM" else CHAIN_SHAPE)
+        tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        filled: dict[str, Any] = dict(zip(tree, shape, strict=True))
+        return dataclasses.replace(self, **filled)
+
+    def _grown_shape(self, default: TreeShape) -> TreeShape:
         """The growth loop's tree: level 1 has topk nodes, every further level topk children of topk nodes."""
-        if self.speculative_draft_model_path is None:
-            raise ConfigError(
-                "speculative_algorithm STANDALONE needs speculative_draft_model_path, the model that drafts"
-            )
         given = (self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens)
-        steps, topk = given[0] or STANDALONE_SHAPE.depth, given[1] or STANDALONE_SHAPE.topk
-        nodes = given[2] or steps * topk + 1
+        if given == (None, None, None):
+            return default
+        steps, topk = given[0] or default.depth, given[1] or default.topk
+        most = 1 + topk + (steps - 1) * topk**2
+        nodes = given[2] or min(max(default.nodes, steps + 1), most)
         if topk == 1:
-            if nodes != steps + 1:
+            if nodes != steps + 1 and given[2] is not None:
                 logger.warning(
                     "speculative_eagle_topk 1 is a chain: speculative_num_draft_tokens is set to %d", steps + 1
                 )
             return TreeShape(steps, 1, steps + 1)
-        most = 1 + topk + (steps - 1) * topk**2
         if not steps < nodes <= most:
             raise ConfigError(
                 "speculative_num_draft_tokens must be from speculative_num_steps + 1 to 1 + topk + (steps - 1) * "
@@ -315,10 +342,6 @@ def _check_field(spec: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{spec.name} must be a {kind.__name__}; found {value!r}")
     meta = spec.metadata
     if spec.name == "speculative_algorithm":
-        if value.upper() in ALGORITHMS_TO_COME:
-            raise ConfigError(
-                f"speculative_algorithm {value.upper()} is not in this version; use one of {_list(ALGORITHMS)}"
-            )
         value = value.upper() if value.lower() != "none" else "none"
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{spec.name} must be one of {_list(meta['choices'])}; found {value!r}")

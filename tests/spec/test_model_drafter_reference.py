@@ -371,10 +371,10 @@ MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "standalone"]
 def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
     case = CASES[name]()
     rig = Rig(case, tmp_path, FixedShape(shape), chunk=7, lag=1)
-    prompts = prompts_for(5, seed=3)
-    answers, _ = ask(rig, prompts, 22)
-    more = [[*prompts[i], *answers[str(i)][:15]] for i in (1, 3)]  # go on in the middle of what was generated
-    _, final = ask(rig, more, 12, "more ")
+    prompts = prompts_for(4, seed=3)
+    answers, _ = ask(rig, prompts, 20)
+    more = [[*prompts[i], *answers[str(i)][:13]] for i in (1, 3)]  # go on in the middle of what was generated
+    _, final = ask(rig, more, 8, "more ")
     for i, prompt in enumerate(more):
         assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 2
     assert rig.accept_length > 1.15 and rig.stats.full < rig.stats.rows, "accepts and rejections must mix"

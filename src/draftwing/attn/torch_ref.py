@@ -32,7 +32,7 @@ _KEY_TILE = 16
 class Keys(NamedTuple):
     """What the queries of B rows read, fetched once a layer."""
 
-    index: Tensor  # [K] int64, K = B * blocks * kv_heads * width: rows of the pool's layer as [slots * kv_heads, ...]
+    rows: Tensor  # [K] int64, K = B * blocks * kv_heads * width: rows of the pool's layer as [slots * kv_heads, ...]
     staged: Tensor  # [K, 2 * head_dim] in the pool's dtype; `fetched` itself where that is float32
     fetched: Tensor  # [K, 2 * head_dim]: the part of `wide` that a layer fills
     wide: Tensor  # [B, blocks, kv_heads, width, 2 * head_dim + _KEY_TILE] float32: keys, values, ones
@@ -110,7 +110,7 @@ class TorchAttention:
 
 def _fetch(keys: Keys, kv: Tensor) -> None:
     # A head's key and value are one row, and rows come in the order of the products' operands: nothing is transposed.
-    torch.index_select(kv.view(-1, 2 * kv.shape[3]), 0, keys.index, out=keys.staged)
+    torch.index_select(kv.view(-1, 2 * kv.shape[3]), 0, keys.rows, out=keys.staged)
     if keys.staged is not keys.fetched:
         keys.fetched.copy_(keys.staged)
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from tqdm import tqdm
@@ -19,14 +20,18 @@ from draftwing.engine.slots import SlotTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.draft_config import AuxLayerIds
+from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.models.feature_head import FeatureHead
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, shape_menu
 from draftwing.spec.drafter import Drafter
-from draftwing.spec.heads import DraftLM
+from draftwing.spec.heads import DraftHead, DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.ngram import NGramDrafter
+from draftwing.spec.token_map import load_token_map
 
 log = logging.getLogger("draftwing")
 
@@ -53,7 +58,7 @@ def build(options: Options, path: Path) -> Parts:
     config = load_config(path)
     dtype = pick_dtype(options.dtype, device, config.dtype)
     model = load_with_progress(path, dtype, device)
-    drafter, policy = make_drafter(options, model, dtype, device)
+    drafter, policy = make_drafter(options, path, model, dtype, device)
     return assemble(options, model, dtype, device, drafter, policy)
 
 
@@ -116,21 +121,16 @@ def assemble(
 
 
 def make_drafter(
-    options: Options, target: DecoderModel, dtype: torch.dtype, device: Device
+    options: Options, path: Path, target: DecoderModel, dtype: torch.dtype, device: Device
 ) -> tuple[Drafter | None, ShapePolicy]:
-    """The drafter and shape policy that resolved options ask for."""
+    """The drafter and shape policy that resolved options ask for; path: of the target."""
     shape = options.speculative_shape
     if options.speculative_algorithm == "none":
         return None, FixedShape(PLAIN)
-    if options.speculative_algorithm == "STANDALONE":
-        assert options.speculative_draft_model_path is not None, "options are resolved"
-        path = resolve_model(options.speculative_draft_model_path, options.speculative_draft_model_revision)
-        draft = load_with_progress(path, dtype, device)
-        vocab = min(draft.config.vocab_size, target.config.vocab_size)
-        head = DraftLM(draft, vocab)
-        rows = options.max_running_requests + 1
-        return ModelDrafter(head, rows, shape.topk, dtype, device.device), FixedShape(shape)
-    assert options.speculative_algorithm == "NGRAM", "options are resolved"
+    if options.speculative_algorithm != "NGRAM":
+        head = load_head(options, path, target, dtype, device)
+        drafter = ModelDrafter(head, options.max_running_requests + 1, shape.topk, dtype, device.device)
+        return drafter, FixedShape(shape)
     ngram = NGramDrafter(
         min_window=options.speculative_ngram_min_match_window_size,
         max_window=options.speculative_ngram_max_match_window_size,
@@ -142,6 +142,32 @@ def make_drafter(
         device=device.device,
     )
     return ngram, ExpectedGain(shape_menu(shape))
+
+
+def load_head(options: Options, path: Path, target: DecoderModel, dtype: torch.dtype, device: Device) -> DraftHead:
+    """The model that drafts for `target`, which was loaded from `path`."""
+    draft = options.speculative_draft_model_path
+    source = resolve_model(draft, options.speculative_draft_model_revision) if draft is not None else None
+    if options.speculative_algorithm == "STANDALONE":
+        assert source is not None, "options are resolved"
+        model = load_with_progress(source, dtype, device)
+        return DraftLM(model, min(model.config.vocab_size, target.config.vocab_size))
+    head: FeatureHead
+    token_ids = None
+    if options.speculative_token_map is not None:
+        if options.speculative_algorithm == "EAGLE3":
+            log.warning("speculative_token_map is ignored: an EAGLE-3 head has its own draft vocabulary")
+        else:
+            token_ids = load_token_map(options.speculative_token_map, target.config.vocab_size)
+    if source is None:
+        head = load_mtp_head(path, target, dtype, device.device, token_ids=token_ids)
+    else:
+        head = load_draft_head(
+            source, target, options.speculative_algorithm, dtype, device.device, token_ids=token_ids,
+            aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
+        )  # fmt: skip
+    head.pack()
+    return head
 
 
 def size_pool(options: Options, layers: list[LayerSpec], dtype: torch.dtype, device: Device) -> int:

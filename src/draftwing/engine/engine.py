@@ -22,6 +22,7 @@ from draftwing.engine.report import Reporter
 from draftwing.engine.slots import BAN_IDS
 from draftwing.errors import ConfigError
 from draftwing.models.hub import resolve_model
+from draftwing.models.loader import load_config
 from draftwing.models.stop import stop_ids
 from draftwing.sched.request import Req
 from draftwing.text.detok import StopStringScanner
@@ -38,8 +39,9 @@ class Engine:
         tokenizer_path = path
         if self.options.tokenizer_path:
             tokenizer_path = resolve_model(self.options.tokenizer_path, self.options.revision)
+        self.options = self.options.for_architecture(load_config(path).architecture)
         tokenizer = load_tokenizer(tokenizer_path, self.options.chat_template)
-        if self.options.speculative_draft_model_path:
+        if self.options.speculative_algorithm == "STANDALONE":
             check_draft_tokenizer(self.options, tokenizer)
         parts = build(self.options, path)
         self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids))

@@ -84,6 +84,10 @@ def eagle3_config(
         raise CheckpointError("tensors missing from the checkpoint: lm_head.weight")
     if raw.get("norm_output"):
         logger.info("norm_output: what the head is fed back is normed; some trainers mean something else by this key")
+    norm_before_fc = has_part(raw, ("norm_before_fc",), "input_norm.weight" in weights)
+    fc_norm = has_part(raw, ("fc_norm", "use_aux_norm"), "fc_norm.0.weight" in weights)
+    if norm_before_fc and fc_norm:
+        raise CheckpointError("norm_before_fc and fc_norm together are not supported: their order is not defined")
     second = "layers.1.hidden_norm.weight"
     return Eagle3Config(
         taps=resolve_taps(raw, count, target.config.num_layers, convention),
@@ -92,8 +96,8 @@ def eagle3_config(
         fc_bias="fc.bias" in weights,
         own_embedding=own_embedding,
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_before_fc=has_part(raw, ("norm_before_fc",), "input_norm.weight" in weights),
-        fc_norm=has_part(raw, ("fc_norm", "use_aux_norm"), "fc_norm.0.weight" in weights),
+        norm_before_fc=norm_before_fc,
+        fc_norm=fc_norm,
         norm_output=bool(raw.get("norm_output", False)),
         later_norm="hidden_norm" if second in weights else "input_layernorm",
     )

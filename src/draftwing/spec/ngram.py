@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwing.attn.base import AttnBackend, Batch
 from draftwing.core import MAX_HINT, TreeShape
@@ -22,6 +23,12 @@ from draftwing.spec.ngram_tree import TreeBuilder
 
 OWN: Final = 8  # matches kept from the row's own history
 STEADY: Final = 3  # a match this long is what the row is copying from
+
+# Matches are ranked by a key, the least first. Its level is 4 * (max_window - length), plus 0 for a match that goes on
+# where the row was copying from, 1 for any other of its own, 2 for one of the shared memory.
+_LEVEL: Final = 32
+_LOW: Final = (1 << _LEVEL) - 1
+_FAR: Final = (1 << _LEVEL + 8) - 1
 
 
 class NGramSlots(Protocol):
@@ -70,16 +77,29 @@ class NGramDrafter:
         self.min_window, self.max_window = min_window, max_window
         self.branch_length = branch_length
         self.memory = NGramMemory(min_window, max_window, branch_length, capacity, rows, device)
-        kept = OWN + min(CANDIDATES, self.memory.earlier.shape[0])
+        kept = OWN + CANDIDATES
         self.tree = TreeBuilder(kept, branch_length, max_window, min_breadth, max_breadth, device)
         # Row-indexed, written by `outlook` and read by `propose`: candidates in rank order.
         self.candidates = torch.full((rows, branch_length, kept), -1, dtype=torch.int64, device=device)
         self.match = torch.zeros(rows, kept, dtype=torch.int64, device=device)
-        # How far back the row's source lies; a copy goes on at the same distance. 0 = not copying.
-        self.distance = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.back_steps = torch.arange(max_window, device=device)
-        self.ahead = torch.arange(branch_length, device=device)
-        self.tie = torch.arange(kept - 1, -1, -1, device=device) + (torch.arange(kept, device=device) < OWN) * kept
+        # What the row is copying from lies this many tokens before its newest token's predecessor; a copy goes on at
+        # the same gap. -1 = not copying.
+        self.gap = torch.full((rows, 1), -1, dtype=torch.int64, device=device)
+        self._constants(device)
+
+    def _constants(self, device: torch.device) -> None:
+        window = self.max_window
+        self.back = torch.arange(window - 1, -1, -1, device=device)
+        self.until = torch.arange(-1, -1 - self.branch_length, -1, device=device)[:, None]
+        self.missing = torch.arange(1, window + 1, dtype=torch.uint8, device=device)[:, None]
+        self.shared = (2 << _LEVEL) + torch.arange(CANDIDATES, device=device)
+        self.position = torch.empty(0, dtype=torch.int64, device=device)
+        # By level: the length of the match, 0 if it is too short; and the outlook.
+        match = window - torch.arange((_FAR >> _LEVEL) + 4 * (window + 1)) // 4
+        match = torch.where(match >= self.min_window, match, 0)
+        source = (torch.arange(match.numel()) % 4 == 0) & (match > 0)
+        self.match_of = match.to(device)
+        self.hint_of = (match + source * window).clamp_max(MAX_HINT).to(device)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
         """Nothing to reach: no layers."""
@@ -106,78 +126,64 @@ class NGramDrafter:
         Prefill: the row begins anew; prompts stay out of the memory."""
         rows = batch.rows
         if count is None:
-            self.memory.close(rows)
+            self.memory.begin(rows, slots.salt.index_select(0, rows))
             self.match.index_fill_(0, rows, 0)
             self.candidates.index_fill_(0, rows, -1)
-            self.distance.index_fill_(0, rows, 0)
+            self.gap.index_fill_(0, rows, -1)
             return
-        limit = next_ids.numel() // rows.numel()
-        salt = slots.salt.index_select(0, rows)
-        self.memory.insert(slots.tokens, salt, rows, batch.prefix_len, count, limit)
+        self.memory.insert(slots.tokens, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
 
     def outlook(self, slots: NGramSlots, rows: Tensor, max_bound: int) -> Tensor:
         """Finds and keeps the next candidates. max_bound: host bound of the rows' kv_len now.
 
-        Returns [B] int64: the longest match, at most max_window; 0 = nothing of at least min_window tokens.
+        Returns [B] int64: the length m of the longest match, 1 to max_window, or max_window + m (at most `MAX_HINT`)
+        if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens.
         """
-        newest = slots.kv_len.index_select(0, rows)  # [B] index of the newest token
-        context = slots.tokens.shape[1]
-        at = newest[:, None] - self.back_steps
-        start = (rows * context)[:, None]
-        suffix = slots.tokens.take(start + at.clamp_min(0)).masked_fill_(at < 0, -1)  # newest first
-        own, where = self._search(slots.tokens, rows, newest, suffix, min(max_bound + 1, context))
-        # What follows a match runs into the newest token after `period` tokens; it goes on by repeating itself.
-        period = (newest[:, None] - where).clamp_min(1)
-        follow = where[..., None] + 1 + self.ahead.remainder(period[..., None])
-        copied = slots.tokens.take(start[..., None] + follow.clamp_max(context - 1))
-        copied = torch.where((own > 0)[..., None], copied, -1)
+        length = min(max(max_bound + 1, OWN), slots.tokens.shape[1])
+        history = slots.tokens[:, :length].index_select(0, rows)
+        newest = slots.kv_len.index_select(0, rows)[:, None]  # [B, 1] index of the newest token
+        suffix = history.gather(1, (newest - self.back).clamp_min_(0))  # [B, max_window]; before the start, its first
 
-        shared, continued = self.memory.lookup(suffix, slots.salt.index_select(0, rows), rows)
-        match = torch.cat((own, shared), 1)
-        # Longer first, then own before shared, then the order within each.
-        order = (match * (2 * match.shape[1]) + self.tie).topk(match.shape[1], dim=1).indices  # keys are distinct
-        match = match.gather(1, order)
-        found = torch.cat((copied, continued), 1).flatten(0, 1)
-        picked = order + torch.arange(0, found.shape[0], order.shape[1], device=rows.device)[:, None]
-        found = found.index_select(0, picked.flatten()).view(*order.shape, self.branch_length)
-        self.match.index_copy_(0, rows, match)
-        self.candidates.index_copy_(0, rows, found.transpose(1, 2))
-        return match[:, 0]
+        own = self._search(history, rows, newest, suffix)
+        gap = torch.minimum(own & _LOW, newest)  # of those without a match: anything that can be read
+        self._follow(rows, own, gap)
+        # What follows a match runs into the newest token after gap + 1 tokens; it goes on by repeating itself.
+        follow = newest[..., None] - self.until.remainder(gap[:, None] + 1)  # [B, branch_length, OWN]
+        copied = history.gather(1, follow.flatten(1)).view_as(follow)
 
-    def _search(
-        self, tokens: Tensor, rows: Tensor, newest: Tensor, suffix: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Exact search of the rows' own history: match [B, OWN] and the index of each match's last token [B, OWN].
+        missing, continued = self.memory.lookup(suffix, rows)
+        key = torch.cat((own, torch.add(self.shared, missing, alpha=4 << _LEVEL)), 1)
+        key, order = key.sort(dim=1)  # keys are distinct
+        found = torch.cat((copied, continued), 2)
+        level = key.bitwise_right_shift_(_LEVEL)
+        self.match.index_copy_(0, rows, self.match_of.take(level))
+        self.candidates.index_copy_(0, rows, found.gather(2, order[:, None].expand_as(found)))
+        return self.hint_of.take(level[:, 0])
+
+    def _search(self, history: Tensor, rows: Tensor, newest: Tensor, suffix: Tensor) -> Tensor:
+        """Exact search of the rows' own history [B, length]: keys of the `OWN` best matches, best first [B, OWN].
 
         Longest first; among equals first the one that goes on where the row was copying from (a match longer than
-        max_window looks like any other of that length, and this one is), then the most recent.
+        max_window looks like any other of that length, and this one is), then the most recent. A key has the level in
+        the bits from `_LEVEL` on and the gap below.
         """
-        history = tokens[:, :length].index_select(0, rows).int()  # [B, length]
-        # windows[i, :, e] is the token max_window - 1 - i before position e; -2 before the start matches nothing.
-        windows = torch.nn.functional.pad(history, (self.max_window - 1, 0), value=-2).unfold(
-            1, length, 1
-        )  # [B, max_window, length]
-        equal = torch.empty(self.max_window, rows.numel(), length, dtype=torch.bool, device=tokens.device)
-        torch.eq(windows.transpose(0, 1), suffix.int().flip(1).t()[..., None], out=equal)  # `out` keeps rows contiguous
-        steps = equal.view(torch.uint8).unbind(0)
-        run, match = steps[-1], steps[-1].clone()
-        for step in steps[-2::-1]:
-            run.bitwise_and_(step)
-            match.add_(run)
-        position = torch.arange(length, device=tokens.device, dtype=torch.int32)
-        match.mul_(position < newest[:, None]).mul_(match >= self.min_window)
-        key = match.int().mul_(2)
-        distance = self.distance.index_select(0, rows)
-        source = (newest - distance).clamp(0, length - 1)[:, None]
-        key.scatter_add_(1, source, torch.ones_like(source, dtype=torch.int32))
-        key.mul_(length).add_(position)
-        best = key.topk(min(OWN, length), dim=1).values.long()  # keys are distinct
-        if length < OWN:
-            best = torch.cat((best, best.new_zeros(best.shape[0], OWN - length)), 1)
-        where, found = best.remainder(length), best.div(2 * length, rounding_mode="floor")
-        steady = found[:, 0] >= min(STEADY, self.max_window)
-        self.distance.index_copy_(0, rows, torch.where(steady, newest - where[:, 0], distance))
-        return found, where
+        length = history.shape[1]
+        # windows[:, i, e] is the token max_window - 1 - i before position e; -2 before the start matches nothing.
+        windows = pad(history, (self.max_window - 1, 0), value=-2).unfold(1, length, 1)  # [B, max_window, length]
+        differs = torch.empty(windows.shape, dtype=torch.bool, device=rows.device)
+        torch.ne(windows, suffix[..., None], out=differs)  # `out` keeps rows contiguous
+        missing = differs.view(torch.uint8).mul_(self.missing).amax(1)
+        if self.position.numel() < length:
+            self.position = torch.arange(1, 2 * length + 1, device=rows.device)
+        gap = newest - self.position[:length]  # below 0 from the newest token on: the highest levels
+        key = (gap & _FAR).add_(missing, alpha=4 << _LEVEL)
+        key.add_(gap != self.gap.index_select(0, rows), alpha=1 << _LEVEL)
+        return key.topk(OWN, dim=1, largest=False).values  # keys are distinct
+
+    def _follow(self, rows: Tensor, own: Tensor, gap: Tensor) -> None:
+        """Keeps where the row copies from: its best match, if that is long enough to tell."""
+        steady = own[:, :1] < (4 * (self.max_window - min(STEADY, self.max_window)) + 2) << _LEVEL
+        self.gap.index_copy_(0, rows, torch.where(steady, gap[:, :1], self.gap.index_select(0, rows)))
 
     def propose(
         self, slots: NGramSlots, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor | None = None
@@ -189,6 +195,5 @@ class NGramDrafter:
             root = torch.zeros(rows.numel(), shape.nodes, dtype=torch.int64, device=rows.device)
             alive = (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(root)
             return Draft(last[:, None].expand_as(root), root, alive)
-        match = self.match.index_select(0, rows)
         candidates = self.candidates[:, :depth].index_select(0, rows)
-        return self.tree.build(candidates, match, last, shape)
+        return self.tree.build(candidates, self.match.index_select(0, rows), last, shape)

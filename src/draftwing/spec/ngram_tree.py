@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwing.core import TreeShape
 from draftwing.spec.drafter import Draft
 
-_INDEX_BITS = 20  # nodes of the widest tree of candidates, depth * candidates, stay below 2^20
+_TIE = 1e-9  # far below the smallest difference of scores that matters, and below the smallest score
+
+
+class _Constants(NamedTuple):
+    """What depends on the depth alone, for D levels of C candidates."""
+
+    weight: Tensor  # [(W + 1) * (W + 1) * C, D] float64, by match of the best candidate, own match and rank
+    tie: Tensor  # [D * C] float64: the earlier node wins
+    leader: Tensor  # [D - 1, 1] int64: number of a level's first node
 
 
 class TreeBuilder:
@@ -18,28 +30,32 @@ class TreeBuilder:
     m^2 * 0.8^rank * (1 - 1 / (m + 2))^depth, with m the length of the candidate's match. A long match is trusted more
     and for longer; candidates of one length vote nearly as equals. The draft is not sensitive to these numbers.
 
-    Children per node: falls linearly from max_breadth after a match of one token to min_breadth after max_window; a
-    node's depth counts as further matched tokens, for it only matters when they were right. The children kept are
-    those of the best ranked candidates.
+    Breadth: of the candidates only the first ones take part, max_breadth after a match of one token and linearly fewer
+    down to min_breadth after max_window. No node has more children than candidates take part.
     """
 
     def __init__(
         self, ways: int, depth: int, max_window: int, min_breadth: int, max_breadth: int, device: torch.device
     ) -> None:
-        assert depth * ways < 1 << _INDEX_BITS
-        self.ways = ways
-        match = torch.arange(max_window + 1)[:, None]
-        level = torch.arange(depth)
-        # Both tables are indexed by match length and depth (0 = children of the root).
-        self.weight = (match**2 * (1 - 1 / (match + 2)) ** level).float().to(device)
-        known = (match - 1 + level).clamp(0, max_window - 1)
-        drop = (max_breadth - min_breadth) * known // max(max_window - 1, 1)
-        self.limit = (max_breadth - drop).to(device)
-        self.by_rank = (0.8 ** torch.arange(ways)).float().to(device)
+        self.ways, self.device = ways, device
+        match = torch.arange(max_window + 1, dtype=torch.float64)
+        self.stride = match.numel() * ways
+        rank = torch.arange(ways)
+        drop = (max_breadth - min_breadth) * (match.long() - 1).clamp_min(0) // max(max_window - 1, 1)
+        taking_part = rank < (max_breadth - drop)[:, None]  # [W + 1, C] by match of the best
+        decay = (1 - 1 / (match + 2))[:, None] ** torch.arange(depth)  # [W + 1, D]
+        by_match = (match**2)[:, None] * 0.8**rank  # [W + 1, C]
+        self.weight = taking_part[:, None, :, None] * by_match[..., None] * decay[:, None]  # [W + 1, W + 1, C, D]
         self.rank = torch.arange(ways, device=device)
-        self.reversed = torch.arange(ways, 0, -1, device=device)
-        self.lower = torch.ones(ways, ways, dtype=torch.bool, device=device).tril(-1)
-        self.index = torch.arange(depth * ways - 1, -1, -1, device=device)
+        self._constants: dict[int, _Constants] = {}
+
+    def _for(self, depth: int) -> _Constants:
+        if depth not in self._constants:
+            weight = self.weight[..., :depth].reshape(-1, depth).to(self.device)
+            tie = torch.arange(depth * self.ways, dtype=torch.float64, device=self.device) * _TIE
+            leader = 1 + torch.arange(depth - 1, device=self.device)[:, None] * self.ways
+            self._constants[depth] = _Constants(weight, tie, leader)
+        return self._constants[depth]
 
     def build(self, candidates: Tensor, match: Tensor, last: Tensor, shape: TreeShape) -> Draft:
         """The `shape.nodes - 1` best nodes, as a tree under each row's last token.
@@ -48,46 +64,27 @@ class TreeBuilder:
         match [B, C], 0 = no candidate; last [B]. Scores never grow with depth and a prefix's candidates are among its
         parent's, so the best nodes are closed under parents. Nodes are ordered by depth, then by rank.
         """
-        batch, depth, ways = candidates.shape
-        total, nodes = depth * ways, shape.nodes - 1
+        depth = candidates.shape[1]
+        weight, tie, leader = self._for(depth)
+        index = torch.add(self.rank, match, alpha=self.ways).add_(match[:, :1], alpha=self.stride)
+        votes = weight.index_select(0, index.flatten()).view(*match.shape, depth).transpose(1, 2)  # [B, D, C]
         # same[b, d, i, j]: candidates i and j agree up to and including depth d.
-        same = (candidates[..., None] == candidates[:, :, None]).view(torch.uint8).cumprod(1)
-        owner = ways - (same * self.reversed).amax(-1)  # [B, D, C] first candidate with this prefix, leads its node
-        leads = (owner == self.rank) & (candidates >= 0)
-        # Older siblings: leaders of better rank under the same parent.
-        elder = leads[:, :, None] & self.lower
-        under = torch.cat((elder[:, :1], elder[:, 1:] & same[:, :-1].bool()), 1).sum(-1)  # [B, D, C], for leaders
-        limit = self.limit[:, :depth].index_select(0, match[:, 0])  # [B, D]
-        within = (under < limit[..., None]).gather(2, owner).cumprod(1)  # nothing below what is cut off
-        weight = self.weight[:, :depth].index_select(0, match.flatten()).view(batch, ways, depth).transpose(1, 2)
-        score = (same * (weight * self.by_rank)[:, :, None]).sum(-1) * (leads & within.bool())
+        same = (candidates[..., None] == candidates[:, :, None]).cumprod(1)
+        owner = same.argmax(-1)  # [B, D, C] first candidate with this prefix, leads its node
+        score = (same * votes[:, :, None]).sum(-1)
+        score.mul_(owner == self.rank).mul_(candidates >= 0)
+        # Numbers from here on: 0 the root, 1 + d * C + c a node, `dead` none.
+        total = depth * self.ways
+        dead = total + 1
+        best = pad(score.flatten(1) - tie, (1, 0), value=math.inf).topk(min(shape.nodes, dead), dim=1)
+        chosen = best.indices.masked_fill_(best.values <= 0, dead).sort(dim=1).values  # parents first, dead nodes last
+        if shape.nodes > dead:
+            chosen = pad(chosen, (0, shape.nodes - dead), value=dead)
 
-        # Positive floats are ordered like their bits; the index below them makes keys distinct, shallow ones first.
-        key = (score.view(torch.int32).flatten(1).long() << _INDEX_BITS) + self.index[-total:]
-        best = key.topk(min(nodes, total), dim=1).values
-        chosen = (total - 1) - (best & ((1 << _INDEX_BITS) - 1))
-        chosen = chosen.masked_fill_(best >> _INDEX_BITS == 0, total)
-        if nodes > total:
-            chosen = torch.cat((chosen, chosen.new_full((batch, nodes - total), total)), 1)
-        # Ascending index is parents first; dead nodes go last.
-        chosen = chosen.topk(nodes, dim=1, largest=False, sorted=True).values
-        return self._assemble(candidates.flatten(1), owner.flatten(1), chosen, last)
-
-    def _assemble(self, ids: Tensor, owner: Tensor, chosen: Tensor, last: Tensor) -> Draft:
-        """ids, owner [B, total] of (depth, candidate); chosen [B, N - 1] ascending, total = dead; last [B]."""
-        batch, total = ids.shape
-        alive = chosen < total
-        numbers = torch.arange(1, chosen.shape[1] + 1, device=ids.device).expand_as(chosen)
-        place = ids.new_zeros(batch, total + 1).scatter_(1, chosen, numbers)  # node of each (depth, candidate)
-        # The parent of (d, c) is (d - 1, leader of c at d - 1); the root's children have no such entry.
-        deep = alive & (chosen >= self.ways)
-        above = (chosen - self.ways).masked_fill_(~deep, 0)
-        leader = above - above.remainder(self.ways) + owner.gather(1, above)
-        parent = place.gather(1, leader).mul_(deep)
-        tokens = torch.where(alive, ids.gather(1, chosen.clamp_max(total - 1)), last[:, None])
-        root = torch.zeros_like(last)[:, None]
-        return Draft(
-            torch.cat((last[:, None], tokens), 1),
-            torch.cat((root, parent), 1),
-            torch.cat((root == 0, alive), 1),
-        )
+        root = last[:, None]
+        tokens = torch.cat((root, candidates.flatten(1), root), 1).gather(1, chosen)
+        # The parent of (d, c) is (d - 1, leader of c at d - 1); the root is its own and a dead node's.
+        above = pad((owner[:, :-1] + leader).flatten(1), (1 + self.ways, 1)).gather(1, chosen)
+        numbers = torch.arange(shape.nodes, device=last.device).expand_as(chosen)
+        place = chosen.new_zeros(chosen.shape[0], dead + 1).scatter_(1, chosen, numbers)
+        return Draft(tokens, place.gather(1, above), chosen < dead)

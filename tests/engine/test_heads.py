@@ -1,0 +1,107 @@
+"""EAGLE, EAGLE-3 and MTP heads in the engine: speculation on equals speculation off under everything that mixes, with
+heads that are right most of the time. (`tests/spec/test_model_drafter_reference.py` checks logits, trees and KV.)
+
+The heads are the constructed exact ones, for a target whose layers have been given back a little of their effect: its
+text depends on the whole context, and the head, which knows nothing of that, is still right often enough.
+"""
+
+import pytest
+import torch
+from reference import exact_heads
+from reference.checkpoints import Checkpoint, Maker
+
+from draftwing.core import TreeShape
+from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.models.loader import load_model
+from draftwing.spec.model_drafter import ModelDrafter
+
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 12)
+MAKERS = {
+    # the constructor, and how much effect the target's layers get back
+    "EAGLE": (exact_heads.exact_eagle2, 0.65),
+    "EAGLE3": (exact_heads.exact_eagle3, 0.65),
+    "NEXTN": (exact_heads.exact_mtp, 0.75),
+}
+
+
+def disturbed(target: Checkpoint, scale: float) -> Checkpoint:
+    make, tensors = Maker(99), dict(target.tensors)
+    for name, value in tensors.items():
+        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
+            tensors[name] = make.matrix(*value.shape, scale)
+    return Checkpoint(tensors, target.config)
+
+
+class Case:
+    def __init__(self, kind, folder, device, harness):
+        make, scale = MAKERS[kind]
+        exact = make()
+        self.kind, self.device, self.h = kind, device, harness
+        self.target_path = disturbed(exact.target, scale).write(folder / "target")
+        self.head_path = exact.head.write(folder / "head") if exact.head is not None else None
+        self.target = load_model(self.target_path, torch.float32, device)
+        self.prompts = harness.prompts_for(9, seed=3)
+        self.params = [harness.greedy(36) if i % 3 else harness.seeded(36, seed=i) for i in range(9)]
+        self.expected = harness.plain_answers(self.target, self.prompts, self.params)
+
+    def rig(self, shape, rows=5, **kw):
+        if self.head_path is None:
+            head = load_mtp_head(self.target_path, self.target, torch.float32, self.device)
+        else:
+            head = load_draft_head(self.head_path, self.target, self.kind, torch.float32, self.device)
+        drafter = ModelDrafter(head, rows + 1, shape.topk, torch.float32, torch.device(self.device))
+        return self.h.Rig(self.target, shapes=(shape,), drafter=drafter, rows=rows, **kw)
+
+    def answer(self, rig):
+        for i, (prompt, param) in enumerate(zip(self.prompts, self.params, strict=True)):
+            rig.submit(str(i), prompt, param)
+        got = rig.run()
+        assert got.tokens == self.expected.tokens
+        return got
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def case(request, harness, tmp_path_factory):
+    return Case(request.param, tmp_path_factory.mktemp(request.param), harness.device, harness)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_speculation_changes_no_token(case, shape, lag):
+    rig = case.rig(shape, lag=lag)
+    case.answer(rig)
+    assert 1.5 < rig.accept_length < 4.999, "the head is neither useless nor perfect"
+    assert shape == CHAIN or rig.stats.moved > 10
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_with_chunks_preemption_and_prefix_hits(case, lag):
+    rig = case.rig(TREE, lag=lag, slots=130, chunk=5)
+    case.answer(rig)
+    assert rig.sched.retractions > 0 and rig.accept_length > 1.5
+    rig = case.rig(TREE, lag=lag)
+    case.answer(rig)
+    again = case.answer(rig)
+    assert sum(out.meta["cached_tokens"] for out in again.final.values()) > 50
+    assert rig.accept_length > 1.5
+
+
+@pytest.mark.parametrize("kind", ["EAGLE"])
+def test_a_continued_conversation_loses_no_cached_token_and_a_divergence_at_most_lookahead(case, kind):
+    """Keys are windows of 1 + lookahead tokens, so the last position before a divergence is not reused."""
+    if case.kind != kind:
+        pytest.skip("one kind of head is enough: keys know only the lookahead")
+    plain, spec = case.h.Rig(case.target), case.rig(CHAIN)
+    cached = {}
+    for name, rig in (("plain", plain), ("spec", spec)):
+        rig.submit("first", case.prompts[1], case.h.greedy(20))
+        answer = rig.run().tokens["first"]
+        whole = [*case.prompts[1], *answer]
+        rig.submit("continued", [*whole, 7, 8, 9], case.h.greedy(4))
+        cut = len(case.prompts[1]) + 8
+        other = (whole[cut] + 1) % case.h.VOCAB
+        rig.submit("diverged", [*whole[:cut], other, 5, 6], case.h.greedy(4))
+        final = rig.run().final
+        cached[name] = [final[uid].meta["cached_tokens"] for uid in ("continued", "diverged")]
+    assert cached["plain"] == [len(whole) - 1, cut]
+    assert cached["spec"] == [len(whole) - 1, cut - 1]

@@ -1,0 +1,155 @@
+"""A whole server, its engine in a process of its own, with a tiny model: many clients, disconnects, a killed engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
+
+CLIENTS = 64
+POOL = 64 * 1024
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    folder = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+    process, port = launch_server_cmd(
+        f"python -m draftwing.launch_server --model {folder} --served-model-name tiny --max-total-tokens {POOL} "
+        "--speculative-algorithm NGRAM --num-threads 1 --log-level error"
+    )
+    try:
+        wait_for_server(f"http://127.0.0.1:{port}", timeout=60, process=process)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        terminate_process(process)
+
+
+@pytest.fixture
+def url(server: tuple[subprocess.Popen[bytes], str]) -> str:
+    return server[1]
+
+
+def body(i: int, tokens: int, **more: Any) -> dict[str, Any]:
+    params = {"temperature": 0.7, "seed": i, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"text": f"client number {i}: ", "sampling_params": params, **more}
+
+
+def clients(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=CLIENTS))
+
+
+async def stream(client: httpx.AsyncClient, i: int, tokens: int) -> dict[str, Any]:
+    """The last event; every one has to begin with the text of the one before."""
+    last: dict[str, Any] = {"text": ""}
+    async with client.stream("POST", "/generate", json=body(i, tokens, stream=True)) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert event["text"].startswith(last["text"])
+                last = event
+    assert line == "" or line == "data: [DONE]"
+    return last
+
+
+def test_64_streams_give_what_single_requests_give(url: str) -> None:
+    async def scenario() -> None:
+        async with clients(url) as client:
+            streamed = await asyncio.gather(*(stream(client, i, 40) for i in range(CLIENTS)))
+            for i in (0, 17, 63):
+                alone = (await client.post("/generate", json=body(i, 40))).json()
+                assert alone["output_ids"] == streamed[i]["output_ids"] and alone["text"] == streamed[i]["text"]
+        assert all(event["meta_info"]["completion_tokens"] == 40 for event in streamed)
+
+    asyncio.run(scenario())
+
+
+def test_64_clients_that_go_away_leave_no_slot_behind(url: str) -> None:
+    def state() -> dict[str, Any]:
+        one: dict[str, Any] = httpx.get(f"{url}/server_info").json()["internal_states"][0]
+        return one
+
+    async def scenario() -> None:
+        async with clients(url) as client:
+            tasks = [asyncio.ensure_future(stream(client, i, 900)) for i in range(CLIENTS)]
+            while state()["num_running_reqs"] < CLIENTS:
+                await asyncio.sleep(0.02)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scenario())
+    end = time.monotonic() + 10
+    while (now := state())["num_running_reqs"] + now["num_waiting_reqs"] and time.monotonic() < end:
+        time.sleep(0.02)
+    memory = now["memory_usage"]
+    assert now["num_running_reqs"] == now["num_waiting_reqs"] == 0
+    assert memory["free_tokens"] + memory["cached_tokens"] == memory["token_capacity"] == POOL
+    assert httpx.post(f"{url}/flush_cache?timeout=5").status_code == 200
+    assert state()["memory_usage"]["free_tokens"] == POOL
+
+
+def test_official_clients(url: str) -> None:
+    question: Any = [{"role": "user", "content": "List 3 countries and their capitals."}]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="None")
+    whole = client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=32)
+    chunks = client.chat.completions.create(
+        model="tiny",
+        messages=question,
+        temperature=0,
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, usage = "", None
+    for chunk in chunks:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert text == whole.choices[0].message.content and usage == whole.usage
+
+    async def scenario() -> str | None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="None") as client:
+            answer = await client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=32)
+            return answer.choices[0].message.content
+
+    assert asyncio.run(scenario()) == text
+
+
+def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:
+    """Last in this file: the engine is restarted once only."""
+    process, url = server
+    (engine,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+    async def scenario() -> None:
+        async with clients(url) as client:
+            waiting = [client.post("/generate", json=body(i, 900)) for i in range(4)]
+            tasks = [asyncio.ensure_future(one) for one in waiting]
+            await asyncio.sleep(0.3)
+            killed = time.monotonic()
+            os.kill(int(engine), signal.SIGKILL)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - killed < 1.0
+            for answer in await asyncio.gather(*tasks):
+                assert answer.status_code == 503 and "killed by SIGKILL" in answer.json()["error"]["message"]
+
+    asyncio.run(scenario())
+    wait_for_server(url, timeout=60, process=process)
+    assert httpx.post(f"{url}/generate", json=body(1, 5)).json()["meta_info"]["completion_tokens"] == 5
+    assert not Path(f"/proc/{engine}").exists()
