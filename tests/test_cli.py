@@ -53,7 +53,7 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--speculative-algorithm", "EAGLE"], "EAGLE is not in this version"),
+        (["--speculative-algorithm", "EAGLE3"], "EAGLE3 needs speculative_draft_model_path"),
         (["--speculative_algorithm", "NGRAM", "--speculative_num_draft_tokens", "1"], "at least 2"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--host", "no such host"], "is not an address"),

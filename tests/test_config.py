@@ -78,16 +78,22 @@ def test_ngram_shapes(given: dict[str, int], shape: tuple[int, int, int]) -> Non
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "eagle3", "NextN"])
-def test_algorithms_to_come_are_refused_as_such(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name.upper()} is not in this version"):
-        Options(speculative_algorithm=name, speculative_draft_model_path="x").resolve()
+def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -> None:
+    options = Options(speculative_algorithm=name, speculative_draft_model_path="x").resolve()
+    assert options.speculative_algorithm == name.upper()
+    assert options.for_architecture("LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 8)
+    assert options.for_architecture("Qwen2ForCausalLM").speculative_shape == TreeShape(3, 1, 4)
 
 
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"speculative_algorithm": "magic"}, "must be one of none, NGRAM, STANDALONE; found 'MAGIC'"),
+        (
+            {"speculative_algorithm": "magic"},
+            "must be one of none, NGRAM, STANDALONE, EAGLE, EAGLE3, NEXTN; found 'MAGIC'",
+        ),
         ({"speculative_draft_model_path": "x"}, "speculative_draft_model_path"),
+        ({"speculative_algorithm": "EAGLE3"}, "needs speculative_draft_model_path"),
         ({"speculative_algorithm": "STANDALONE"}, "needs speculative_draft_model_path"),
         (
             STANDALONE | {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 3},

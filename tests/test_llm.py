@@ -139,7 +139,7 @@ def test_a_refused_prompt_leaves_nothing_running(llm: LLM, engine: FakeEngine) -
 def test_options_are_checked_before_the_engine_is_made() -> None:
     with pytest.raises(ConfigError, match="nearest one is 'dtype'"):
         LLM(dtpye="float32")
-    with pytest.raises(ConfigError, match="not in this version"):
+    with pytest.raises(ConfigError, match="needs speculative_draft_model_path"):
         LLM(speculative_algorithm="EAGLE3")
 
 

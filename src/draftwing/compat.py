@@ -30,7 +30,7 @@ _GRAPHS = "this version runs without CUDA graphs"
 _COMPILE = "this version runs its own operators, uncompiled"
 _EXACT = "what is accepted is what the target draws, so verification is exact as it is"
 _ONE_DTYPE = "the draft uses the target's attention and types"
-_OTHER_DRAFTER = "its algorithm is not in this version; use --speculative-algorithm STANDALONE or NGRAM"
+_OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm lists those that are"
 _LOSSY = "it would change what the model says; leave it out"
 _ADAPTS = "the shape of a draft follows what was accepted already, up to --speculative-num-draft-tokens"
 
@@ -62,7 +62,6 @@ REFUSED = {
     "reasoning_parser": Foreign(str, "reasoning is not separated; it stays in the text, as the model writes it", True),
     "speculative_accept_threshold_single": Foreign(float, _LOSSY, True, (1.0,)),
     "speculative_accept_threshold_acc": Foreign(float, _LOSSY, True, (1.0,)),
-    "speculative_token_map": Foreign(str, "it belongs to EAGLE, which is not in this version", True),
     "speculative_draft_load_format": Foreign(str, "weights are read as they are found", True, ("auto", "safetensors")),
     "speculative_draft_model_quantization": Foreign(str, "drafts are not quantized on the way", True, ("unquant",)),
     "speculative_draft_window_size": Foreign(int, "the draft attends to everything", True),
@@ -73,7 +72,7 @@ REFUSED = {
     "speculative_dspark_block_size": Foreign(int, _OTHER_DRAFTER, True),
     "speculative_dspark_sps_table_path": Foreign(str, _OTHER_DRAFTER, True),
     "speculative_dspark_confidence_sts_path": Foreign(str, _OTHER_DRAFTER, True),
-    "enable_multi_layer_eagle": Foreign(bool, _OTHER_DRAFTER, True),
+    "enable_multi_layer_eagle": Foreign(bool, "NEXTN uses all prediction layers of a checkpoint as it is", True),
     "uno_lora_path": Foreign(str, _OTHER_DRAFTER, True),
 }
 

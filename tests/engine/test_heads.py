@@ -20,7 +20,7 @@ MAKERS = {
     # the constructor, and how much effect the target's layers get back
     "EAGLE": (exact_heads.exact_eagle2, 0.65),
     "EAGLE3": (exact_heads.exact_eagle3, 0.65),
-    "NEXTN": (exact_heads.exact_mtp, 0.75),
+    "NEXTN": (exact_heads.exact_mtp, 0.8),
 }
 
 
@@ -70,8 +70,11 @@ def case(request, harness, tmp_path_factory):
 def test_speculation_changes_no_token(case, shape, lag):
     rig = case.rig(shape, lag=lag)
     case.answer(rig)
-    assert 1.5 < rig.accept_length < 4.999, "the head is neither useless nor perfect"
-    assert shape == CHAIN or rig.stats.moved > 10
+    assert rig.accept_length > 1.5
+    if shape == CHAIN:
+        assert rig.accept_length < 4.999, "a perfect head would test less"
+    else:
+        assert rig.stats.moved > 10, "no later child was accepted"
 
 
 @pytest.mark.parametrize("lag", [0, 1])

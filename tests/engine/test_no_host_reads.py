@@ -5,12 +5,16 @@ in a graph."""
 import numpy as np
 import pytest
 import torch
+from reference import exact_heads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.models.loader import load_model
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
+HEADS = {"EAGLE": exact_heads.exact_eagle2, "EAGLE3": exact_heads.exact_eagle3, "NEXTN": exact_heads.exact_mtp}
 SHAPES = [PLAIN, TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
 
 
@@ -31,6 +35,15 @@ class FakeDevice:
         return tensor
 
 
+def without_data(module, mode):
+    """Every tensor of the module becomes one without data."""
+    for part in module.modules():
+        for name, tensor in [*part.named_parameters(recurse=False)]:
+            setattr(part, name, torch.nn.Parameter(mode.from_tensor(tensor.detach()), requires_grad=False))
+    if getattr(module, "target_ids", None) is not None:
+        module.target_ids = mode.from_tensor(module.target_ids)
+
+
 def plans(shape, params):
     """Two requests prefill (one of them in two chunks), then both take tree steps."""
     rows = np.asarray([0, 2])
@@ -38,7 +51,7 @@ def plans(shape, params):
         Admission(int(row), [5, 6, 7, 8, 9], np.asarray([40 + row]), 11, params, 5, (3, 4), 0) for row in rows
     )
     both = np.asarray([0, 1])
-    noisy = both if params.temperature > 0 else both[:0]
+    noisy = both[: int(params.temperature > 0) + int(params.top_p < 1)]  # none, one of the two, both
     filtered = both if params.filtered else both[:0]
     banning = both if params.min_new_tokens else both[:0]
     new = tuple((int(row), 1, np.arange(10 * row + 1, 10 * row + 5)) for row in rows)
@@ -53,31 +66,39 @@ def plans(shape, params):
 
 @pytest.mark.parametrize(
     ("drafter", "shape"),
-    [(None, PLAIN), *((drafter, shape) for drafter in ("ngram", "oracle", "standalone") for shape in SHAPES)],
+    [(None, PLAIN), *((drafter, shape) for drafter in ("ngram", "oracle", "STANDALONE", *HEADS) for shape in SHAPES)],
     ids=str,
 )
 @pytest.mark.parametrize(
     "params",
     [
         SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8),
         SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.02, min_new_tokens=4),
     ],
-    ids=["greedy", "everything"],
+    ids=["greedy", "mixed", "everything"],
 )
-def test_a_step_needs_no_data(harness, drafter, shape, params):
+def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
     if harness.device != "cpu":
         pytest.skip("tensors without data are the same everywhere")
     mode = FakeTensorMode()
-    model = harness.tiny_model()
-    for name, tensor in [*model.named_parameters()]:
-        module = model.get_submodule(name.rpartition(".")[0])
-        fake = mode.from_tensor(tensor.detach())
-        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(fake, requires_grad=False))
+    model, head = harness.tiny_model(), None
+    if drafter in HEADS:
+        exact = HEADS[drafter]()
+        model = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
+        if exact.head is None:
+            head = load_mtp_head(tmp_path / "target", model, torch.float32, "cpu")
+        else:
+            head = load_draft_head(exact.head.write(tmp_path / "head"), model, drafter, torch.float32, "cpu")
+        without_data(head, mode)
+    elif drafter == "STANDALONE":
+        head = DraftLM(model, harness.VOCAB)
+    without_data(model, mode)
     with mode:
         device = FakeDevice(mode)
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
-        if drafter == "standalone":
-            drafter = ModelDrafter(DraftLM(model, harness.VOCAB), 7, shape.topk, torch.float32, device.device)
+        if head is not None:
+            drafter = ModelDrafter(head, 7, shape.topk, torch.float32, device.device)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params):
             pending = rig.executor.launch(plan)

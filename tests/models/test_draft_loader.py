@@ -300,12 +300,18 @@ def test_stored_names_are_the_published_ones(
     assert all(torch.equal(tensor, found[name]) for name, tensor in stored(load(again, target, algorithm)).items())
 
 
-def test_stored_norms_and_embedding(drafts: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("norms", ["input_norm", "fc_norm", "both"])
+def test_stored_norms_and_embedding(drafts: SimpleNamespace, tmp_path: Path, norms: str) -> None:
     weights = drafts.eagle3_weights(tap_size=48)
     weights.matrix("embed_tokens.weight", 50, 32)
-    weights.norm("input_norm.weight", 144)
-    for i in range(3):
+    if norms != "fc_norm":
+        weights.norm("input_norm.weight", 144)
+    for i in range(3) if norms != "input_norm" else ():
         weights.norm(f"fc_norm.{i}.weight", 48)
+    if norms == "both":
+        wide = drafts.make_target(torch.float32, hidden=48)
+        refused(drafts.write(tmp_path, weights, target_hidden_size=48), wide, "EAGLE3", "not supported", "order")
+        return
     wider = drafts.make_target(torch.float32, hidden=48)
     found = stored(load(drafts.write(tmp_path, weights, target_hidden_size=48), wider))
     assert found.keys() == weights.keys()

@@ -69,29 +69,34 @@ def fuzz(url: str, requests: int) -> Counter[tuple[str, int]]:
     # Endpoints without a body have little to vary.
     few = max(2, requests // 200)
     share = (requests - few * (len(operations) - len(bodies))) // (2 * len(bodies)) + 1
+
+    def hit(operation: Any, mode: GenerationMode, examples: int) -> None:
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
+        def call(case: Any, data: Any) -> None:
+            if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and data.draw(st.booleans()):
+                # Many random fields at once are never all in range: some on top of what works get further.
+                names = data.draw(st.lists(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else []
+                case.body = {**WORKS[case.path], **{name: case.body[name] for name in names}}
+            response = case.call(timeout=30)
+            statuses[(case.path, response.status_code)] += 1
+            assert response.status_code < 500, (case, response.text)
+
+        call()
+
     for operation in operations:
-        for positive in (True, False) if operation in bodies else (True,):
-            mode = GenerationMode.POSITIVE if positive else GenerationMode.NEGATIVE
-
-            @settings(
-                max_examples=share if operation in bodies else few,
-                deadline=None,
-                database=None,
-                derandomize=True,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
-            def call(case: Any, data: Any, positive: bool = positive) -> None:
-                if positive and isinstance(case.body, dict) and data.draw(st.booleans()):
-                    # Many random fields at once are never all in range: some on top of what works get further.
-                    names = data.draw(st.lists(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else []
-                    case.body = {**WORKS[case.path], **{name: case.body[name] for name in names}}
-                response = case.call(timeout=30)
-                statuses[(case.path, response.status_code)] += 1
-                assert response.status_code < 500, (case, response.text)
-
-            call()
+        if operation in bodies:
+            hit(operation, GenerationMode.POSITIVE, share)
+            hit(operation, GenerationMode.NEGATIVE, share)
+        else:
+            hit(operation, GenerationMode.POSITIVE, few)
     return statuses
 
 

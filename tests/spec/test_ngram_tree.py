@@ -1,6 +1,7 @@
 """The tree builder against a dictionary of prefixes."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -31,25 +32,13 @@ def random_candidates(rng: random.Random, vocab: int) -> tuple[list[list[int]], 
 
 def prefix_scores(candidates: list[list[int]], match: list[int], depth: int, low: int, high: int) -> dict[Path, float]:
     """Every allowed prefix and its score, by the definition in `TreeBuilder`."""
+    breadth = high - (high - low) * max(match[0] - 1, 0) // (WINDOW - 1)
     scores: dict[Path, float] = {}
-    children: dict[Path, list[Path]] = {(): []}
-    for ids in candidates:  # rank order: a better ranked child takes the place first
-        for d in range(depth):
+    for rank, (ids, m) in enumerate(zip(candidates[:breadth], match, strict=False)):
+        known = ids[: ids.index(-1)] if -1 in ids else ids
+        for d in range(min(depth, len(known)) if m else 0):
             path = tuple(ids[: d + 1])
-            known = min(max(match[0] - 1 + d, 0), WINDOW - 1)
-            limit = high - (high - low) * known // (WINDOW - 1)
-            if ids[d] < 0 or path[:-1] not in children:
-                break
-            if path not in children:
-                if len(children[path[:-1]]) >= limit:
-                    break
-                children[path[:-1]].append(path)
-                children[path] = []
-                scores[path] = sum(
-                    m * m * 0.8**rank * (1 - 1 / (m + 2)) ** d
-                    for rank, (other, m) in enumerate(zip(candidates, match, strict=True))
-                    if tuple(other[: d + 1]) == path
-                )
+            scores[path] = scores.get(path, 0.0) + m * m * 0.8**rank * (1 - 1 / (m + 2)) ** d
     return scores
 
 
@@ -91,6 +80,8 @@ def test_keeps_the_best_allowed_prefixes(shape: TreeShape, breadth: tuple[int, i
         best = sorted(scores.values(), reverse=True)[: shape.nodes - 1]
         got = sorted((scores[p] for p in found), reverse=True)
         torch.testing.assert_close(torch.tensor(got), torch.tensor(best), rtol=1e-5, atol=0)
+        children = Counter(p[:-1] for p in found)
+        assert all(n <= breadth[1] for n in children.values())
         kept += len(found)
     assert kept >= 20
 

@@ -63,7 +63,6 @@ class Linear(nn.Module):
         return self._product(x, residual)
 
     def _product(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        # Overloads by name: to find one by its arguments takes longer than the call itself.
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-WINDOWS: Final = (2, 5)  # hashed lengths, clipped to the allowed matches; the match itself is measured in the log
+WINDOWS: Final = (1, 5)  # hashed lengths, clipped to the allowed matches; the match itself is measured in the log
 WAYS: Final = 4  # places kept per bucket
 CANDIDATES: Final = len(WINDOWS) * WAYS  # results of a lookup
 LEAST: Final = 1024  # cells of a ring, at least
@@ -136,7 +136,7 @@ class NGramMemory:
     def lookup(self, suffix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Where the rows' newest tokens occur in what requests of the same salt generated, their own text included.
 
-        suffix [B, max_window]: newest token last, -1 where there is none; rows [B].
+        suffix [B, max_window]: newest token last, -2 where there is none; rows [B].
         Returns missing [B, C] uint8: max_window minus the length of the match, so max_window = nothing found; and what
         follows [B, branch_length, C], -1 past what is known. In no order; a place may come twice.
         """
@@ -147,6 +147,7 @@ class NGramMemory:
         before, after = found.split((self.max_window, self.around.numel() - self.max_window), dim=1)
         differs = before != cells[..., None]
         missing = differs.view(torch.uint8).mul_(self.missing).amax(1)
+        missing.masked_fill_(after[:, 0] == 0, self.max_window)  # overwritten by the end of another stretch
         after = after & ((1 << _ID_BITS) - 1)  # 1 + token id, 0 = empty
         # Beyond the empty cell that ends the stretch lies anybody's text.
         return missing, after.mul_(after.cummin(1).values > 0).sub_(1)
