@@ -138,9 +138,12 @@ def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:
 
     async def scenario() -> None:
         async with clients(url) as client:
-            waiting = [client.post("/generate", json=body(i, 900)) for i in range(4)]
-            tasks = [asyncio.ensure_future(one) for one in waiting]
-            await asyncio.sleep(0.3)
+            bodies = [body(i, 900) for i in range(4)]
+            for one in bodies:
+                one["sampling_params"]["temperature"] = 50  # so random that no draft is right
+            tasks = [asyncio.ensure_future(client.post("/generate", json=one)) for one in bodies]
+            while (await client.get("/server_info")).json()["internal_states"][0]["num_running_reqs"] < 4:
+                await asyncio.sleep(0.01)
             killed = time.monotonic()
             os.kill(int(engine), signal.SIGKILL)
             while (await client.get("/health")).status_code == 200:

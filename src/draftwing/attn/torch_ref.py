@@ -38,13 +38,20 @@ class Keys(NamedTuple):
     wide: Tensor  # [B, blocks, kv_heads, width, 2 * head_dim + _KEY_TILE] float32: keys, values, ones
 
 
-class Scratch(NamedTuple):
-    """Operands and results of the largest stretch. Allocated once a forward: pages that are new to the process cost
-    more than the work that is done in them."""
+class Buffers:
+    """Operands and intermediate results. Every stretch of every layer writes them before it reads them, so that all
+    share them; they are kept, for pages that are new to the process cost more than the work done in them."""
 
-    left: Tensor  # [R, head_dim], R = products * rows of each
-    scores: Tensor  # [R, width]
-    sums: Tensor  # [R, head_dim + _KEY_TILE]
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[tuple[str, int], Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int) -> Tensor:
+        """[rows, columns] float32: ones at first, later what the last user left."""
+        kept = self._kept.get((name, columns))
+        if kept is None or kept.shape[0] < rows:
+            kept = self._kept[name, columns] = torch.ones(rows, columns, device=self.device)
+        return kept[:rows]
 
 
 class Queries(NamedTuple):
@@ -69,6 +76,9 @@ class Queries(NamedTuple):
     mean: Tensor  # [B, N, kv_heads, group, head_dim]: where the result goes
 
 
+Work = list[tuple[Keys, list[Queries]]]
+
+
 def _round_up(size: int, tile: int) -> int:
     return -(-size // tile) * tile
 
@@ -82,30 +92,31 @@ class TorchAttention:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
+        self.buffers = Buffers(pool.kv[0].device)
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
-        work: list[tuple[Keys, list[Queries]]] = []  # made in the first layer, which tells the number of heads
-
-        mean = torch.empty(0)
+        bound: list[tuple[Tensor, Work]] = []  # made in the first layer, which tells the number of heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            nonlocal mean
             kv = self.pool.kv[first_layer + layer]
             self.pool.write(first_layer + layer, batch.write_slots, k, v)
-            if not work:
-                mean = torch.empty(q.shape, device=q.device)
-                work.extend(
-                    [_chunk_work(batch.table, chunk, kv, mean) for chunk in batch.chunks]
-                    if batch.chunks
-                    else [_tree_work(batch, kv, mean)]
-                )
+            if not bound:
+                bound.append(self._prepare(batch, kv, q))
+            mean, work = bound[0]
             for keys, stretches in work:
                 _fetch(keys, kv)
                 for queries in stretches:
                     _attend(queries, q)
-            return mean.flatten(1).to(q.dtype, copy=True)  # the next layer writes `mean` again
+            return mean.flatten(1).to(q.dtype, copy=True)  # a copy, for the next layer writes `mean` again
 
         return attend
+
+    def _prepare(self, batch: Batch, kv: Tensor, q: Tensor) -> tuple[Tensor, Work]:
+        """Also the tensor that every layer's result goes to: [M, heads, head_dim] float32."""
+        mean = torch.empty(q.shape, device=q.device)
+        if batch.chunks:
+            return mean, [_chunk_work(batch.table, chunk, kv, mean, self.buffers) for chunk in batch.chunks]
+        return mean, [_tree_work(batch, kv, mean, self.buffers)]
 
 
 def _fetch(keys: Keys, kv: Tensor) -> None:
@@ -130,40 +141,32 @@ def _attend(queries: Queries, q: Tensor) -> None:
     torch.div(queries.numerator, queries.denominator, out=queries.mean)
 
 
-def _keys(slots: Tensor, kv: Tensor) -> Keys:
+def _keys(slots: Tensor, kv: Tensor, buffers: Buffers) -> Keys:
     """slots [B, blocks, width]"""
     rows, blocks, width = slots.shape
     kv_heads, dim = kv.shape[1], kv.shape[3]
     head = torch.arange(kv_heads, device=kv.device).unsqueeze(1)
     index = (slots.unsqueeze(2) * kv_heads + head).flatten()  # of [B, blocks, kv_heads, width]
-    wide = torch.ones(rows, blocks, kv_heads, width, 2 * dim + _KEY_TILE, device=kv.device)
-    fetched = wide.flatten(0, 3)[:, : 2 * dim]
+    wide = buffers.take("wide", index.shape[0], 2 * dim + _KEY_TILE)  # the last columns stay ones
+    fetched = wide[:, : 2 * dim]
     staged = fetched if kv.dtype == wide.dtype else kv.new_empty(fetched.shape)
-    return Keys(index, staged, fetched, wide)
+    return Keys(index, staged, fetched, wide.view(rows, blocks, kv_heads, width, -1))
 
 
-def _scratch(products: int, tall: int, wide: Tensor) -> Scratch:
-    """For up to so many products of `tall` rows each."""
-    dim = (wide.shape[4] - _KEY_TILE) // 2
-    sizes = dim, wide.shape[3], dim + _KEY_TILE
-    return Scratch(*(torch.zeros(products * tall, size, device=wide.device) for size in sizes))
-
-
-def _tall(nodes: int, group: int) -> int:
-    return _round_up(nodes * group, _ROW_TILE)
-
-
-def _queries(where: slice, seen: Tensor, blocks: int, wide: Tensor, scratch: Scratch, mean: Tensor) -> Queries:
+def _queries(where: slice, seen: Tensor, blocks: int, wide: Tensor, mean: Tensor, buffers: Buffers) -> Queries:
     """seen [B, masked, N, width] bool; `blocks`: how many of the first blocks are read; mean [M, heads, head_dim].
     Padding sees everything."""
     rows, masked, nodes, width = seen.shape
     kv_heads, dim = wide.shape[2], mean.shape[2]
     group = mean.shape[1] // kv_heads
-    tall, products = _tall(nodes, group), rows * blocks * kv_heads
+    tall, products = _round_up(nodes * group, _ROW_TILE), rows * blocks * kv_heads
     mask = torch.zeros(rows, masked, 1, tall, width, device=wide.device)
     bias = torch.where(seen, 0.0, -torch.inf)[:, :, None, :, None]
     mask[:, :, :, : nodes * group].unflatten(3, (nodes, group)).copy_(bias)
-    left, scores, sums = (part[: products * tall].view(products, tall, -1) for part in scratch)
+    left, scores, sums = (
+        buffers.take(name, products * tall, columns).view(products, tall, columns)
+        for name, columns in (("left", dim), ("scores", width), ("sums", dim + _KEY_TILE))
+    )
     by_block, of_block = scores.view(rows, blocks, kv_heads, tall, width), sums.view(rows, blocks, kv_heads, tall, -1)
     grouped = left.view(rows, blocks, kv_heads, tall, dim)[:, :, :, : nodes * group]
     total = of_block[:, 0, :, : nodes * group].unflatten(2, (nodes, group)).transpose(1, 2)
@@ -186,7 +189,7 @@ def _queries(where: slice, seen: Tensor, blocks: int, wide: Tensor, scratch: Scr
     )
 
 
-def _tree_work(batch: Batch, kv: Tensor, mean: Tensor) -> tuple[Keys, list[Queries]]:
+def _tree_work(batch: Batch, kv: Tensor, mean: Tensor, buffers: Buffers) -> tuple[Keys, list[Queries]]:
     """Every block's committed positions and, next to them, the tree's whole window."""
     assert batch.path is not None and batch.path_len is not None
     rows, nodes, depth = batch.path.shape
@@ -212,23 +215,23 @@ def _tree_work(batch: Batch, kv: Tensor, mean: Tensor) -> tuple[Keys, list[Queri
         on_path = home[:, None] == torch.arange(blocks, device=device)[:, None, None]  # [B, blocks, N, W]
         committed = (position < prefix)[:, :, None].expand(-1, -1, nodes, -1)
         seen = torch.cat((committed, on_path), 3)  # [B, blocks, N, width]
-    keys = _keys(slots, kv)
-    scratch = _scratch(rows * blocks * kv.shape[1], _tall(nodes, mean.shape[1] // kv.shape[1]), keys.wide)
-    return keys, [_queries(slice(0, rows * nodes), seen, blocks, keys.wide, scratch, mean)]
+    keys = _keys(slots, kv, buffers)
+    return keys, [_queries(slice(0, rows * nodes), seen, blocks, keys.wide, mean, buffers)]
 
 
-def _chunk_work(table: Tensor, chunk: ChunkSpan, kv: Tensor, mean: Tensor) -> tuple[Keys, list[Queries]]:
+def _chunk_work(
+    table: Tensor, chunk: ChunkSpan, kv: Tensor, mean: Tensor, buffers: Buffers
+) -> tuple[Keys, list[Queries]]:
     """The row's positions up to the chunk's end. Queries go block by block: each reads the blocks before its own
     whole, and scores stay in the cache."""
     end = chunk.start + chunk.length
     blocks = -(-end // _BLOCK)
-    keys = _keys(F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK), kv)
+    keys = _keys(F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK), kv, buffers)
     causal = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=table.device).tril()
-    scratch = _scratch(blocks * kv.shape[1], _tall(min(chunk.length, _BLOCK), mean.shape[1] // kv.shape[1]), keys.wide)
     stretches = []
-    for block in range(chunk.start // _BLOCK, blocks):
+    for block in reversed(range(chunk.start // _BLOCK, blocks)):  # the largest first: it makes the buffers of all
         first, last = max(chunk.start, block * _BLOCK), min(end, (block + 1) * _BLOCK)
         here = slice(chunk.offset + first - chunk.start, chunk.offset + last - chunk.start)
         seen = causal[first - block * _BLOCK : last - block * _BLOCK]
-        stretches.append(_queries(here, seen[None, None], block + 1, keys.wide, scratch, mean))
+        stretches.append(_queries(here, seen[None, None], block + 1, keys.wide, mean, buffers))
     return keys, stretches

@@ -131,6 +131,7 @@ def make_drafter(
         head = load_head(options, path, target, dtype, device)
         drafter = ModelDrafter(head, options.max_running_requests + 1, shape.topk, dtype, device.device)
         return drafter, FixedShape(shape)
+    assert target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
     ngram = NGramDrafter(
         min_window=options.speculative_ngram_min_match_window_size,
         max_window=options.speculative_ngram_max_match_window_size,

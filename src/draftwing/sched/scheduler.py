@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class Scheduler:
         self.running: list[Req] = []
         self.retractions = 0
         self.stale_results = 0
-        self._free_rows = list(range(config.max_rows - 1, -1, -1))
+        self._free_rows = deque(range(config.max_rows))  # first in, first out: row-indexed memories are all used
         self._by_row: dict[int, Req] = {}
         self._by_uid: dict[str, Req] = {}
         self._deadlines: list[tuple[float, str]] = []  # heap; entries of requests that have ended are ignored
@@ -127,7 +127,7 @@ class Scheduler:
                 return
             self.waiting.pop(0)
             req.node = match.node
-            req.row = self._free_rows.pop()
+            req.row = self._free_rows.popleft()
             req.admission = self._admissions
             self._admissions += 1
             req.state = ReqState.PREFILL

@@ -46,7 +46,8 @@ class NGramMemory:
     """Shared token memory of the n-gram drafter; see the module's text. All public tensors are int64.
 
     Memory: 8 bytes a token for the log and 4 to 8 for the table, 147 MB for 10 million tokens; zeroed, so on the CPU a
-    page is taken when it is first written. Two salts are told apart by their lowest 41 bits.
+    page is taken when it is first written. Two salts are told apart by their lowest 41 bits; token ids are below
+    2^22 - 1.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class NGramMemory:
 
         self.factors = _factors(lengths, max_window).to(device)
         self.ways = torch.arange(WAYS, device=device)
-        self.steps = torch.arange(max_window + self.cells, device=device)
+        self.steps = torch.arange(1 - max_window, self.cells, device=device)
+        self.ahead = self.steps[max_window - 1 :]  # from 0 on
         self.around = torch.arange(1 - max_window, branch_length + 1, device=device)[:, None]
         # A window that differs first at the k-th newest place, k = 0 .. max_window - 1, misses max_window - k tokens.
         self.missing = torch.arange(1, max_window + 1, dtype=torch.uint8, device=device)[:, None]
@@ -99,8 +101,8 @@ class NGramMemory:
     def insert(self, tokens: Tensor, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
         """Appends tokens[row, prefix_len + 1 .. prefix_len + count] of each row (and, the first time, the one before).
 
-        tokens [R + 1, L]; rows, prefix_len, count [B]; limit: host bound of count, below `cells` - 1. A row that goes on
-        where its last call ended continues its stretch, any other starts one.
+        tokens [R + 1, L]; rows, prefix_len, count [B]; limit: host bound of count, below `cells` - 1. A row that goes
+        on where its last call ended continues its stretch, any other starts one.
         """
         assert 0 < limit < self.cells - 1
         window = self.max_window
@@ -112,9 +114,9 @@ class NGramMemory:
 
         # Cells of the tokens prefix - window + 1 .. prefix + limit + 1. What is read beyond the row's ends is stored
         # nowhere; at the start it takes part in the hash of windows that no stretch contains.
-        at = torch.add(prefix + (1 - window), rows[:, None], alpha=tokens.shape[1]) + self.steps[: window + limit + 1]
+        at = torch.add(prefix, rows[:, None], alpha=tokens.shape[1]) + self.steps[: window + limit + 1]
         cells = tokens.take(at.clamp_(0, tokens.numel() - 1)).add_(tag)
-        ahead = self.steps[: limit + 2]
+        ahead = self.ahead[: limit + 2]
         kept = ahead <= count  # [B, limit + 2]
         where = (place + ahead).remainder_(self.cells).add_(base)
         self.log.put_(where, cells[:, window - 1 :] * kept)  # at least one empty cell follows the newest token

@@ -45,13 +45,14 @@ class TreeBuilder:
         taking_part = rank < (max_breadth - drop)[:, None]  # [W + 1, C] by match of the best
         decay = (1 - 1 / (match + 2))[:, None] ** torch.arange(depth)  # [W + 1, D]
         by_match = (match**2)[:, None] * 0.8**rank  # [W + 1, C]
-        self.weight = taking_part[:, None, :, None] * by_match[..., None] * decay[:, None]  # [W + 1, W + 1, C, D]
+        weight = taking_part[:, None, :, None] * by_match[..., None] * decay[:, None]  # [W + 1, W + 1, C, D]
+        self.weight = weight.to(device)
         self.rank = torch.arange(ways, device=device)
         self._constants: dict[int, _Constants] = {}
 
     def _for(self, depth: int) -> _Constants:
         if depth not in self._constants:
-            weight = self.weight[..., :depth].reshape(-1, depth).to(self.device)
+            weight = self.weight[..., :depth].reshape(-1, depth)
             tie = torch.arange(depth * self.ways, dtype=torch.float64, device=self.device) * _TIE
             leader = 1 + torch.arange(depth - 1, device=self.device)[:, None] * self.ways
             self._constants[depth] = _Constants(weight, tie, leader)
