@@ -19,8 +19,7 @@ def write_checkpoint(
 ) -> Path:
     """Writes config.json, tokenizer.json, tokenizer_config.json and model.safetensors.
 
-    heads, size: of attention, all with keys and values of their own. Many and large ones make a KV pool that is given
-    as a share of the memory hold fewer tokens.
+    heads, size: of attention; every head has keys and values of its own.
     """
     folder.mkdir(parents=True)
     ffn = 2 * hidden
@@ -32,13 +31,7 @@ def write_checkpoint(
         "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 256,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in ("<eos>", "<pad>")])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
+    write_tokenizer(folder)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -58,3 +51,14 @@ def write_checkpoint(
         weights[f"{prefix}mlp.down_proj.weight"] = normal(hidden, ffn)
     save_file(weights, str(folder / "model.safetensors"))
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json: a token per byte, <eos> 256, <pad> 257."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in ("<eos>", "<pad>")])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))

@@ -219,3 +219,26 @@ def test_trees_read_nothing_on_the_host(nodes: int) -> None:
         q, k = torch.empty(rows * nodes, 9, 64).bfloat16(), torch.empty(rows * nodes, 3, 64).bfloat16()
         out = TorchAttention(pool).bind(batch, 0)(0, q, k, k)
     assert out.shape == (rows * nodes, 9 * 64) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kept_buffers_carry_nothing_over(dtype: torch.dtype) -> None:
+    """One backend for forwards of several sizes, growing and shrinking, and for two layers of each."""
+    story = Story(9, 3, 64, dtype)
+    pool = make_pool(3, 64, dtype)
+    kept = TorchAttention(pool)
+
+    def batch(start: int, length: int, tree: bool) -> Batch:
+        here = story.table[start : start + length]
+        if tree:
+            paths = [[list(range(i + 1)) for i in range(length)]]
+            return make_batch(story.table[None, : start + length], [start], here, paths)
+        return chunk_batch(story.table[None, : start + length], (ChunkSpan(0, 0, start, length),), here)
+
+    for start, length, tree in ((0, 120, False), (120, 8, True), (128, 200, False), (328, 1, True), (329, 3, True)):
+        found, expected = kept.bind(batch(start, length, tree), 0), []
+        for layer in (0, 1):
+            tokens = [t[start : start + length] * (1 + layer) for t in story.tokens]
+            expected.append((found(layer, *tokens), TorchAttention(pool).bind(batch(start, length, tree), 0), tokens))
+        for layer, (out, fresh, tokens) in enumerate(expected):
+            assert torch.equal(out, fresh(layer, *tokens)), (start, layer)
