@@ -7,6 +7,7 @@ vocabulary, so that a command that is served with a head that is read wrongly do
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ def served(command: str, folder: Path) -> Iterator[tuple[str, Process]]:
 
 def model_of(command: str) -> str:
     words = shlex.split(command.replace("\\\n", " "))
-    return next(after for word, after in zip(words, words[1:], strict=False) if word in ("--model", "--model-path"))
+    return next(after for word, after in itertools.pairwise(words) if word in ("--model", "--model-path"))
 
 
 def chat(url: str, model: str) -> dict[str, Any]:
@@ -121,4 +122,3 @@ def accept_length(url: str) -> float:
     body = {"text": "user: What?\nassistant:", "sampling_params": {"temperature": 0, "max_new_tokens": 48}}
     answer = httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()
     return answer["meta_info"]["spec_accept_length"]
-

@@ -35,6 +35,7 @@ from draftwing.spec.drafter import Draft
 from draftwing.spec.grow import grow, top_tokens
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 
 VOCAB = 12
 CONTEXT = 96
@@ -75,9 +76,41 @@ def forced_ids() -> Case:
 
 def mtp(layers: int) -> Case:
     target = checkpoints.mimo(5, layers, vocab_size=VOCAB)
-    return Case(
-        target, None, "NEXTN", lambda tokens: draft_heads.mtp(*target, tokens, reading="first layer's rows")
-    )  # fmt: skip
+    several = layers > 1
+    return Case(target, None, "NEXTN", lambda tokens: (mtp_rows if several else draft_heads.mtp)(*target, tokens))
+
+
+def mtp_rows(target: Any, config: Any, tokens: list[int]) -> draft_heads.DraftPass:
+    """`draft_heads.mtp` as it reads several layers, and what it leaves out: steps past the last layer, which goes on
+    with its own output as a single layer does, and texts too short to give every layer a row."""
+    n, w, last = config["num_nextn_predict_layers"], draft_heads.cast(target, torch.float64), len(tokens) - 1
+    embed, features = w["model.embed_tokens.weight"], draft_heads.run_target(target, config, tokens[:-1]).hidden
+
+    def rows(layer: int, text: list[int], fed: torch.Tensor) -> tuple[torch.Tensor, draft_heads.KV]:
+        follow = embed[torch.tensor(text[1 + layer : 1 + layer + len(fed)], dtype=torch.int64)]
+        return draft_heads.mtp_step(w, config, layer, follow, fed[: len(follow)], torch.arange(len(follow)))
+
+    def output(path: tuple[int, ...]) -> torch.Tensor:
+        fed = features
+        for s in range(n, len(path) + 1):
+            fed = torch.cat((fed, rows(n - 1, [*tokens, *path[: s - 1]], fed)[0][-1:]))
+        out = rows(min(len(path), n - 1), [*tokens, *path], fed)[0]
+        assert len(out) == last + max(len(path) - n + 1, 0)
+        return out[-1]
+
+    head = draft_heads.lm_head_weight(w)
+    kv = [rows(j, tokens, features)[1] for j in range(n)]
+    return draft_heads.DraftPass(tokens, kv, torch.arange(len(head)), lambda path: head @ output(path), output(()))
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_the_reference_of_several_layers(layers):
+    target, tokens = checkpoints.mimo(5, layers, vocab_size=VOCAB), [3, 1, 4, 1, 5, 9, 2]
+    ours, theirs = mtp_rows(*target, tokens), draft_heads.mtp(*target, tokens)
+    torch.testing.assert_close(ours.kv, theirs.kv)
+    torch.testing.assert_close(ours.hidden, theirs.hidden)
+    for path in ((), (8,), (8, 7))[:layers]:
+        torch.testing.assert_close(ours.logits(path), theirs.logits(path))
 
 
 def standalone() -> Case:
@@ -120,6 +153,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "mtp": lambda: mtp(1),
     "mtp 2 layers": lambda: mtp(2),
+    "mtp 3 layers": lambda: mtp(3),
     "standalone": standalone,
 }
 
@@ -142,7 +176,7 @@ def load_drafter(case: Case, folder: Any, topk: int, rows: int) -> tuple[Any, Mo
         head = load_draft_head(path, model, case.algorithm, torch.float32, "cpu", **case.options)
         head.pack()
     model.pack()
-    return model, ModelDrafter(head, rows, topk, torch.float32, torch.device("cpu"))
+    return model, make_model_drafter(head, rows, topk, torch.float32, torch.device("cpu"))
 
 
 class Seen(NamedTuple):
@@ -205,7 +239,8 @@ class Rig:
     def _spy(self):
         drafter, head, executor = self.drafter, self.drafter.head, self.executor
         propose, continuations, verify = drafter.propose, drafter._continuations, executor.verify
-        run, logits = head.run, head.logits
+        name = "run_layer" if isinstance(drafter, MTPDrafter) else "run"
+        run, logits = getattr(head, name), head.logits
         calls: list[Any] = []
 
         def spy_run(ids, positions, features, level, attend):
@@ -231,7 +266,7 @@ class Rig:
             levels = [calls[i : i + 3] for i in range(0, len(calls), 3)]
             for b, state in enumerate(before):
                 mine = [
-                    (at.view(size, topk)[b], z.view(size, topk, -1)[b], ids[b], logp[b])
+                    (at.view(size, topk, -1)[b], z.view(size, topk, -1)[b], ids[b], logp[b])
                     for at, z, (ids, logp) in levels
                 ]
                 drafted = (draft.tokens[b].tolist(), draft.parent[b].tolist())
@@ -247,7 +282,8 @@ class Rig:
             return batch, tree
 
         drafter.propose, drafter._continuations, executor.verify = spy_propose, spy_continuations, spy_verify
-        head.run, head.logits = spy_run, spy_logits
+        head.logits = spy_logits
+        setattr(head, name, spy_run)
 
     def _state(self, row: int, noisy: bool, topk: int) -> tuple[Any, ...]:
         slots, drafter = self.slots, self.drafter
@@ -284,12 +320,25 @@ class Rig:
         return tokens, final
 
 
+def growth_positions(case: Case, last: int, level: int) -> list[int]:
+    """Of the rows that a node of this level is run with, in a text x_0 .. x_last."""
+    if case.algorithm == "STANDALONE":
+        return [last + level]
+    layers = case.target.config.get("num_nextn_predict_layers", 1)
+    if level < layers:  # rows before the text are run, and not read
+        return [max(last - level + i, 0) for i in range(level)]
+    return [last + level - layers]
+
+
 def check(case: Case, seen: Seen) -> bool:
     """Compares one proposal with the reference; False if the tree hangs on a near tie and was not compared."""
     draft = case.reference(seen.tokens)
     last = len(seen.tokens) - 1
     assert len(draft.kv) == len(seen.kv)
-    for (k, v), stored in zip(draft.kv, seen.kv, strict=True):
+    for layer, ((k, v), stored) in enumerate(zip(draft.kv, seen.kv, strict=True)):
+        # Of several MTP layers the text determines one row less each.
+        assert len(k) == max(last - (layer if case.algorithm == "NEXTN" else 0), 0) and len(stored) == last
+        stored = stored[: len(k)]
         torch.testing.assert_close(stored[:, :, 0].double(), k, rtol=0, atol=CLOSE, msg=f"draft keys, T = {last}")
         torch.testing.assert_close(stored[:, :, 1].double(), v, rtol=0, atol=CLOSE, msg=f"draft values, T = {last}")
     if seen.seed.numel():
@@ -310,9 +359,8 @@ def check(case: Case, seen: Seen) -> bool:
     if tree.gap < TIE:
         return False
     assert seen.first[0].tolist() == [path[-1] for path in tree.flat_paths[:topk]]
-    lookahead = 0 if case.algorithm == "STANDALONE" else 1
     for level, (positions, logits, ids, logp) in enumerate(seen.levels, 1):
-        assert positions.tolist() == [last + level - lookahead] * topk
+        assert positions.tolist() == [growth_positions(case, last, level)] * topk
         first = topk + (level - 1) * topk * topk
         for j in range(topk):
             children = range(first + j * topk, first + (j + 1) * topk)
@@ -358,7 +406,7 @@ def check_some(case: Case, rig: Rig, count: int) -> None:
     assert sum(compared) > len(compared) / 2
 
 
-MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "standalone"]
+MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "mtp 3 layers", "standalone"]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +424,7 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
     more = [[*prompts[i], *answers[str(i)][:13]] for i in (1, 3)]  # go on in the middle of what was generated
     _, final = ask(rig, more, 8, "more ")
     for i, prompt in enumerate(more):
-        assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 2
+        assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 1 - rig.drafter.lookahead
     assert rig.accept_length > 1.15 and rig.stats.full < rig.stats.rows, "accepts and rejections must mix"
     assert shape.topk == 1 or rig.stats.moved > 3
     check_some(case, rig, 9)
@@ -392,13 +440,37 @@ def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
     check_some(case, rig, 8)
 
 
+@pytest.mark.parametrize("chunk", range(1, 8))
+@pytest.mark.parametrize("layers", [2, 3])
+def test_several_layers_with_chunks_of_any_length(layers, chunk, tmp_path):
+    """Prompts of every length around the number of layers, then again and continued, off the prefix cache."""
+    case = mtp(layers)
+    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, lag=chunk % 2)
+    prompts = [prompt[:length] for length, prompt in enumerate(prompts_for(6, seed=6), 1)]
+    prompts.append(prompts_for(8, seed=6)[7])
+    answers, _ = ask(rig, prompts, 7)
+    more = [[*prompt, *answers[str(i)]][: 5 + 2 * i] for i, prompt in enumerate(prompts)]
+    _, final = ask(rig, more, 4, "more ")
+    assert sum(out.meta["cached_tokens"] for out in final.values()) > 20
+    check_some(case, rig, 16)
+
+
+@pytest.mark.parametrize("shape", [TreeShape(6, 2, 12), TreeShape(2, 2, 5), PLAIN], ids=str)
+def test_texts_shorter_than_the_layers_are_many(shape, tmp_path):
+    """The rows before the first position neither leave anything behind nor are read."""
+    case = mtp(5)
+    policy = FixedShape(shape) if shape != PLAIN else InTurn(menu=(TREE, PLAIN, PLAIN, PLAIN))
+    rig = Rig(case, tmp_path, policy, chunk=2)
+    ask(rig, [[7], [3, 1], [4, 4, 4], [2, 7, 1, 8]], 12)
+    assert {len(seen.tokens) for seen in rig.seen} > {2, 3, 5, 8} - ({3} if shape == PLAIN else set())
+    check_some(case, rig, len(rig.seen))
+
+
 class InTurn:
     """Every shape of the menu in turn."""
 
-    menu = (TREE, PLAIN, TreeShape(4, 2, 8), CHAIN, TreeShape(1, 3, 4))
-
-    def __init__(self) -> None:
-        self.step = 0
+    def __init__(self, menu=(TREE, PLAIN, TreeShape(4, 2, 8), CHAIN, TreeShape(1, 3, 4))) -> None:
+        self.menu, self.step = menu, 0
 
     def choose(self, hints):
         self.step += 1
@@ -413,7 +485,7 @@ def test_changing_shapes(name, tmp_path):
     case = CASES[name]()
     rig = Rig(case, tmp_path, InTurn(), chunk=9, lag=1)
     ask(rig, prompts_for(4, seed=5), 26)
-    assert {seen.shape for seen in rig.seen} == set(InTurn.menu) - {PLAIN}
+    assert {seen.shape for seen in rig.seen} == set(rig.sched.policy.menu) - {PLAIN}
     check_some(case, rig, 11)
 
 
@@ -423,6 +495,7 @@ EXACT: dict[str, tuple[Callable[[], exact_heads.Exact], str]] = {
     "eagle3": (lambda: exact_heads.exact_eagle3(3), "EAGLE3"),
     "eagle3 shared head": (lambda: exact_heads.exact_eagle3(5, rows=None, style="layers"), "EAGLE3"),
     "mtp": (lambda: exact_heads.exact_mtp(6), "NEXTN"),
+    "mtp 2 layers": (lambda: exact_heads.exact_mtp(8, layers=2), "NEXTN"),
     "mtp 3 layers": (lambda: exact_heads.exact_mtp(7, layers=3), "NEXTN"),
 }
 

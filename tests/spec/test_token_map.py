@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from tiny_checkpoint import write_checkpoint
 
+from draftwing.cli import main
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.spec.token_map import load_token_map
 from draftwing.text.tokenizer import Tokenizer
@@ -167,3 +169,22 @@ def test_tool_refusals(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_token_map([tmp_path / "in.txt"], make_tokenizer(), 3, tmp_path / "no" / "out.pt")
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the tokenizer of a checkpoint: one of bytes, and <eos> 256."""
+    model = write_checkpoint(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("aaa bb")
+    (tmp_path / "b.jsonl").write_text('{"text": "aac"}')
+    files = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    command = ["token-map", "--model", str(model), "--size", "3", "--out", str(tmp_path / "freq.pt")]
+    assert main([*command, *files]) == 0
+    table = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    assert torch.load(tmp_path / "freq.pt", weights_only=True) == [table["a"], table["b"], 256]
+    assert f"token map {tmp_path / 'freq.pt'}: 3 tokens, 77.78% of 9 in 2 documents" in capsys.readouterr().err
+
+    assert main([*command, str(tmp_path / "nothing.txt")]) == 2
+    assert "nothing.txt cannot be read" in capsys.readouterr().err
+    for wrong in (["--size", "0", *files], ["--out", "x.pt"]):
+        with pytest.raises(SystemExit):
+            main(["token-map", "--model", str(model), *wrong])

@@ -29,7 +29,7 @@ from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, shape_menu
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead, DraftLM
-from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram import NGramDrafter
 from draftwing.spec.token_map import load_token_map
 
@@ -78,10 +78,12 @@ def assemble(
 
     layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
     draft_layers = list(drafter.kv_layers) if drafter is not None else []
-    pool_tokens = size_pool(options, [*layers, *draft_layers], dtype, device)
     wanted = options.context_length or config.max_positions
     if wanted > config.max_positions:
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
+    pool_tokens = size_pool(options, [*layers, *draft_layers], dtype, device)
+    if not options.max_total_tokens:  # more could only ever cache prefixes
+        pool_tokens = min(pool_tokens, 2 * rows * wanted)
     context = min(wanted, pool_tokens - max_span - max_commit)
     if context < wanted:
         log.warning("the KV pool of %d tokens limits the context to %d, not %d", pool_tokens, context, wanted)
@@ -129,7 +131,7 @@ def make_drafter(
         return None, FixedShape(PLAIN)
     if options.speculative_algorithm != "NGRAM":
         head = load_head(options, path, target, dtype, device)
-        drafter = ModelDrafter(head, options.max_running_requests + 1, shape.topk, dtype, device.device)
+        drafter = make_model_drafter(head, options.max_running_requests + 1, shape.topk, dtype, device.device)
         return drafter, FixedShape(shape)
     assert target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
     ngram = NGramDrafter(

@@ -6,9 +6,11 @@ one prefix match and one memory formula serve both. Slot 0 is a dummy that paddi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +33,7 @@ class KVPool:
         self.layers = tuple(layers)
         self.slots = slots
         self.dtype = dtype
-        self.kv = [
-            torch.zeros(slots + 1, spec.kv_heads, 2, spec.head_dim, dtype=dtype, device=device) for spec in self.layers
-        ]
+        self.kv = [_zeros((slots + 1, spec.kv_heads, 2, spec.head_dim), dtype, device) for spec in self.layers]
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
@@ -42,3 +42,11 @@ class KVPool:
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim]. Two queries may share a slot only if it is the dummy."""
         self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 2))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype).view(shape)

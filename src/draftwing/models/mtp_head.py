@@ -2,8 +2,7 @@
 
 Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise;
 embedding and head are the model's. One layer is run for any number of steps. Of several, each predicts one token
-further: the layer whose turn it is gives a row's output, and those that still have their turn ahead run as well, for
-the keys and values that the row's descendants will attend to.
+further: layer j joins the model's output at position t with the embedding of token t + 1 + j.
 """
 
 from __future__ import annotations
@@ -46,22 +45,29 @@ class MTPHead(FeatureHead):
     def __init__(self, target: DecoderModel, layers: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__(replace(target.config, num_layers=layers), target, (target.final_tap,))
         self.layers = nn.ModuleList(MTPLayer(self.config, i, dtype, torch.device(device)) for i in range(layers))
+        self.lookahead = layers
 
     def features(self, taps: Tensor) -> Tensor:
         """taps [M, hidden]: the target's output after its final norm, as it is."""
         return taps
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
-        """ids, positions [M], features [M, hidden] -> [M, hidden] after the final norm of the level's layer; past the
-        last layer's level it goes on with the last."""
+        """ids, positions [M], features [M, hidden] -> [M, hidden]: the rows in every layer that has its turn at this
+        level or later, for their keys and values; the output is that of the first of these."""
         assert features is not None
+        turn = min(level, len(self.layers) - 1)
+        out = self.run_layer(ids, positions, features, turn, attend)
+        for i in range(turn + 1, len(self.layers)):
+            self.run_layer(ids, positions, features, i, attend)
+        return out
+
+    def run_layer(self, ids: Tensor, positions: Tensor, features: Tensor, layer: int, attend: Attend) -> Tensor:
+        """ids [M]: for layer j the token 1 + j after the row's; positions [M], features [M, hidden] -> [M, hidden]
+        after the layer's final norm."""
         cos, sin = self._rotation(positions)
         # In training the first position of a sequence had no token to embed.
         embedding = self.target.embed(ids).masked_fill((positions == 0).unsqueeze(1), 0.0)
-        turn = min(level, len(self.layers) - 1)
-        out = self.layers[turn](embedding, features, cos, sin, attend)
-        for i in range(turn + 1, len(self.layers)):
-            self.layers[i](embedding, features, cos, sin, attend)
+        out: Tensor = self.layers[layer](embedding, features, cos, sin, attend)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from draftwing.models.decoder import DecoderModel
 
 class DraftHead(Protocol):
     """lookahead: 0 where the row at position t is made of token t; 1 where it is made of token t + 1 and of the
-    target's feature at t.  taps: target layers that the feature is made of.  width: size of a row's feature, 0 where
-    rows have none.  target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same."""
+    target's feature at t; n where there are n layers, the last of which makes it of token t + n (`MTPDrafter`).
+    taps: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
+    target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same."""
 
     lookahead: int
     taps: tuple[int, ...]

@@ -29,14 +29,15 @@ class ModelDrafter:
     """A `Drafter` around a `DraftHead`."""
 
     first_hint = MAX_HINT
+    max_lookahead = 1  # of a head
 
     def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> None:
         """rows: those of the slot table, its dummy included; topk: the largest of any shape that will be asked for."""
-        assert head.lookahead in (0, 1)
+        assert 0 <= head.lookahead <= self.max_lookahead
         self.head, self.topk = head, topk
         self.taps, self.lookahead = head.taps, head.lookahead
         self.kv_layers: Sequence[LayerSpec] = head.kv_layers
-        self.tail = 1 - head.lookahead  # without lookahead the first root has a row of its own
+        self.tail = int(head.lookahead == 0)  # without lookahead the first root has a row of its own
         # The root's best continuations and its feature, row-indexed: written by `observe`, read by `propose`.
         self._first_ids = torch.zeros(rows, topk, dtype=torch.int64, device=device)
         self._first_logp = torch.zeros(rows, topk, dtype=torch.float32, device=device)
@@ -120,12 +121,15 @@ class ModelDrafter:
         self, slots: SlotTable, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
     ) -> None:
         chunks = batch._replace(ids=next_ids) if self.lookahead else _with_sampled(batch, next_ids)
-        hidden = self._run(chunks, feature, 0)
+        self._keep_first_of_prompts(slots, chunks, self._run(chunks, feature, 0), noisy)
+
+    def _keep_first_of_prompts(self, slots: SlotTable, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
+        """hidden [M, H]; the last row of each last chunk is the one that the newest token is in."""
         final = [(span, span.offset + span.length - 1) for span in chunks.chunks if span.final]
         if final:
-            rows = torch.cat([batch.rows[span.row : span.row + 1] for span, _ in final])
+            rows = torch.cat([chunks.rows[span.row : span.row + 1] for span, _ in final])
             newest = torch.stack([hidden[i : i + 1] for _, i in final])  # [F, 1, H]
-            root_at = torch.cat([chunks.positions[i : i + 1] for _, i in final]) + self.lookahead
+            root_at = torch.cat([chunks.positions[i : i + 1] for _, i in final]) + (1 - self.tail)
             self._keep_first(slots, rows, newest, root_at, noisy)
 
     def _keep_first(self, slots: SlotTable, rows: Tensor, hidden: Tensor, root_at: Tensor, noisy: Tensor) -> None:

@@ -59,7 +59,22 @@ def add_commands(commands: Any) -> dict[str, Run]:
     for name, default in (("steps", "1,3,5,7"), ("topk", "1,2,4,8"), ("draft-tokens", "2,4,6,8,16,32")):
         sweep.add_argument(f"--{name}", type=_sizes, default=_sizes(default), metavar="INTS", help=f"({default})")
     add_arguments(bench)
-    return {"chat": run_chat, "pull": run_pull, "bench": run_bench}
+
+    token_map = commands.add_parser(
+        "token-map",
+        help="count tokens, for --speculative-token-map",
+        description="Writes the most frequent tokens of texts or conversations, to which an EAGLE head or prediction "
+        "layers can be restricted.",
+        allow_abbrev=False,
+    )
+    token_map.add_argument("--model", required=True, metavar="STR", help="whose tokenizer counts: as for serve")
+    token_map.add_argument("--revision", metavar="STR", help="branch, tag or commit of a hub id")
+    token_map.add_argument("--size", type=_count, default=32768, metavar="INT", help="tokens kept (default: 32768)")
+    token_map.add_argument("--out", required=True, metavar="FILE", help=".pt, .json, or text with an id a line")
+    token_map.add_argument(
+        "files", nargs="+", metavar="FILE", help="plain text, or .jsonl and .json with text, messages or conversations"
+    )
+    return {"chat": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +101,15 @@ def run_pull(arguments: dict[str, Any]) -> None:
     from draftwing.models.hub import resolve_model
 
     print(resolve_model(arguments["model"], arguments["revision"]))
+
+
+def run_token_map(arguments: dict[str, Any]) -> None:
+    from draftwing.models.hub import resolve_model
+    from draftwing.text.tokenizer import load_tokenizer
+    from draftwing.tools.token_map import write_token_map
+
+    tokenizer = load_tokenizer(resolve_model(arguments["model"], arguments["revision"]))
+    write_token_map(arguments["files"], tokenizer, arguments["size"], arguments["out"])
 
 
 def run_chat(arguments: dict[str, Any]) -> None:
