@@ -138,7 +138,7 @@ def growth(row: Row, turns: int) -> dict[str, Any]:
 
 
 def bookkeeping(row: Row, turns: int) -> dict[str, Any]:
-    """Milliseconds of what is neither the target nor the head: choosing nodes, geometry and batch, acceptance, commit."""
+    """Milliseconds of what is neither target nor head: choosing nodes, geometry and batch, acceptance, commit."""
     shape = TreeShape(DEPTH, TOPK, NODES)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, row.model.config.vocab_size, (1, TOPK, TOPK), generator=generator)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import torch
@@ -21,7 +19,7 @@ from reference.checkpoints import Checkpoint
 from reference.exact_heads import exact_eagle2, exact_eagle3, exact_mtp
 from tiny_checkpoint import VOCAB, write_checkpoint, write_tokenizer
 
-from draftwing.utils import Process, launch_server_cmd, terminate_process, wait_for_server
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 # The commands ask for most of the memory, which takes long to fill: this machine has little.
 SMALL_MACHINE = """
@@ -94,13 +92,12 @@ def write_all(folder: Path, *families: Callable[[Path], None]) -> Path:
 
 
 @contextlib.contextmanager
-def served(command: str, folder: Path) -> Iterator[tuple[str, Process]]:
-    """Runs a server command in `folder` until it answers, gives its address, and ends it in an orderly way."""
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, {"PYTHONPATH": str(folder)}):
-        process, port = launch_server_cmd(command)
+def served(command: str) -> Iterator[str]:
+    """Runs a server command until it answers, gives its address, and ends it in an orderly way."""
+    process, port = launch_server_cmd(command)
     try:
         wait_for_server(f"http://localhost:{port}", timeout=60, process=process)
-        yield f"http://127.0.0.1:{port}", process
+        yield f"http://127.0.0.1:{port}"
     finally:
         terminate_process(process)
     assert process.returncode == 0

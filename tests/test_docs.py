@@ -1,0 +1,118 @@
+"""Every command of the documentation, executed as it is typed, with small stand-ins for the checkpoints it names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from stand_ins import accept_length, chat, llama2, llama3, llama31, mimo, model_of, qwen25, served, write_all
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/migrating.md", "docs/speculative_decoding.md")
+PORT_OF_PAGES = "http://127.0.0.1:30000"
+PYTHON = shlex.quote(sys.executable)
+
+
+def commands(page: str) -> list[str]:
+    """Those of every ```bash block; lines that end in a backslash go on, comments do not count."""
+    text = (ROOT / page).read_text(encoding="utf8")
+    found = []
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                found.append(shlex.join(words))
+    return found
+
+
+def is_server(command: str) -> bool:
+    return command.startswith("draftwing serve") or "launch_server" in command
+
+
+EVERY = sorted({command for page in PAGES for command in commands(page)})
+SERVERS = [command for command in EVERY if is_server(command)]
+OTHERS = [command for command in EVERY if not is_server(command)]
+
+
+def typed(command: str) -> str:
+    """With this interpreter, whatever the PATH says."""
+    return re.sub(r"^draftwing\b", f"{PYTHON} -m draftwing", command)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of the commands, with the files that they name."""
+    folder = write_all(tmp_path_factory.mktemp("docs"), llama2, llama3, llama31, mimo, qwen25)
+    (folder / "notes.txt").write_text("".join(map(chr, range(1, 0x800))))  # most bytes, and so most tokens
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        make_map = next(command for command in OTHERS if "token-map" in command)
+        subprocess.run(typed(make_map), shell=True, check=True)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path, smollm2_path: Path) -> Iterator[dict[str, Future[float]]]:
+    """The accept length of each server command's server. Two run at a time: mostly they start."""
+
+    def ask(command: str) -> float:
+        with served(typed(command)) as url:
+            assert httpx.get(f"{url}/health").status_code == 200
+            answer = chat(url, model_of(command))
+            assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+            assert answer["usage"]["completion_tokens"] >= 1
+            return accept_length(url)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {command: pool.submit(ask, command) for command in SERVERS}
+
+
+@pytest.mark.parametrize("command", SERVERS)
+def test_server(command: str, answers: dict[str, Future[float]]) -> None:
+    accepted = answers[command].result()
+    if "EAGLE" in command or "NEXTN" in command:
+        assert accepted > 1.5, "the stand-in's head is right wherever it may be"
+
+
+@pytest.mark.parametrize("command", [command for command in OTHERS if command.startswith("draftwing ")])
+def test_tool(command: str, folder: Path) -> None:
+    done = subprocess.run(typed(command), shell=True, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_requests(folder: Path) -> None:
+    """`curl`, to a server as the first of the pages' commands start one."""
+    asked = [command for command in OTHERS if command.startswith("curl ")]
+    assert asked
+    with served(f"{PYTHON} -m draftwing serve --model Qwen/Qwen2.5-7B-Instruct --speculative-algorithm NGRAM") as url:
+        for command in asked:
+            assert PORT_OF_PAGES in command
+            there = command.replace(PORT_OF_PAGES, url).replace("curl", "curl --silent --fail-with-body", 1)
+            done = subprocess.run(there, shell=True, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stdout
+            if "/generate" in command:
+                assert '"spec_accept_length"' in done.stdout
+
+
+def test_make_targets() -> None:
+    """Setting up an environment is no unit test; that make knows what to do is."""
+    for command in OTHERS:
+        if command.startswith("make "):
+            subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_nothing_is_left_out() -> None:
+    assert len(commands("docs/speculative_decoding.md")) >= 10 and len(SERVERS) >= 9
+    for command in OTHERS:
+        assert command.startswith(("draftwing ", "curl ", "make ")), command
