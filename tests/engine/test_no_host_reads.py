@@ -2,6 +2,8 @@
 lets a shape depend on them. On a CPU such a read costs nothing and hides; on CUDA it is a stall, and cannot be captured
 in a graph."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,14 @@ from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, TreeSh
 from draftwing.models.draft_loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.spec.heads import DraftLM
-from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.mtp_drafter import make_model_drafter
 
-HEADS = {"EAGLE": exact_heads.exact_eagle2, "EAGLE3": exact_heads.exact_eagle3, "NEXTN": exact_heads.exact_mtp}
+HEADS = {
+    "EAGLE": exact_heads.exact_eagle2,
+    "EAGLE3": exact_heads.exact_eagle3,
+    "NEXTN": exact_heads.exact_mtp,
+    "NEXTN 3": partial(exact_heads.exact_mtp, layers=3),
+}
 SHAPES = [PLAIN, TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
 
 
@@ -98,7 +105,7 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         device = FakeDevice(mode)
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
         if head is not None:
-            drafter = ModelDrafter(head, 7, shape.topk, torch.float32, device.device)
+            drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.device)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params):
             pending = rig.executor.launch(plan)
