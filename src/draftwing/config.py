@@ -243,16 +243,36 @@ class Options:
                 f"speculative_algorithm {algorithm} needs speculative_draft_model_path, the model that drafts"
             )
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        self._warn_of_idle_options(algorithm, tree)
         if algorithm == "none":
-            given = [name for name in tree if getattr(self, name) is not None]
-            if given:
-                logger.warning("without speculative_algorithm, %s has no effect", ", ".join(given))
             return {"speculative_algorithm": "none"} | dict.fromkeys(tree)
         if algorithm in ("EAGLE", "EAGLE3", "NEXTN"):
             self._grown_shape(LLAMA_SHAPE)  # checked now, filled in when the target's architecture is known
             return {"speculative_algorithm": algorithm}
         shape = self._grown_shape(CHAIN_SHAPE) if algorithm == "STANDALONE" else self._ngram_shape()
         return {"speculative_algorithm": algorithm} | dict(zip(tree, shape, strict=True))
+
+    def _warn_of_idle_options(self, algorithm: str, tree: Sequence[str]) -> None:
+        """One line for options of speculation that were set and that this algorithm does not look at."""
+        used = {"speculative_algorithm", "speculative_draft_model_path"}
+        if algorithm != "none":
+            used |= set(tree)
+        if algorithm in ("EAGLE", "NEXTN"):
+            used.add("speculative_token_map")
+        if algorithm == "EAGLE3":
+            used |= {"speculative_aux_layer_ids", "speculative_token_map"}  # the map: a warning of its own at the load
+        if self.speculative_draft_model_path is not None:
+            used.add("speculative_draft_model_revision")
+        idle = [
+            spec.name
+            for spec in dataclasses.fields(self)
+            if spec.name.startswith("speculative_")
+            and spec.name not in used
+            and not (algorithm == "NGRAM" and "_ngram_" in spec.name)
+            and getattr(self, spec.name) != spec.default
+        ]
+        if idle:
+            logger.warning("with speculative_algorithm %s, %s has no effect", algorithm, ", ".join(idle))
 
     def for_architecture(self, architecture: str) -> Options:
         """Resolved options with the tree that an EAGLE-like algorithm has by default on such a target."""

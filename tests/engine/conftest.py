@@ -28,10 +28,12 @@ VOCAB = 48
 CONTEXT = 128
 
 
-def tiny_model(seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0):
+def tiny_model(
+    seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0, vocab: int = VOCAB
+):
     config = ModelConfig(
         architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        ffn_size=96, vocab_size=VOCAB, max_positions=CONTEXT,
+        ffn_size=96, vocab_size=vocab, max_positions=CONTEXT,
     )  # fmt: skip
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)

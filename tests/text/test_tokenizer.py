@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from draftwing.errors import CheckpointError, ConfigError, RequestError
-from draftwing.text.tokenizer import load_tokenizer
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
 CORPUS = ["The quick brown fox jumps over the lazy dog.", "Zwölf Boxkämpfer jagen Viktor quer, 1234 mal!", "日本語 😀"]
 TEXTS = [
@@ -195,3 +195,14 @@ def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
     for text in ("the lazy fox", "Größe 1234"):
         assert tokenizer.encode(text) == backend.encode(text).ids
     assert tokenizer.eos_id == 2
+
+
+def test_first_difference_of_two_vocabularies() -> None:
+    def made(*pieces: str) -> Tokenizer:
+        return Tokenizer(tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [])), {})
+
+    target = made("a", "b", "c", "d")
+    assert vocabulary_difference(target, made("a", "b", "c", "d", "pad")) is None
+    assert vocabulary_difference(target, made("a", "b")) is None
+    found = vocabulary_difference(target, made("a", "x", "c", "y"))
+    assert found == "First difference: id 1 is 'b' in the target and 'x' in the draft."

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.attn.torch_ref import TorchAttention
+from draftwing.attn.native import pick_attention
 from draftwing.config import Options
 from draftwing.core import PLAIN
 from draftwing.engine.device import Device, pick_device, pick_dtype
@@ -57,8 +58,9 @@ def build(options: Options, path: Path) -> Parts:
         torch.set_num_threads(options.num_threads)
     config = load_config(path)
     dtype = pick_dtype(options.dtype, device, config.dtype)
+    draft_path, token_ids = find_draft(options, config.vocab_size)  # before anything large is loaded
     model = load_with_progress(path, dtype, device)
-    drafter, policy = make_drafter(options, path, model, dtype, device)
+    drafter, policy = make_drafter(options, draft_path or path, token_ids, model, dtype, device)
     return assemble(options, model, dtype, device, drafter, policy)
 
 
@@ -90,7 +92,8 @@ def assemble(
     if context < 2:
         raise ConfigError(
             f"the KV pool holds {pool_tokens} tokens, and a step alone needs {max_span + max_commit}: "
-            "raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens"
+            "raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens "
+            "or --speculative-num-steps times --speculative-eagle-topk"
         )
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
     length = context + max_commit + max_span + 1
@@ -101,7 +104,7 @@ def assemble(
 
     model.set_max_positions(length)
     slots = SlotTable(rows, length, device)
-    attn = TorchAttention(pool)
+    attn = pick_attention(pool)
     if drafter is not None:
         drafter.attach(attn, len(layers), length)
     executor = Executor(model, drafter, slots, attn, device)
@@ -123,14 +126,15 @@ def assemble(
 
 
 def make_drafter(
-    options: Options, path: Path, target: DecoderModel, dtype: torch.dtype, device: Device
+    options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, dtype: torch.dtype, device: Device
 ) -> tuple[Drafter | None, ShapePolicy]:
-    """The drafter and shape policy that resolved options ask for; path: of the target."""
+    """The drafter and shape policy that resolved options ask for; path: of the draft model, or of the target where it
+    drafts for itself."""
     shape = options.speculative_shape
     if options.speculative_algorithm == "none":
         return None, FixedShape(PLAIN)
     if options.speculative_algorithm != "NGRAM":
-        head = load_head(options, path, target, dtype, device)
+        head = load_head(options, path, token_ids, target, dtype, device)
         drafter = make_model_drafter(head, options.max_running_requests + 1, shape.topk, dtype, device.device)
         return drafter, FixedShape(shape)
     assert target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
@@ -147,26 +151,39 @@ def make_drafter(
     return ngram, ExpectedGain(shape_menu(shape))
 
 
-def load_head(options: Options, path: Path, target: DecoderModel, dtype: torch.dtype, device: Device) -> DraftHead:
-    """The model that drafts for `target`, which was loaded from `path`."""
-    draft = options.speculative_draft_model_path
-    source = resolve_model(draft, options.speculative_draft_model_revision) if draft is not None else None
-    if options.speculative_algorithm == "STANDALONE":
-        assert source is not None, "options are resolved"
-        model = load_with_progress(source, dtype, device)
-        return DraftLM(model, min(model.config.vocab_size, target.config.vocab_size))
-    head: FeatureHead
-    token_ids = None
+def find_draft(options: Options, vocab: int) -> tuple[Path | None, Tensor | None]:
+    """Where the draft model is, and the tokens that may be drafted [n] int64; None where not given. vocab: the
+    target's."""
+    path = token_ids = None
+    if options.speculative_draft_model_path is not None:
+        path = resolve_model(
+            options.speculative_draft_model_path, options.speculative_draft_model_revision,
+            option="--speculative-draft-model-path",
+        )  # fmt: skip
     if options.speculative_token_map is not None:
         if options.speculative_algorithm == "EAGLE3":
             log.warning("speculative_token_map is ignored: an EAGLE-3 head has its own draft vocabulary")
-        else:
-            token_ids = load_token_map(options.speculative_token_map, target.config.vocab_size)
-    if source is None:
+        elif options.speculative_algorithm in ("EAGLE", "NEXTN"):
+            token_ids = load_token_map(options.speculative_token_map, vocab)
+    return path, token_ids
+
+
+def load_head(
+    options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, dtype: torch.dtype, device: Device
+) -> DraftHead:
+    """The model that drafts for `target`."""
+    if options.speculative_algorithm == "STANDALONE":
+        model = load_with_progress(path, dtype, device)
+        known, used = model.config.max_positions, options.context_length or target.config.max_positions
+        if known < used:
+            log.warning("the draft model knows %d positions and is run up to %d: it may draft worse there", known, used)
+        return DraftLM(model, min(model.config.vocab_size, target.config.vocab_size))
+    head: FeatureHead
+    if options.speculative_draft_model_path is None:
         head = load_mtp_head(path, target, dtype, device.device, token_ids=token_ids)
     else:
         head = load_draft_head(
-            source, target, options.speculative_algorithm, dtype, device.device, token_ids=token_ids,
+            path, target, options.speculative_algorithm, dtype, device.device, token_ids=token_ids,
             aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
         )  # fmt: skip
     head.pack()

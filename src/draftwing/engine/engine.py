@@ -38,7 +38,9 @@ class Engine:
         path = resolve_model(self.options.model, self.options.revision)
         tokenizer_path = path
         if self.options.tokenizer_path:
-            tokenizer_path = resolve_model(self.options.tokenizer_path, self.options.revision)
+            tokenizer_path = resolve_model(
+                self.options.tokenizer_path, self.options.revision, option="--tokenizer-path"
+            )
         self.options = self.options.for_architecture(load_config(path).architecture)
         tokenizer = load_tokenizer(tokenizer_path, self.options.chat_template)
         if self.options.speculative_algorithm == "STANDALONE":
@@ -179,7 +181,10 @@ def salt_of(cache_salt: str | None) -> int:
 def check_draft_tokenizer(options: Options, target: Tokenizer) -> None:
     """Raises ConfigError unless a small draft model has the target's token ids."""
     assert options.speculative_draft_model_path is not None
-    path = resolve_model(options.speculative_draft_model_path, options.speculative_draft_model_revision)
+    path = resolve_model(
+        options.speculative_draft_model_path, options.speculative_draft_model_revision,
+        option="--speculative-draft-model-path",
+    )  # fmt: skip
     difference = vocabulary_difference(target, load_tokenizer(path, None))
     if difference:
         raise ConfigError(

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.kernels.cpu import Kernels, load
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, the mean in float32 whatever the dtype of x."""
@@ -14,9 +16,19 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
         self.eps = eps
+        self._packed: tuple[Kernels, Tensor] | None = None
+
+    def pack(self) -> None:
+        """Lets the C kernel do it from now on, for a loaded weight on the CPU; without gradients."""
+        kernels = load()
+        if kernels is not None and kernels.take(self.weight):
+            self._packed = kernels, self.weight.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]"""
+        if self._packed is not None:
+            kernels, weight = self._packed
+            return kernels.rms_norm(x, weight, self.eps)
         if x.device.type != "cpu":
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # On the CPU F.rms_norm is a dozen small operations, layer_norm one. Beside its own negation a row has mean 0

@@ -191,8 +191,8 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 def _required(config: Mapping[str, Any], key: str, architecture: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int):
-        raise CheckpointError(f"config of {architecture}: expected an integer {key}, found {value!r}")
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"config of {architecture}: expected a positive integer {key}, found {value!r}")
     return value
 
 

@@ -13,10 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
+from draftwing.kernels.cpu import load
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table, rotate
 from draftwing.models.config import ModelConfig
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]"""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -39,6 +46,13 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(hidden, eps, dtype, device)
         self.gate_up = Linear(hidden, 2 * ffn, config.mlp_bias, dtype, device)
         self.down = Linear(ffn, hidden, config.mlp_bias, dtype, device)
+        self._silu_mul = silu_mul
+
+    def pack(self) -> None:
+        """What `DecoderModel.pack` does, for the one operation here that is no module."""
+        kernels = load()
+        if kernels is not None and kernels.take(self.mlp_norm.weight):
+            self._silu_mul = kernels.silu_mul
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
@@ -47,14 +61,21 @@ class DecoderLayer(nn.Module):
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
         qkv = self.qkv(normed).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
+        x = self.o(self._attend(qkv, cos, sin, attend), x)
+        return self.down(self._silu_mul(self.gate_up(self.mlp_norm(x))), x)
+
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
+        fused = getattr(attend, "fused", None)  # a backend may turn q and k itself: `attn.native.Bound`
+        if fused is not None and self.q_norm is None:
+            out: Tensor = fused(self.index, qkv, cos, sin)
+            return out
         qk = qkv[:, : self.heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
         qk = rotate(qk, cos, sin)
         v = qkv[:, self.heads + self.kv_heads :]
-        x = self.o(attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v), x)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)  # [M, ffn] each
-        return self.down(F.silu(gate) * up, x)
+        return attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v)
 
 
 class DecoderModel(nn.Module):
@@ -120,7 +141,9 @@ class DecoderModel(nn.Module):
         return (self.lm_head.weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
     def pack(self) -> None:
-        """Lets every linear layer rearrange its weights for inference; the model is not trainable afterwards."""
+        """Lets every layer prepare for inference: weights rearranged, C kernels; the model is not trainable afterwards."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(keep_weight=module is self.lm_head)  # `exact_logits` reads its rows
+            elif isinstance(module, RMSNorm | DecoderLayer):
+                module.pack()

@@ -34,8 +34,15 @@ def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         inner = raw.get("transformer_layer_config") or {}
         flat = {**inner, **{key: value for key, value in flat.items() if value is not None}}
         flat.setdefault("norm_before_residual", True)
-    for key, value in (raw.get("eagle_config") or {}).items():
+    eagle = raw.get("eagle_config") or {}
+    if not isinstance(eagle, dict):
+        raise CheckpointError(f"eagle_config: expected an object, found {eagle!r}")
+    for key, value in eagle.items():
         flat.setdefault(key, value)
+    for key in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states"):
+        value = flat.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{key}: expected a positive integer, found {value!r}")
     return flat
 
 
@@ -68,9 +75,11 @@ def eagle3_config(
     config: ModelConfig, raw: Mapping[str, Any], weights: Weights, target: DecoderModel, convention: AuxLayerIds
 ) -> Eagle3Config:
     tap_size, vocab = target.config.hidden_size, target.config.vocab_size
-    columns = weights["fc.weight"].shape[1] if "fc.weight" in weights else 0
-    if columns == 0:
+    if "fc.weight" not in weights:
         raise CheckpointError("tensors missing from the checkpoint: fc.weight")
+    if weights["fc.weight"].dim() != 2:
+        raise CheckpointError(f"fc.weight: expected a matrix, found the shape {list(weights['fc.weight'].shape)}")
+    columns = weights["fc.weight"].shape[1]
     if columns % tap_size:
         raise CheckpointError(
             f"fc.weight: expected a multiple of the target's hidden size {tap_size} as columns, found {columns}"
@@ -127,7 +136,7 @@ def resolve_taps(raw: Mapping[str, Any], count: int, layers: int, convention: Au
     if len(ids) != count:
         raise CheckpointError(f"fc.weight has columns for {count} hidden states, the config names the layers {ids}")
     taps = tuple(i if boundary else i + 1 for i in ids)
-    if not all(0 <= tap <= layers for tap in taps):
+    if min(ids) < 0 or not all(0 <= tap <= layers for tap in taps):
         highest = layers if boundary else layers - 1
         raise CheckpointError(f"aux layer ids: expected 0 to {highest} for a target of {layers} layers, found {ids}")
     return taps

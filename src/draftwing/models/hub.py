@@ -39,31 +39,40 @@ _EXPECTED = (
 _BLOCK = 1 << 20
 
 
-def resolve_model(name: str, revision: str | None = None, progress: bool = True) -> Path:
-    """The folder or `.gguf` file that `--model name` means; fetches it when it is not on this machine.
+def resolve_model(
+    name: str, revision: str | None = None, progress: bool = True, option: str = "--model"
+) -> Path:
+    """The folder or `.gguf` file that `name` means; fetches it when it is not on this machine.
 
-    revision: branch, tag or commit of a hub id.
+    revision: branch, tag or commit of a hub id.  option: what the user calls it, for errors.
     Raises CheckpointError when there is no such model or it cannot be fetched.
     """
+    try:
+        return _resolve(name, revision, progress)
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}: {error}") from error.__cause__
+
+
+def _resolve(name: str, revision: str | None, progress: bool) -> Path:
     if name == DEFAULT_MODEL:
         return fetch_default_model(progress)
     path = Path(name).expanduser()
     if path.exists():
         return _local(path)
     if name.startswith((".", "/", "~")) or path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
-        raise CheckpointError(f"--model: {name!r} does not exist; {_EXPECTED}")
+        raise CheckpointError(f"{name!r} does not exist; {_EXPECTED}")
     return _from_hub(name, revision, progress)
 
 
 def _local(path: Path) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
-            raise CheckpointError(f"--model: {path} is a file, but not a .gguf file; {_EXPECTED}")
+            raise CheckpointError(f"{path} is a file, but not a .gguf file; {_EXPECTED}")
         return path
     if not (path / "config.json").is_file():
         inside = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {', '.join(inside)}: pass one of them" if inside else ""
-        raise CheckpointError(f"--model: the folder {path} has no config.json{hint}; {_EXPECTED}")
+        raise CheckpointError(f"the folder {path} has no config.json{hint}; {_EXPECTED}")
     return path
 
 
@@ -81,13 +90,13 @@ def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
         return Path(snapshot_download(repo, allow_patterns=_wanted(repo, files), **options))
     except GatedRepoError as error:
         raise CheckpointError(
-            f"--model: {repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
+            f"{repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
         ) from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"--model: {repo} has no revision {revision!r}") from error
+        raise CheckpointError(f"{repo} has no revision {revision!r}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(
-            f"--model: there is no folder and no hub model {repo!r} (a private one needs `hf auth login`); {_EXPECTED}"
+            f"there is no folder and no hub model {repo!r} (a private one needs `hf auth login`); {_EXPECTED}"
         ) from error
     except CheckpointError:
         raise
@@ -106,7 +115,7 @@ def _from_hub_cache(repo: str, revision: str | None, cause: Exception) -> Path:
         raise CheckpointError(f"{error} (from the cache; the hub cannot be reached: {cause})") from cause
     except Exception:
         raise CheckpointError(
-            f"--model: {repo} is not in the hub's cache and cannot be downloaded ({type(cause).__name__}: {cause}). "
+            f"{repo} is not in the hub's cache and cannot be downloaded ({type(cause).__name__}: {cause}). "
             "Check the connection, or download the model elsewhere and pass its folder"
         ) from cause
     logger.warning("the hub cannot be reached; %s comes from its cache", repo)
@@ -119,12 +128,12 @@ def _wanted(repo: str, files: Sequence[str]) -> list[str]:
     if "config.json" not in top:
         gguf = [file for file in files if file.endswith(".gguf")]
         hint = f"it holds GGUF files ({gguf[0]}, ...): download one and pass its path" if gguf else "no config.json"
-        raise CheckpointError(f"--model: {repo} is not a transformers model: {hint}")
+        raise CheckpointError(f"{repo} is not a transformers model: {hint}")
     # Some repositories hold the same weights twice, under the names of the original implementation.
     weights = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
     weights = weights or [f for f in top if f.startswith("pytorch_model") and f.endswith(".bin")]
     if not weights:
-        raise CheckpointError(f"--model: {repo} has no *.safetensors and no pytorch_model*.bin")
+        raise CheckpointError(f"{repo} has no *.safetensors and no pytorch_model*.bin")
     return [file for file in top if file.endswith(_TEXT_SUFFIXES)] + weights
 
 

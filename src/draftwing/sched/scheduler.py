@@ -323,27 +323,39 @@ class Scheduler:
         req.inflight -= 1
         req.verify_steps += 1
         req.proposed += int(result.proposed[i])
-        req.note_accepted(count - 1)
-        self._emit(req, result.tokens[i, :count].tolist())
+        self._emit(req, result.tokens[i, :count].tolist(), drafts=count - 1)
 
-    def _emit(self, req: Req, new: list[int]) -> None:
-        """Appends tokens up to the first stop; what the device committed past it is dropped."""
-        for done, token in enumerate(new, 1):
+    def _emit(self, req: Req, new: list[int], drafts: int | None = None) -> None:
+        """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: how many of the
+        first tokens are accepted drafts; None for the token of a prefill."""
+        reason = None
+        kept: list[int] = []
+        for token in new:
             req.tokens.append(token)
-            matched: int | str | None = token if token in req.stop_ids else None
-            if req.scanner is not None:
-                found = req.scanner.push(token)
-                matched = found if matched is None else matched
-            if matched is not None:
-                self._finish(req, new[:done], {"type": "stop", "matched": matched})
-                return
-            if len(req.tokens) >= req.max_total:
-                # Text that is certain only now that nothing follows may hold a stop string.
-                found = req.scanner.finish() if req.scanner is not None else None
-                length = {"type": "length", "length": req.completion_tokens}
-                self._finish(req, new[:done], length if found is None else {"type": "stop", "matched": found})
-                return
-        self._news.append(Output(req.uid, new))
+            kept.append(token)
+            reason = self._ending(req, token)
+            if reason is not None:
+                break
+        if drafts is not None:
+            req.note_accepted(min(drafts, len(kept)))
+        if reason is not None:
+            self._finish(req, kept, reason)
+        else:
+            self._news.append(Output(req.uid, kept))
+
+    def _ending(self, req: Req, token: int) -> dict[str, Any] | None:
+        """Why the request ends with `token`, its newest; None if it goes on."""
+        found = req.scanner.push(token) if req.scanner is not None else None
+        if token in req.stop_ids:
+            return {"type": "stop", "matched": token}
+        if found is None and len(req.tokens) < req.max_total:
+            return None
+        if found is None and req.scanner is not None:
+            # Text that is certain only now that nothing follows may hold a stop string.
+            found = req.scanner.finish()
+        if found is not None:
+            return {"type": "stop", "matched": found}
+        return {"type": "length", "length": req.completion_tokens}
 
     def _finish(self, req: Req, new: list[int], reason: dict[str, Any]) -> None:
         if req.running:

@@ -64,7 +64,8 @@ class DraftLM:
         raise AssertionError("a language model drafts from tokens alone")
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
-        return self.model(ids, positions, attend)[0]
+        # The target may pad its vocabulary further than this model; what stands for such an id does not matter much.
+        return self.model(ids.clamp(max=self.model.config.vocab_size - 1), positions, attend)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)[:, : self.vocab]

@@ -1,0 +1,23 @@
+"""The optional C extension; everything else is in pyproject.toml.
+
+Without a C compiler (or Python's headers) the install goes on without it, and torch does the same work more slowly. It
+is compiled for the machine that it is built on, for that is where an install from source runs.
+"""
+
+import platform
+
+from setuptools import Extension, setup
+
+native = ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "draftwing.kernels._cpu",
+            ["src/draftwing/kernels/cpu.c"],
+            optional=True,
+            extra_compile_args=["-O3", "-pthread", "-Wno-psabi", "-Wno-unused-parameter", *native],
+            extra_link_args=["-pthread"],
+        )
+    ]
+)

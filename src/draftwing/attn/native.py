@@ -1,0 +1,109 @@
+"""Attention on the CPU by the C kernels: reads the pool where it lies, and turns and stores keys on the way.
+
+A query's result has the same bits however it is asked for, as with `TorchAttention` but for trees of any size: its sums
+run over its keys in position order, in blocks of absolute positions. The two backends differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.attn.base import Attend, AttnBackend, Batch
+from draftwing.attn.torch_ref import TorchAttention
+from draftwing.kernels.cpu import Kernels, load
+from draftwing.kv.pool import KVPool
+
+
+def pick_attention(pool: KVPool) -> AttnBackend:
+    """Native where the kernels are there and take the pool, else torch's."""
+    kernels = load()
+    if kernels is None or not kernels.take(pool.kv[0]):
+        return TorchAttention(pool)
+    return NativeAttention(pool, kernels)
+
+
+class NativeAttention:
+    """Implements `AttnBackend` over a `KVPool` of real CPU tensors. One forward at a time."""
+
+    def __init__(self, pool: KVPool, kernels: Kernels) -> None:
+        assert kernels.take(pool.kv[0])
+        self.pool = pool
+        self.kernels = kernels
+        self._scratch = torch.empty(0)
+
+    def bind(self, batch: Batch, first_layer: int) -> Attend:
+        return Bound(self, batch, first_layer)
+
+    def scratch(self, size: int) -> Tensor:
+        """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size)
+        return self._scratch
+
+
+class Bound:
+    """An `Attend` of one forward, and `fused`, which a layer may call instead of turning q and k itself."""
+
+    def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
+        self._backend = backend
+        self._first_layer = first_layer
+        self._raw = backend.kernels.raw
+        self._threads = torch.get_num_threads()
+        self._kv = backend.pool.kv
+        self._half = backend.pool.dtype == torch.bfloat16
+        table = batch.table if batch.table.stride(1) == 1 else batch.table.contiguous()
+        self._slots = batch.write_slots.contiguous()
+        self._keep = [table]  # the addresses below are theirs
+        if batch.chunks:
+            spans = torch.tensor([chunk[:4] for chunk in batch.chunks])  # row, offset, start, length
+            self._keep.append(spans)
+            longest = max(chunk.length for chunk in batch.chunks)
+            self._most_keys = max(chunk.start + chunk.length for chunk in batch.chunks)
+            who: tuple[int, ...] = (0, 0, 0, spans.data_ptr(), len(batch.chunks), longest, 0)
+        else:
+            assert batch.path is not None and batch.path_len is not None
+            rows, nodes, depth = batch.path.shape
+            read = [batch.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()]
+            self._keep += read
+            self._most_keys = table.shape[1] + depth
+            who = (*(part.data_ptr() for part in read), 0, rows, nodes, depth)
+        self._who = (table.data_ptr(), table.stride(0), *who)
+        self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim of what follows
+        self._how: tuple[int, ...] = ()
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._backend.pool.write(self._first_layer + layer, self._slots, k, v)
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        return self._attend(layer, q, q.shape[1])
+
+    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What `rotate` and a call do, in place of q: qkv [M, heads + 2 * kv_heads, head_dim], contiguous, q not yet
+        turned; cos, sin [M, 1, head_dim] -> [M, heads * head_dim]. Takes no gradient."""
+        kv = self._kv[self._first_layer + layer]
+        rows, all_heads, dim = qkv.shape
+        kv_heads = kv.shape[1]
+        heads = all_heads - 2 * kv_heads
+        assert qkv.dtype == cos.dtype == kv.dtype and qkv.is_contiguous() and self._slots.shape[0] == rows
+        self._raw.rope_write(
+            qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
+            kv_heads, dim, all_heads * dim, cos.stride(0), self._half, self._threads,
+        )  # fmt: skip
+        return self._attend(layer, qkv, heads)
+
+    def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
+        """q [M, heads or more, head_dim]"""
+        kv = self._kv[self._first_layer + layer]
+        _, kv_heads, _, dim = kv.shape
+        if self._shape != (heads, kv_heads, dim):
+            assert q.dtype == kv.dtype and q.shape[2] == dim and heads % kv_heads == 0
+            self._shape = heads, kv_heads, dim
+            size = self._raw.scratch_size(heads, kv_heads, dim, self._most_keys)
+            scratch = self._backend.scratch(size * self._threads)
+            self._how = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)
+        out = q.new_empty(q.shape[0], heads * dim)
+        self._raw.attend(
+            out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half, *self._how
+        )
+        return out
