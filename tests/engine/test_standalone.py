@@ -37,7 +37,7 @@ def all_accepted(got, depth):
     """Whether every step of every answer accepted a whole chain, but for the last, which the length may have cut."""
     for final in got.final.values():
         histogram, steps = final.meta["spec_correct_drafts_histogram"], final.meta["spec_verify_ct"]
-        if steps < 6 or len(histogram) != depth + 1 or sum(histogram[:depth]) > 1 or sum(histogram) != steps:
+        if steps < 4 or len(histogram) != depth + 1 or sum(histogram[:depth]) > 1 or sum(histogram) != steps:
             return False
     return True
 
