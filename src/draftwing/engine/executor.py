@@ -76,6 +76,7 @@ class Executor:
         self.device = device
         self._taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
+        self._roots: dict[int, tuple[tuple[Tensor, Tensor], Tree]] = {}
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
@@ -97,14 +98,13 @@ class Executor:
     def propose(self, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         if shape == PLAIN:
             root = self.slots.last[rows].unsqueeze(1)  # [B, 1]
-            zero = torch.zeros_like(root)
-            return Draft(root, zero, zero == 0)
+            return Draft(root, *self._lone_roots(rows.shape[0])[0])
         assert self.drafter is not None, "without a drafter every step is plain"
         return self.drafter.propose(self.slots, rows, shape, max_bound, noisy)
 
     def verify(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
-        tree = derive(draft.parent, draft.alive, shape.depth)
+        tree = self._lone_roots(rows.shape[0])[1] if shape == PLAIN else derive(draft.parent, draft.alive, shape.depth)
         kv_len = self.slots.kv_len[rows]  # [B]
         table = self.slots.table[rows, : max_bound + shape.nodes]  # [B, P]
         entries = kv_len.unsqueeze(1) + _arange(shape.nodes, rows)  # [B, N]
@@ -120,6 +120,15 @@ class Executor:
             window=shape.nodes,
         )
         return batch, tree
+
+    def _lone_roots(self, size: int) -> tuple[tuple[Tensor, Tensor], Tree]:
+        """Parents, which nodes are alive, and geometry of `size` trees that are a root each: always the same."""
+        known = self._roots.get(size)
+        if known is None:
+            parent = torch.zeros(size, 1, dtype=torch.int64, device=self.device.device)
+            alive = parent == 0
+            known = self._roots[size] = (parent, alive), derive(parent, alive, 0)
+        return known
 
     def advance(self, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> None:
         """Commits: permutes the page-table entries past kv_len, appends the tokens, moves kv_len and last."""
@@ -152,7 +161,7 @@ class Executor:
         accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
         self.advance(rows, accepted, batch.prefix_len)
         hint = self._observe_path(plan, upload, accepted, batch.prefix_len, pending.taps)
-        proposed = draft.alive.sum(1) - 1
+        proposed = draft.alive.sum(1) - 1 if shape != PLAIN else tree.depth.squeeze(1)  # none
         head = torch.stack((accepted.count, proposed, hint), 1)
         return torch.cat((head, accepted.committed, accepted.order), 1)
 
@@ -166,7 +175,7 @@ class Executor:
             return self.model.exact_logits(hidden if only is None else hidden.index_select(0, only), ids)
 
         asked = upload.noisy.numel() + upload.banning.numel()
-        params = self.slots.sampling(rows if asked else rows[:0])  # greedy rows need none
+        params = self.slots.sampling(rows) if asked else None  # greedy rows need none
         half = logits.dtype.itemsize < 4
         return sample(
             logits, positions, depth, depth_max, params, upload.noisy, upload.filtered, upload.banning,

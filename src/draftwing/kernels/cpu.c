@@ -227,9 +227,9 @@ typedef struct {
 } Attention;
 
 /* The keys (values: which = 1) of 16 places from `first` on, as floats [16][padded]; zeros from `end` on. */
-static void stage(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
-                  int64_t first, int64_t end, int64_t head, int which) {
-    const int64_t dim = a->dim, width = a->half ? 2 : 4;
+INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
+                     int64_t first, int64_t end, int64_t head, int which, const int half) {
+    const int64_t dim = a->dim, width = half ? 2 : 4;
     for (int64_t j = first; j < first + LANES; j++, to += a->padded) {
         if (j + LANES < prefix) { /* slots lie anywhere: no hardware foresees the next block's */
             const int64_t ahead = ((table[j + LANES] * a->kv_heads + head) * 2 + which) * dim * width;
@@ -238,8 +238,13 @@ static void stage(const Attention *a, float *to, const int64_t *table, int64_t p
         if (j >= end) { memset(to, 0, (size_t)a->padded * 4); continue; }
         const int64_t slot = table[j < prefix ? j : prefix + path[j - prefix]];
         const int64_t at = ((slot * a->kv_heads + head) * 2 + which) * dim;
-        for (int64_t c = 0; c < dim; c += LANES) storef(to + c, load(a->kv, at + c, dim - c, (int)a->half));
+        for (int64_t c = 0; c < dim; c += LANES) storef(to + c, load(a->kv, at + c, dim - c, half));
     }
+}
+static void stage(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
+                  int64_t first, int64_t end, int64_t head, int which) {
+    if (a->half) stage_of(a, to, table, prefix, path, first, end, head, which, 1);
+    else stage_of(a, to, table, prefix, path, first, end, head, which, 0);
 }
 
 /* scores[16] = q . keys */
@@ -450,7 +455,7 @@ static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t giv
         pairs += a.spans ? a.spans[4 * i + 3] * (a.spans[4 * i + 2] + a.spans[4 * i + 3] / 2)
                          : a.nodes * (a.prefix[i] + a.depth / 2);
     Py_BEGIN_ALLOW_THREADS
-    run(some_tiles, &a, a.items > 1 ? n[19] : 1, pairs * a.heads * a.padded / 40000);
+    run(some_tiles, &a, a.items > 1 ? n[19] : 1, pairs * a.heads * a.padded / 14000);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -40,7 +40,7 @@ def sample(
     positions: Tensor,
     depth: Tensor,
     depth_max: int,
-    params: SamplingRows,
+    params: SamplingRows | None,
     noisy: Tensor,
     filtered: Tensor,
     banning: Tensor,
@@ -51,11 +51,14 @@ def sample(
     logits [B, N, V] of any float type, not changed; positions [B, N] int64, the absolute position of each node, whose
     sampled token will stand one further; depth [B, N] int64, at most `depth_max`, 0 for node 0.
     noisy [Bn] int64: batch indices of the rows with temperature > 0; filtered [Bf]: those of them with top-k, top-p or
-    min-p; banning [Bb]: rows that may still be below `ban_until`. No index occurs twice in one of these tensors.
+    min-p; banning [Bb]: rows that may still be below `ban_until`; params may be None where none of these is. No index occurs twice in one of these tensors.
     exact: gives logits of chosen ids in float32, where `logits` are rounded to a half type; the last choice, among the
     `CANDIDATES` best, is made with it.
     Returns [B, N] int64. Nodes of a row at the same depth share their noise, as the same position must.
     """
+    if params is None:
+        assert not noisy.shape[0] and not banning.shape[0]
+        return _choose(logits, logits, exact)
     if banning.shape[0]:
         logits = _ban(logits, positions, params, banning)
     if not noisy.shape[0]:

@@ -1,0 +1,63 @@
+"""Speculation on equals speculation off with the native attention, as in test_exact with torch's; in bfloat16 too,
+packed, where nothing but equal bits gives equal text."""
+
+import pytest
+import torch
+
+from draftwing.attn.native import NativeAttention
+from draftwing.core import PLAIN, TreeShape
+from draftwing.kernels.cpu import load
+from draftwing.layers.linear import can_pack
+
+KERNELS = load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
+TREE = TreeShape(4, 3, 11)
+
+
+def native(pool):
+    return NativeAttention(pool, KERNELS)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def case(harness, one_thread, request):
+    """Model, prompts, parameters and the answers of plain decoding, one request at a time."""
+    if harness.device != "cpu":
+        pytest.skip("kernels for the CPU")
+    model = harness.tiny_model(dtype=request.param)
+    if not can_pack(model.norm.weight):
+        pytest.skip("this CPU has no bfloat16 products")
+    model.pack()
+    prompts = harness.prompts_for(12)
+    params = [harness.greedy(40) if i % 2 else harness.seeded(40, seed=i) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params, attn=native)
+    return model, prompts, params, expected, harness.make_book(prompts, expected)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_equals_plain_decoding(harness, case, shape, chunk, lag):
+    model, prompts, params, expected, book = case
+    drafter = None if shape == PLAIN else "oracle"
+    rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, miss=2, chunk=chunk, lag=lag, attn=native)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+    if shape == TREE:
+        assert rig.accept_length > 1.5 and rig.stats.moved > 50
+
+
+def test_ngram_drafts(harness, case):
+    model, prompts, params, expected, _ = case
+    rig = harness.Rig(model, shapes=(TreeShape(7, 4, 8),), drafter="ngram", attn=native)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+    assert rig.accept_length > 1.02
+
+
+def test_equals_torchs_backend(harness, case):
+    model, prompts, params, expected, _ = case
+    if model.norm.weight.dtype != torch.float32:
+        pytest.skip("the last bits of bfloat16 differ")
+    assert harness.plain_answers(model, prompts, params).tokens == expected.tokens
