@@ -177,15 +177,19 @@ def against(plain: LLM, spec: LLM, prompts: dict[str, list[int]], tokens: int, r
     """NGRAM against none, prompt by prompt; also whether the tokens are the same."""
     rows = {}
     for name, prompt in prompts.items():
-        rates = best(repeats, {"none": fresh(plain, [prompt], tokens), "NGRAM": fresh(spec, [prompt], tokens)})
-        plain.engine.flush_cache()
-        spec.engine.flush_cache()
-        off, on = plain.generate(prompt, greedy(tokens))[0], spec.generate(prompt, greedy(tokens))[0]
+        answers: dict[str, Any] = {}
+
+        def run(llm: LLM, which: str, prompt: list[int] = prompt, answers: dict[str, Any] = answers) -> int:
+            assert llm.engine.flush_cache()
+            (answers[which],) = llm.generate([prompt], greedy(tokens))
+            return len(answers[which].token_ids)
+
+        rates = best(repeats, {"none": lambda run=run: run(plain, "none"), "NGRAM": lambda run=run: run(spec, "NGRAM")})
         rows[name] = {
             **rates,
             "ratio": rates["NGRAM"] / rates["none"],
-            "accept_length": on.meta_info["spec_accept_length"],
-            "same_tokens": on.token_ids == off.token_ids,
+            "accept_length": answers["NGRAM"].meta_info["spec_accept_length"],
+            "same_tokens": answers["NGRAM"].token_ids == answers["none"].token_ids,
         }
         print(f"  {name:24.24s} {rows[name]}", flush=True)
     ratios = [row["ratio"] for row in rows.values()]
@@ -194,6 +198,7 @@ def against(plain: LLM, spec: LLM, prompts: dict[str, list[int]], tokens: int, r
         "worst": min(ratios),
         "mean": statistics.fmean(ratios),
         "identical": sum(row["same_tokens"] for row in rows.values()),
+        "of": len(rows),
         "prompts": rows,
     }
 
