@@ -72,6 +72,32 @@ def test_unknown_and_abbreviated_flags(capsys: pytest.CaptureFixture[str]) -> No
         assert info.value.code == 2 and flag in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "usage", "message"),
+    [
+        (["serve", "--max_runing_requests=3"], "draftwing serve [options]", "nearest option is --max-running-requests"),
+        (["bench", "--concurency", "2"], "draftwing bench [", "argument --concurency; the nearest option is --concurr"),
+        (["chat", "word"], "draftwing chat [", "unrecognised arguments: word"),
+        (["--versoin"], "draftwing [-h]", "the nearest option is --version"),
+    ],
+)
+def test_unknown_arguments(argv: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(argv)
+    error = capsys.readouterr().err
+    assert info.value.code == 2 and error.startswith(f"usage: {usage}") and message in error
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_help_of_tools_leaves_out_what_concerns_a_server(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert "--api-key" in text and "--model" in text and "--speculative-algorithm" in text
+    for gone in ("--port", "--drain-timeout", "refused", "--reasoning-parser", "--tp-size"):
+        assert gone not in text
+
+
 def test_a_port_in_use_is_known_before_weights_load(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -103,6 +129,7 @@ def test_serve_says_where_it_is_answers_and_ends() -> None:
         assert ready is not None, "".join(log)
         url = ready.split("ready: ")[1].strip()
         assert url.startswith("http://127.0.0.1:") and url.endswith("/v1")
+        assert "Authorization" not in line
         body = line.split("-d '")[1].rstrip().removesuffix("'")  # what the log says to try
         request = urllib.request.Request(f"{url}/chat/completions", body.encode(), {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=10) as response:
@@ -216,6 +243,41 @@ def test_a_killed_server_takes_its_engine_along() -> None:
         process.kill()
         process.wait()
         assert gone(engine, 2)
+
+
+def test_the_server_ends_when_its_engine_died_twice() -> None:
+    with serving() as (process, url):
+        for deaths in (1, 2):
+            (engine,) = children(process.pid)
+            client = Streamed(url, 1900)
+            os.kill(engine, signal.SIGKILL)
+            client.join(10)
+            assert "killed by SIGKILL" in client.text and client.text.endswith("data: [DONE]\n\n")
+            assert ("it is not restarted" in client.text) == (deaths == 2)
+            end = time.monotonic() + 20
+            while deaths == 1 and httpx.get(f"{url}/health").status_code != 200:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == 1
+    assert "is not restarted again: the server ends" in log and "Traceback" not in log
+
+
+def test_the_key_is_in_no_log_and_no_answer() -> None:
+    key = "it's $secret"  # which a shell has to quote
+    code = script("--api-key", key)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if "try: curl" in line:
+                break
+        assert "-H 'Authorization: Bearer YOUR_API_KEY'" in line and "secret" not in "".join(log)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -80,6 +80,14 @@ def test_dp_attention_says_what_to_do_instead() -> None:
         options("--enable-dp-attention")
 
 
+def test_what_asks_for_one_device_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        options("--tp 1 --tensor-parallel-size 1 --dp-size 1 --page-size 1 --quantization none")
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=r"--tp-size is not supported: .* one device"):
+        options("--tp_size 2")
+
+
 def test_help_says_what_is_honoured(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _parser()[0].parse_args(["serve", "--help"])

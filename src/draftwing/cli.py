@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import draftwing
 from draftwing.compat import from_environment
@@ -18,9 +19,12 @@ from draftwing.tools.commands import Run, add_commands
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. 2: an option or a model that cannot work."""
-    parser, runs = _parser()
-    arguments = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
+    parser, runs, commands = _parser()
+    known, unknown = parser.parse_known_args(dashed(sys.argv[1:] if argv is None else argv))
+    arguments = vars(known)
     command = arguments.pop("command")
+    if unknown:
+        _refuse(commands.get(command, parser), unknown)
     if command is None:
         parser.print_help()
         return 2
@@ -51,7 +55,18 @@ def serve_options(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.
     return Options.from_kwargs(**{**asked, **arguments})
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run]]:
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Exits with the usage of the command whose arguments these are, and the option that comes nearest."""
+    flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
+    if flag is None:
+        parser.error(f"unrecognised arguments: {' '.join(unknown)}")
+    options = [name for name in parser._option_string_actions if name.startswith("--")]
+    (near,) = difflib.get_close_matches(flag, options, n=1, cutoff=0.0)
+    parser.error(f"unrecognised argument {flag}; the nearest option is {near}")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, argparse.ArgumentParser]]:
+    """The parser, what runs each command, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="draftwing", description="Serves large language models with exact tree-based speculative decoding."
     )
@@ -66,7 +81,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run]]:
         allow_abbrev=False,
     )
     add_arguments(serve)
-    return parser, {"serve": _serve} | add_commands(commands)
+    runs = {"serve": _serve} | add_commands(commands)
+    return parser, runs, commands.choices
 
 
 if __name__ == "__main__":

@@ -33,8 +33,13 @@ _ONE_DTYPE = "the draft uses the target's attention and types"
 _OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm lists those that are"
 _LOSSY = "it would change what the model says; leave it out"
 _ADAPTS = "the shape of a draft follows what was accepted already, up to --speculative-num-draft-tokens"
+_ONE_DEVICE = "a server of this version runs on one device; run one per device and balance the load in front"
+_QUANTIZATION = "weights are not quantized on the way; give a checkpoint that is quantized, such as a .gguf file"
+_METRICS = "there is no /metrics endpoint in this version; /server_info and the log tell how the engine does"
 
 NO_EFFECT = {
+    "attention_backend": Foreign(str, "this version has its own attention, chosen by the device"),
+    "page_size": Foreign(int, "the KV pool is handed out by single tokens", neutral=(1,)),
     "cuda_graph_max_bs": Foreign(int, _GRAPHS),
     "cuda_graph_max_bs_decode": Foreign(int, _GRAPHS),
     "cuda_graph_max_bs_prefill": Foreign(int, _GRAPHS),
@@ -56,6 +61,14 @@ NO_EFFECT = {
 }
 
 REFUSED = {
+    "tp": Foreign(int, _ONE_DEVICE, True, (1,)),
+    "tp_size": Foreign(int, _ONE_DEVICE, True, (1,)),
+    "tensor_parallel_size": Foreign(int, _ONE_DEVICE, True, (1,)),
+    "dp": Foreign(int, _ONE_DEVICE, True, (1,)),
+    "dp_size": Foreign(int, _ONE_DEVICE, True, (1,)),
+    "data_parallel_size": Foreign(int, _ONE_DEVICE, True, (1,)),
+    "quantization": Foreign(str, _QUANTIZATION, True, ("none",)),
+    "enable_metrics": Foreign(bool, _METRICS, True),
     "enable_dp_attention": Foreign(
         bool, "attention is not split over devices; run one server per device and balance the load in front", True
     ),

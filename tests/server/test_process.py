@@ -94,8 +94,11 @@ def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
 def test_a_killed_engine_is_noticed_and_restarted_once(
     spawned: list[EngineLink], caplog: pytest.LogCaptureFixture
 ) -> None:
+    lost: list[int] = []
+
     async def scenario() -> None:
         async with running(spawned) as engine:
+            engine.lost = lambda: lost.append(len(spawned))
             for deaths in (1, 2):
                 waiting = [asyncio.ensure_future(text_of(engine, FOREVER(f"{deaths}{i}"))) for i in range(3)]
                 await asyncio.sleep(0.05)
@@ -113,8 +116,11 @@ def test_a_killed_engine_is_noticed_and_restarted_once(
                 if deaths == 1:
                     await until(lambda: engine.healthy)
                     assert await text_of(engine, request("again")) == [1, 2, 3, 256]
+                    assert not lost
             await asyncio.sleep(0.3)
-            assert not engine.healthy and len(spawned) == 2
+            assert not engine.healthy and lost == [2] and len(spawned) == 2
+            with pytest.raises(EngineDead, match=r"stopped again: killed by SIGKILL.*; it is not restarted"):
+                engine.submit([request("too late")], ["too late"])
 
     asyncio.run(scenario())
     assert "killed by SIGKILL" in caplog.text
@@ -132,6 +138,39 @@ def test_an_exception_in_the_engine_is_its_cause_of_death() -> None:
             await waiting
         await until(lambda: engine.healthy)
         assert await text_of(engine, request("b")) == [1, 2, 3, 256] and second.requests
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        engine = local(first := FakeEngine(burst=1), second := FakeEngine())
+        engine.start()
+        waiting = asyncio.ensure_future(text_of(engine, FOREVER("a")))
+        await until(lambda: bool(first.running))
+        engine.draining = True
+        first.crash = RuntimeError("out of paper")
+        with pytest.raises(EngineDead, match="out of paper; the server is shutting down"):
+            await waiting
+        await engine.stop()
+        assert not second.closed and not second.requests and engine.link.engine is first  # type: ignore[attr-defined]
+
+    asyncio.run(scenario())
+    assert "out of paper" in caplog.text and "restart" not in caplog.text
+
+
+def test_an_engine_that_cannot_be_restarted_is_lost() -> None:
+    async def scenario() -> None:
+        engine = local(first := FakeEngine())  # without a successor
+        lost = asyncio.Event()
+        engine.lost = lost.set
+        engine.start()
+        first.crash = RuntimeError("out of paper")
+        first.wake()
+        await asyncio.wait_for(lost.wait(), 5)
+        with pytest.raises(EngineDead, match="could not be restarted"):
+            engine.submit([request("a")], ["a"])
         await engine.stop()
 
     asyncio.run(scenario())

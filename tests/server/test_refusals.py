@@ -150,6 +150,26 @@ def test_prompts_that_the_engine_refuses(client: TestClient, prompt: Any) -> Non
     refused(client, COMPLETION, {"prompt": prompt}, "prompt")
 
 
+def test_errors_of_the_engine_name_the_fields_of_the_api(client: TestClient) -> None:
+    def said(path: str, body: dict[str, Any], param: str, *others: str) -> None:
+        message = refused(client, path, base(path) | body, param)
+        assert all(name in message for name in (param, *others)), message
+        foreign = {"input_ids", "max_new_tokens", "min_new_tokens"} - {param} if path.startswith("/v1") else set()
+        assert not any(name in message for name in foreign), message
+
+    stops = list(range(20))  # the stand-in bans 16
+    said(COMPLETION, {"prompt": [257]}, "prompt")
+    said(COMPLETION, {"max_tokens": CONTEXT}, "max_tokens")
+    said(COMPLETION, {"min_tokens": 17}, "min_tokens", "max_tokens")  # the default, 16, is less
+    said(COMPLETION, {"min_tokens": 2, "stop_token_ids": stops}, "stop_token_ids", "min_tokens")
+    said(CHAT_PATH, {"max_tokens": CONTEXT}, "max_tokens")
+    said(CHAT_PATH, {"max_completion_tokens": CONTEXT}, "max_completion_tokens")
+    said(CHAT_PATH, {"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens", "max_completion_tokens")
+    said("/generate", {"sampling_params": {"max_new_tokens": CONTEXT}}, "max_new_tokens")
+    stopped = {"min_new_tokens": 2, "stop_token_ids": stops}
+    said("/generate", {"sampling_params": stopped}, "stop_token_ids", "min_new_tokens")
+
+
 def test_one_refused_prompt_of_a_batch_leaves_none_behind(client: TestClient, engine: FakeEngine) -> None:
     refused(client, COMPLETION, {"prompt": ["abc" * 100, "a" * CONTEXT], "max_tokens": 1500}, "prompt")
     assert client.post(COMPLETION, json={"prompt": "a"}).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 import threading
@@ -157,6 +158,18 @@ def test_points_leave_out_what_cannot_be() -> None:
     assert flags(rest[-1]) == (
         "--speculative-algorithm STANDALONE --speculative-draft-model-path d --speculative-num-steps 3 "
         "--speculative-eagle-topk 2 --speculative-num-draft-tokens 4"
+    )
+    more = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_token_map": "my map.pt",
+        "speculative_aux_layer_ids": "output",
+    }
+    first, rest_of_all = itertools.islice(points(options | more, Grid([3], [2], [4], [1])), 2)
+    assert first == Options(model="x", random_seed=first.random_seed)  # nothing of speculation is left
+    assert flags(rest_of_all) == (
+        "--speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-token-map 'my map.pt' "
+        "--speculative-aux-layer-ids output --speculative-num-steps 3 --speculative-eagle-topk 2 "
+        "--speculative-num-draft-tokens 4"
     )
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         list(points({"model": "x"}, grid))

@@ -101,6 +101,7 @@ class Bound:
             self._shape = heads, kv_heads, dim
             size = self._raw.scratch_size(heads, kv_heads, dim, self._most_keys)
             scratch = self._backend.scratch(size * self._threads)
+            self._keep.append(scratch)  # the backend may replace it by a larger one
             self._how = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(

@@ -59,13 +59,15 @@ class EngineInfo:
         if wanted > room:
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.context_length}: "
-                f"at most {room} new tokens fit",
+                f"max_new_tokens must be at most {room}",
                 "max_new_tokens",
             )
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         if params.min_new_tokens and len(stop_ids) > self.max_banned:
             raise RequestError(
-                f"min_new_tokens allows at most {self.max_banned} stop ids, found {len(stop_ids)}", "stop_token_ids"
+                f"with min_new_tokens, stop_token_ids and the model's own may be at most {self.max_banned} ids; "
+                f"found {len(stop_ids)}",
+                "stop_token_ids",
             )
         return Terms(wanted, stop_ids)
 

@@ -49,7 +49,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Ask:
-    """A question by name, "stats" or "flush_cache"; an `Answer` of this number comes back."""
+    """A question by name, "stats" or "flush_cache"; a `Reply` of this number comes back."""
 
     number: int
     what: str

@@ -66,7 +66,7 @@ INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) {
 }
 
 #define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-/* The sums of 16 vectors, in their order; each as ((((0+8)+(4+12))+...), whichever of the 16 it is. */
+/* The sums of 16 vectors, in their order; each is summed in the same order, whichever of the 16 it is. */
 INLINE vf sums16(const vf *v) {
     vf a[8], b[4], c[2], d;
 #pragma GCC unroll 8
@@ -125,7 +125,7 @@ static void *enter(void *job) {
 /* Calls work(data) in each of `threads` threads, or in one; cost: about the microseconds that one would take. Always
    as many as torch uses: OpenMP makes and ends threads when the number changes. */
 static void run(void (*work)(void *), void *data, int64_t threads, int64_t cost) {
-    if (threads <= 1 || cost < (gomp_parallel ? 16 : 200)) { work(data); return; }
+    if (threads <= 1 || cost < (gomp_parallel ? 8 : 200)) { work(data); return; }
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (gomp_parallel) { gomp_parallel(work, data, (unsigned)threads, 0); return; }
     pthread_t made[MAX_THREADS];
@@ -137,7 +137,7 @@ static void run(void (*work)(void *), void *data, int64_t threads, int64_t cost)
 }
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
 
-/* -- row by row: norm, gated MLP, rotary embedding ------------------------------------------------------------------ */
+/* -- row by row: norm, gated MLP, rotary embedding ---------------------------------------------------------------- */
 
 typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
@@ -205,7 +205,8 @@ INLINE void rope_row(const Rows *r, int64_t i, const int half) {
         }
     }
     for (int64_t h = 0; h < r->kv_heads; h++)
-        memcpy(slot + (2 * h + 1) * dim * width, row + (r->heads + r->kv_heads + h) * dim * width, (size_t)(dim * width));
+        memcpy(slot + (2 * h + 1) * dim * width, row + (r->heads + r->kv_heads + h) * dim * width,
+               (size_t)(dim * width));
 }
 static void rope_float(const Rows *r, int64_t i) { rope_row(r, i, 0); }
 static void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 1); }
@@ -231,9 +232,10 @@ INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_
                      int64_t first, int64_t end, int64_t head, int which, const int half) {
     const int64_t dim = a->dim, width = half ? 2 : 4;
     for (int64_t j = first; j < first + LANES; j++, to += a->padded) {
-        if (j + LANES < prefix) { /* slots lie anywhere: no hardware foresees the next block's */
-            const int64_t ahead = ((table[j + LANES] * a->kv_heads + head) * 2 + which) * dim * width;
-            for (int64_t c = 0; c < dim * width; c += 64) __builtin_prefetch((const char *)a->kv + ahead + c);
+        if (j + LANES < prefix) { /* slots lie anywhere: no hardware foresees the next block's; values follow keys */
+            const int64_t at = ((table[j + LANES] * a->kv_heads + head) * 2 + which) * dim;
+            const char *ahead = (const char *)a->kv + at * width;
+            for (int64_t c = 0; c < (2 - which) * dim * width; c += 64) __builtin_prefetch(ahead + c);
         }
         if (j >= end) { memset(to, 0, (size_t)a->padded * 4); continue; }
         const int64_t slot = table[j < prefix ? j : prefix + path[j - prefix]];
@@ -384,7 +386,10 @@ static void some_tiles(void *data) {
 /* -- the module: pointers and sizes as integers, unchecked; kernels/cpu.py knows the tensors ---------------------- */
 
 static int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {
-    if (given != wanted) { PyErr_Format(PyExc_TypeError, "expected %zd integers, found %zd", wanted, given); return NULL; }
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "expected %zd integers, found %zd", wanted, given);
+        return NULL;
+    }
     for (Py_ssize_t i = 0; i < given; i++) to[i] = PyLong_AsLongLong(args[i]);
     return PyErr_Occurred() ? NULL : to;
 }
@@ -410,7 +415,8 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t g
 static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[6];
     if (!numbers(args, given, 6, n)) return NULL;
-    Rows r = {.row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2], .size = n[3]};
+    Rows r = {.row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2],
+              .size = n[3]};
     return go(&r, n[5], 2 * n[2] * n[3]);
 }
 

@@ -141,7 +141,7 @@ class DecoderModel(nn.Module):
         return (self.lm_head.weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
     def pack(self) -> None:
-        """Lets every layer prepare for inference: weights rearranged, C kernels; the model is not trainable afterwards."""
+        """Lets every layer prepare for inference, weights and kernels; the model is not trainable afterwards."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(keep_weight=module is self.lm_head)  # `exact_logits` reads its rows

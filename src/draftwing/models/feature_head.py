@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import Linear
+from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.names import Slot, stored_tensors
 
 
@@ -71,9 +72,9 @@ class FeatureHead(nn.Module):
         yield from stored_tensors(self, self.names())
 
     def pack(self) -> None:
-        """Lets every linear layer rearrange its weights for inference; the head is not trainable afterwards."""
+        """Lets every layer prepare for inference, weights and kernels; the head is not trainable afterwards."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | RMSNorm | DecoderLayer):
                 module.pack()
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,7 @@ _EXPECTED = (
 _BLOCK = 1 << 20
 
 
-def resolve_model(
-    name: str, revision: str | None = None, progress: bool = True, option: str = "--model"
-) -> Path:
+def resolve_model(name: str, revision: str | None = None, progress: bool = True, option: str = "--model") -> Path:
     """The folder or `.gguf` file that `name` means; fetches it when it is not on this machine.
 
     revision: branch, tag or commit of a hub id.  option: what the user calls it, for errors.

@@ -69,7 +69,9 @@ class AsyncEngine:
     """The engine's process and its supervision; belongs to the event loop that called `start`.
 
     Every method is called on that loop. `spawn` makes a link to a new process: it is called again when the process
-    dies, once, and what waited for the old one fails.
+    dies, once, and what waited for the old one fails. When there is no engine and will be none, `lost` is called.
+
+    draining: set it when no new requests come; from then on a dead engine is not replaced.
     """
 
     def __init__(self, info: EngineInfo, link: EngineLink, spawn: Callable[[], EngineLink]) -> None:
@@ -81,6 +83,8 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}  # by uid of an unfinished request
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
+        self.draining = False
+        self.lost: Callable[[], None] = lambda: None
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -196,11 +200,16 @@ class AsyncEngine:
         if self._stopping or link is not self.link:
             return
         logger.error("the engine's process ended: %s", cause)
-        again = self._restarts < RESTARTS
-        self._fail(EngineDead(f"the engine stopped: {cause}" + ("; it is being restarted" if again else "")))
-        if again:
+        if self.draining:
+            self._fail(EngineDead(f"the engine stopped: {cause}; the server is shutting down"))
+        elif self._restarts < RESTARTS:
+            self._fail(EngineDead(f"the engine stopped: {cause}; it is being restarted"))
             self._restarts += 1
             self._restarting = asyncio.ensure_future(self._restart(cause))
+        else:
+            logger.error("the engine was restarted before and is not restarted again: the server ends")
+            self._fail(EngineDead(f"the engine stopped again: {cause}; it is not restarted, the server ends"))
+            self.lost()
 
     async def _restart(self, cause: str) -> None:
         logger.error("restarting the engine; it is not restarted a second time")
@@ -212,8 +221,9 @@ class AsyncEngine:
             self.info = await asyncio.to_thread(self.link.wait_ready)
         except Exception as error:
             if not self._stopping:
-                logger.error("the engine could not be restarted: %s", error)
+                logger.error("the engine could not be restarted, the server ends: %s", error)
                 self.error = EngineDead(f"the engine stopped: {cause}; it could not be restarted: {error}")
+                self.lost()
             return
         finally:
             self._restarting = None

@@ -129,14 +129,15 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 async def _server_info(service: Service) -> dict[str, Any]:
     info, stats = service.engine.info, await service.engine.stats()
-    command, options = shlex.join(sys.argv), dataclasses.asdict(info.options)
+    options = dataclasses.asdict(info.options)
     key = options.pop("api_key")
-    if key is not None:
-        command = command.replace(key, "***")
+    # Masked before it is quoted: quotes inside a key would hide it from the search.
+    words = sys.argv if key is None else [word.replace(key, "***") for word in sys.argv]
     return {
         **options,
+        "model_path": info.options.model,
         "served_model_name": service.model,
-        "launch_command": command,
+        "launch_command": shlex.join(words),
         "dtype": info.dtype,
         "device": info.device,
         "context_length": info.context_length,
@@ -171,9 +172,9 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
             text = service.tokenizer.render_chat(conversation(body.messages))
-            every = [await service.tokenize(text, add_special_tokens=False)]
+            every = await service.tokenize([text], add_special_tokens=False)
         else:
-            every = [await service.tokenize(text, body.add_special_tokens is not False) for text in body.prompts()]
+            every = await service.tokenize(body.prompts(), body.add_special_tokens is not False)
         batched = isinstance(body.prompt, list)
         return {
             "tokens": every if batched else every[0],

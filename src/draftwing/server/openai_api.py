@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +17,16 @@ from draftwing.server.protocol import ChatRequest, CompletionRequest, OpenAIBody
 from draftwing.server.service import Service
 
 
+def _renamed(error: RequestError, source: str, length: str | None) -> RequestError:
+    """An error of the engine, which names fields as /generate does, with the names of this API.
+
+    source: the field that holds the prompt.  length: the one that limits the answer, where the client gave it.
+    """
+    names = {"input_ids": source, "max_new_tokens": length or source, "min_new_tokens": "min_tokens"}
+    message = re.sub("|".join(names), lambda found: names[found[0]], str(error))
+    return RequestError(message, (names | {"prompt": source}).get(error.param or "", error.param))
+
+
 def add_openai_routes(app: FastAPI, service: Service) -> None:
     async def respond(
         kind: responses.Kind, request: Request, body: OpenAIBody, prompts: list[list[int]], params: SamplingParams
@@ -27,10 +38,7 @@ def add_openai_routes(app: FastAPI, service: Service) -> None:
         try:
             generation = service.submit(prompts, every, body)
         except RequestError as error:
-            # The engine names fields as /generate does.
-            source = "messages" if kind == "chat" else "prompt"
-            ours = {"max_new_tokens": body.length or source, "prompt": source, "input_ids": source}
-            raise RequestError(str(error), ours.get(error.param or "", error.param)) from None
+            raise _renamed(error, "messages" if kind == "chat" else "prompt", body.length) from None
         if body.stream:
             events = responses.completion_events(kind, generation, model, body)
             return EventStream(request.url.path, events, generation.close)

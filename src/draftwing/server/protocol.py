@@ -109,14 +109,14 @@ class OpenAIBody(Body):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
         fields: dict[str, Any] = {"max_new_tokens": self.default_length}
-        names = {}
+        names: dict[str, str] = {}
         for name in _SAMPLING:
             value = getattr(self, name, None)
             ours = _RENAMED.get(name, name)
             # max_completion_tokens comes first and wins over the older max_tokens.
             if value is not None and ours not in names:
                 fields[ours], names[ours] = value, name
-        return sampling.sampling_params(fields, names)
+        return sampling.sampling_params(fields, {"max_new_tokens": "max_tokens"} | names)
 
     @property
     def length(self) -> str | None:

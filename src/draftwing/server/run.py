@@ -31,7 +31,8 @@ STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
 
 
 def serve(options: Options) -> None:
-    """Serves until SIGINT or SIGTERM. Raises ConfigError, CheckpointError or EngineDead before it listens."""
+    """Serves until SIGINT or SIGTERM. Raises ConfigError, CheckpointError or EngineDead before it listens, and
+    SystemExit with code 1 when the engine is lost for good: whoever runs the server may start another one."""
     with terminable(), bind(options.host, options.port) as sock:
         if options.trust_remote_code:
             logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
@@ -51,7 +52,10 @@ def serve(options: Options) -> None:
                 timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS) + 1,
             )
             address = url(options.host, sock.getsockname()[1])
-            Server(config, engine, options.drain_timeout, address).run(sockets=[sock])
+            server = Server(config, engine, options.drain_timeout, address)
+            server.run(sockets=[sock])
+            if server.lost:
+                raise SystemExit(1)
         finally:
             # Whatever happened, no process is left. After a graceful end it is gone already.
             (engine.link if engine is not None else link).close(0)
@@ -104,12 +108,14 @@ class Server(uvicorn.Server):
     """Says where to point a client once requests are answered, and ends in an orderly way.
 
     The first signal stops new requests; those that run have `drain` seconds, then they are aborted. The second signal
-    ends the process at once.
+    ends the process at once. It ends by itself when the engine is lost for good; `lost` tells.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:
         super().__init__(config)
         self._engine, self._drain, self._url = engine, drain, url
+        self.lost = False
+        engine.lost = self._end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -117,14 +123,17 @@ class Server(uvicorn.Server):
             model = self._engine.info.model_name
             body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
             logger.info("ready: %s/v1", self._url)
+            has_key = self._engine.info.options.api_key is not None
             logger.info(
-                "try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'",
+                "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",
                 self._url,
+                "-H 'Authorization: Bearer YOUR_API_KEY' " if has_key else "",  # the log is no place for the key
                 body.replace("'", "'\\''"),
             )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._engine.active:
+        self._engine.draining = True
+        if self._engine.active and not self.lost:
             logger.info("%d requests are running; they have %g seconds", self._engine.active, self._drain)
         timer = asyncio.get_running_loop().call_later(self._drain, self._abort)
         try:
@@ -136,10 +145,14 @@ class Server(uvicorn.Server):
         if self.should_exit:
             self._engine.link.process.kill()
             os._exit(128 + sig)
+        self._engine.draining = True
         if sig == signal.SIGINT:
             super().handle_exit(sig, frame)
         else:  # how a server is meant to end: it is not raised again afterwards
             self.should_exit = True
+
+    def _end(self) -> None:
+        self.lost = self.should_exit = True
 
     def _abort(self) -> None:
         if self._engine.active:

@@ -19,7 +19,7 @@ from draftwing.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 _RESERVED_TEMPLATE_KEYS = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 _MAX_LOGGED_MODELS = 100
-_INLINE_CHARACTERS = 4096  # shorter texts are tokenized at once: a thread costs more than it frees
+_INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
 
 class Service:
@@ -34,19 +34,18 @@ class Service:
     async def encode(self, field: str, value: str | list[Any]) -> tuple[list[list[int]], bool]:
         """Prompts as token ids from any of the forms, and whether they came as a batch."""
         prompts, batched = split_prompts(field, value)
-        ids = []
-        for prompt in prompts:
-            tokens = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
-            if not tokens:
-                raise RequestError(f"{field} gives no tokens", field)
-            ids.append(tokens)
+        # Prompts are all texts or all token ids.
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        ids = await self.tokenize(texts) if texts else [prompt for prompt in prompts if isinstance(prompt, list)]
+        if not all(ids):
+            raise RequestError(f"{field} gives no tokens", field)
         return ids, batched
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        # In a thread: a long prompt takes long enough to hold up every stream.
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
+        # In a thread, and as a batch, which leaves the interpreter to the event loop: else every stream would wait.
+        return await asyncio.to_thread(self.tokenizer.encode_many, texts, add_special_tokens)
 
     async def encode_chat(self, body: ChatRequest) -> list[int]:
         conversation = body.conversation()
@@ -56,7 +55,8 @@ class Service:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
         # Rendering is quick, and a template of the server's own; the text is tokenized as any other.
         text = self.tokenizer.render_chat(conversation, **extra)
-        return await self.tokenize(text, add_special_tokens=False)
+        (ids,) = await self.tokenize([text], add_special_tokens=False)
+        return ids
 
     def submit(
         self,

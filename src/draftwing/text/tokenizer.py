@@ -75,6 +75,12 @@ class Tokenizer:
         checkpoint asks."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode` of each text. Other Python threads run meanwhile: the library gives up the interpreter's lock
+        for batches, though not for a single text."""
+        batch = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in batch]
+
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:

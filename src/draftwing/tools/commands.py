@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from draftwing.config import Options, add_arguments
+from draftwing.compat import REFUSED
+from draftwing.config import SERVER, Options, add_arguments
 from draftwing.errors import ConfigError
 
 Run = Callable[[dict[str, Any]], None]
@@ -29,7 +31,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     chat.add_argument("--system", metavar="STR", help="system prompt")
     chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: no limit)")
     chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: 1)")
-    add_arguments(chat)
+    _add_engine_options(chat)
 
     pull = commands.add_parser(
         "pull", help="fetch a model", description="Fetches a model, so that a server starts with it at once."
@@ -58,7 +60,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     sweep.add_argument("--sweep", action="store_true", help="needs --speculative-algorithm; prints the best flags")
     for name, default in (("steps", "1,3,5,7"), ("topk", "1,2,4,8"), ("draft-tokens", "2,4,6,8,16,32")):
         sweep.add_argument(f"--{name}", type=_sizes, default=_sizes(default), metavar="INTS", help=f"({default})")
-    add_arguments(bench)
+    _add_engine_options(bench)
 
     token_map = commands.add_parser(
         "token-map",
@@ -79,6 +81,18 @@ def add_commands(commands: Any) -> dict[str, Run]:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="URL", help="of a running server, such as http://127.0.0.1:30000")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """All options, so that the command of a server can be tried here; --help is without those that only concern a
+    server, and without those that are refused."""
+    add_arguments(parser)
+    servers = {spec.name for spec in dataclasses.fields(Options) if spec.metadata["group"] == SERVER} - {"api_key"}
+    for action in parser._actions:
+        if action.dest in servers | REFUSED.keys():
+            action.help = argparse.SUPPRESS
+        elif action.dest == "api_key":
+            action.help = "for --url: the key of that server"
 
 
 def _count(text: str) -> int:

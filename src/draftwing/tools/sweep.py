@@ -5,8 +5,10 @@ Every point has an engine of its own, one after the other, on the same prompts.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +31,8 @@ class Grid:
 
 def points(options: dict[str, Any], grid: Grid) -> Iterator[Options]:
     """Resolved options of every shape of the grid that is possible, each once, none first."""
-    unwanted = {"speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision", *SHAPE}
-    yield Options.from_kwargs(**{name: value for name, value in options.items() if name not in unwanted}).resolve()
+    plain = {name: value for name, value in options.items() if not name.startswith("speculative_")}
+    yield Options.from_kwargs(**plain).resolve()
     if options.get("speculative_algorithm", "none").lower() == "none":
         raise ConfigError("--sweep needs --speculative-algorithm, whose shapes it measures")
     seen = set()
@@ -75,10 +77,10 @@ def flags(options: Options) -> str:
     """What to type for a point of the sweep."""
     if options.speculative_algorithm == "none":
         return "(no speculation)"
-    depth, topk, nodes = options.speculative_shape
-    draft = options.speculative_draft_model_path
-    return (
-        f"--speculative-algorithm {options.speculative_algorithm} "
-        + (f"--speculative-draft-model-path {draft} " if draft else "")
-        + f"--speculative-num-steps {depth} --speculative-eagle-topk {topk} --speculative-num-draft-tokens {nodes}"
-    )
+    shape = dict(zip(SHAPE, options.speculative_shape, strict=True))
+    words = []
+    for spec in dataclasses.fields(Options):
+        value = shape.get(spec.name, getattr(options, spec.name))
+        if spec.name in shape or (spec.name.startswith("speculative_") and value != spec.default):
+            words += ["--" + spec.name.replace("_", "-"), str(value)]
+    return shlex.join(words)

@@ -1,0 +1,79 @@
+"""Prompts that are long to tokenize hold up nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+
+import pytest
+from fake_engine import FakeEngine, byte_tokenizer, local
+from starlette.testclient import TestClient
+
+from draftwing.config import Options
+from draftwing.server.api import create_app
+from draftwing.server.service import Service
+from draftwing.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def calls(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], bool]]:
+    """Batches that are tokenized, and whether on the event loop's thread."""
+    found: list[tuple[list[str], bool]] = []
+    encode_many = Tokenizer.encode_many
+
+    def spy(self: Tokenizer, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        found.append((texts, threading.current_thread() is threading.main_thread()))
+        return encode_many(self, texts, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode_many", spy)
+    return found
+
+
+def test_long_texts_are_one_batch_in_a_thread(engine: FakeEngine, calls: list[tuple[list[str], bool]]) -> None:
+    service = Service(local(engine), engine.tokenizer)
+    texts = ["ab" * 700, "cé" * 700, "e" * 1400]  # each is short, together they are not
+    ids, batched = asyncio.run(service.encode("prompt", texts))
+    assert batched and calls == [(texts, False)]
+    assert [engine.tokenizer.decode(one) for one in ids] == texts
+    short = asyncio.run(service.encode("prompt", ["ab", "cd"]))
+    assert short == ([engine.tokenizer.encode("ab"), engine.tokenizer.encode("cd")], True)
+    assert len(calls) == 1  # short ones are not worth a thread
+
+
+def test_tokenize_takes_its_texts_as_a_batch(client: TestClient, calls: list[tuple[list[str], bool]]) -> None:
+    texts = ["a" * 3000, "b" * 3000]
+    assert client.post("/tokenize", json={"prompt": texts}).json()["count"] == [3000, 3000]
+    assert [batch for batch, _ in calls] == [texts]
+
+
+def test_other_threads_run_while_a_batch_is_tokenized() -> None:
+    tokenizer, text = byte_tokenizer(), "A line of text.\n" * 40_000
+    span: list[float] = []
+
+    def work() -> None:
+        span.append(time.monotonic())
+        tokenizer.backend.encode_batch_fast([text])  # what `encode_many` runs; making the lists needs the lock
+        span.append(time.monotonic())
+
+    thread = threading.Thread(target=work)
+    ticks = [time.monotonic()]
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        ticks.append(time.monotonic())
+    longest = max(after - before for before, after in itertools.pairwise(ticks))
+    assert longest < 0.7 * (span[1] - span[0])
+    assert tokenizer.encode_many(["ab", "é"]) == [tokenizer.encode("ab"), tokenizer.encode("é")]
+
+
+def test_server_info_masks_the_key_and_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "it's $secret"  # which a shell has to quote
+    engine = FakeEngine(Options(model="folder/of model", api_key=key, random_seed=1))
+    monkeypatch.setattr("sys.argv", ["draftwing", "serve", "--model", "folder/of model", f"--api-key={key}", "-x", key])
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        info = client.get("/server_info", headers={"authorization": f"Bearer {key}"})
+    assert "secret" not in info.text
+    assert info.json()["launch_command"] == "draftwing serve --model 'folder/of model' '--api-key=***' -x '***'"
+    assert info.json()["model"] == info.json()["model_path"] == "folder/of model"
