@@ -17,7 +17,6 @@ from draftwing.sampling.argmax import first_argmax, top_candidates
 from draftwing.sampling.filters import keep_mask
 from draftwing.sampling.noise import gumbel
 
-
 CANDIDATES = 8
 # (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
 Exact = Callable[[Tensor, Tensor | None], Tensor]
@@ -51,7 +50,8 @@ def sample(
     logits [B, N, V] of any float type, not changed; positions [B, N] int64, the absolute position of each node, whose
     sampled token will stand one further; depth [B, N] int64, at most `depth_max`, 0 for node 0.
     noisy [Bn] int64: batch indices of the rows with temperature > 0; filtered [Bf]: those of them with top-k, top-p or
-    min-p; banning [Bb]: rows that may still be below `ban_until`; params may be None where none of these is. No index occurs twice in one of these tensors.
+    min-p; banning [Bb]: rows that may still be below `ban_until`; params may be None where there are no such rows.
+    No index occurs twice in one of these tensors.
     exact: gives logits of chosen ids in float32, where `logits` are rounded to a half type; the last choice, among the
     `CANDIDATES` best, is made with it.
     Returns [B, N] int64. Nodes of a row at the same depth share their noise, as the same position must.
