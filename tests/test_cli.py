@@ -21,8 +21,11 @@ import pytest
 from draftwing.cli import main
 
 # The real command, but for the model: no weights, a tokenizer of bytes, and the worker of fake_engine.py.
+# A test runner in the background hands an ignored SIGINT on to its children.
 SERVER = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from functools import partial
 from pathlib import Path
 sys.path.insert(0, {folder!r})
