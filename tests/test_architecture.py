@@ -60,12 +60,9 @@ def test_the_host_side_imports_no_torch(name):
 
 def test_layers_import_downwards_only():
     upper = ["draftwing.engine", "draftwing.server", "draftwing.llm", "draftwing.cli", "draftwing.sched"]
-    assert not offenders(
-        [*below("layers"), *below("attn"), *below("kv"), *below("kernels")],
-        *upper,
-        "draftwing.models",
-        "draftwing.spec",
-    )
+    assert not offenders([*below("layers"), *below("attn"), *below("kv")], *upper, "draftwing.models", "draftwing.spec")
+    # a kernel knows the types of the function that it replaces, which imports it when it is called
+    assert not offenders(below("kernels"), *upper, "draftwing.models")
     assert not offenders(below("models"), *upper, "draftwing.spec", "draftwing.sampling")
     assert not offenders(below("sampling"), *upper, "draftwing.spec", "draftwing.models")
     # a drafter may couple with the target through the same noise, but it never sees the sampler

@@ -37,12 +37,13 @@ def test_the_commands_of_the_page(caplog: pytest.LogCaptureFixture) -> None:
         tree = options(STANDALONE)
     assert (tree.speculative_shape, tree.mem_fraction_static) == (TreeShape(4, 2, 7), 0.7)
     assert tree.speculative_draft_model_path == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["--cuda-graph-max-bs has no effect"]
+    assert tree.cuda_graph_max_bs == 8 and not caplog.records
     assert options(NGRAM).speculative_shape == TreeShape(15, 10, 16)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert options(COMPILED).mem_fraction_static == 0.6
-    assert caplog.text.count("has no effect") == 2
+    compiled = options(COMPILED)
+    assert compiled.mem_fraction_static == 0.6
+    assert compiled.enable_torch_compile and compiled.torch_compile_max_bs == 2
+    assert options(NGRAM.replace("max-bs 8", "max-bs-decode 4")).cuda_graph_max_bs == 4
+    assert not caplog.records
 
 
 def test_environment(caplog: pytest.LogCaptureFixture) -> None:

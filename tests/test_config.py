@@ -186,3 +186,25 @@ def test_options_cost_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     code = "import sys; from draftwing import SamplingParams, ConfigError; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sizes_by_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    def sizes(options: Options) -> tuple[int | None, int | None, int | None]:
+        return options.max_running_requests, options.chunked_prefill_size, options.cuda_graph_max_bs
+
+    options = Options().resolve()
+    assert sizes(options) == (None, None, None)
+    assert sizes(options.for_device("cpu", 10**12)) == (64, 512, None)
+    assert sizes(options.for_device("cuda", 141 * 10**9)) == (256, 8192, 128)
+    assert sizes(options.for_device("cuda", 24 * 10**9)) == (128, 4096, 64)
+    assert sizes(options.for_device("cuda", 8 * 10**9)) == (64, 2048, 32)
+    given = Options(max_running_requests=16, chunked_prefill_size=-1, cuda_graph_max_bs=20).resolve()
+    assert sizes(given.for_device("cuda", 10**12)) == (16, -1, 16), "no graph is larger than the largest batch"
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        on_cpu = given.for_device("cpu", 10**12)
+        assert sizes(on_cpu) == (16, -1, None) and on_cpu.for_device("cpu", 10**12) == on_cpu == on_cpu.resolve()
+    assert [r.getMessage() for r in caplog.records] == ["without CUDA, cuda_graph_max_bs has no effect"]
+    on_cuda = given.for_device("cuda", 10**12)
+    assert on_cuda.for_device("cuda", 10**12) == on_cuda == on_cuda.resolve()
+    assert not options.deterministic and Options(enable_deterministic_inference=True).deterministic

@@ -26,8 +26,6 @@ class Foreign:
     neutral: tuple[Any, ...] = ()
 
 
-_GRAPHS = "this version runs without CUDA graphs"
-_COMPILE = "this version runs its own operators, uncompiled"
 _EXACT = "what is accepted is what the target draws, so verification is exact as it is"
 _ONE_DTYPE = "the draft uses the target's attention and types"
 _OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm lists those that are"
@@ -40,12 +38,7 @@ _METRICS = "there is no /metrics endpoint in this version; /server_info and the 
 NO_EFFECT = {
     "attention_backend": Foreign(str, "this version has its own attention, chosen by the device"),
     "page_size": Foreign(int, "the KV pool is handed out by single tokens", neutral=(1,)),
-    "cuda_graph_max_bs": Foreign(int, _GRAPHS),
-    "cuda_graph_max_bs_decode": Foreign(int, _GRAPHS),
-    "cuda_graph_max_bs_prefill": Foreign(int, _GRAPHS),
-    "disable_cuda_graph": Foreign(bool, _GRAPHS),
-    "enable_torch_compile": Foreign(bool, _COMPILE),
-    "torch_compile_max_bs": Foreign(int, _COMPILE),
+    "cuda_graph_max_bs_prefill": Foreign(int, "prompts run without CUDA graphs"),
     "speculative_use_rejection_sampling": Foreign(bool, _EXACT),
     "speculative_use_block_verification": Foreign(bool, _EXACT),
     "speculative_attention_mode": Foreign(str, _ONE_DTYPE),
@@ -115,6 +108,15 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         logger.warning(
             "SGLANG_NGRAM_FORCE_GREEDY_VERIFY has no effect: %s. For greedy text, send temperature 0", _EXACT
         )
+    length = environ.get("SGLANG_SIMULATE_ACC_LEN", "").strip()
+    if length:
+        try:
+            value = float(length)
+        except ValueError:
+            raise ConfigError(f"SGLANG_SIMULATE_ACC_LEN: expected a number, found {length!r}") from None
+        if value > 0:  # SGLang's default is -1
+            logger.warning("SGLANG_SIMULATE_ACC_LEN is read as --simulate-accept-length %s", length)
+            options["simulate_accept_length"] = value
     return options
 
 

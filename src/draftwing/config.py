@@ -25,11 +25,15 @@ from draftwing.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
+CUDA = "CUDA"
 ALGORITHMS = ("none", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 # Trees when only an algorithm is given: chains, but for EAGLE heads of Llama models.
 CHAIN_SHAPE, LLAMA_SHAPE = TreeShape(3, 1, 4), TreeShape(5, 4, 8)
 AUX_LAYER_IDS = ("auto", "output", "boundary")
+# (bytes of memory at least, most requests, prompt tokens of a step, largest batch with graphs) of a CUDA device
+CUDA_SIZES = ((60e9, 256, 8192, 128), (20e9, 128, 4096, 64), (0, 64, 2048, 32))
+CPU_SIZES = (64, 512)
 
 
 def _option(
@@ -70,6 +74,12 @@ class Options:
         "of weights and KV; auto on a CPU: bfloat16 where it is native, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    load_format: str = _option(
+        "auto",
+        MODEL,
+        "dummy: random weights from config.json alone, to time steps; every output says so",
+        choices=("auto", "dummy"),
+    )
     device: str = _option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = _option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
     random_seed: int | None = _option(
@@ -106,12 +116,38 @@ class Options:
     max_total_tokens: int | None = _option(
         None, MEMORY, "tokens in the KV pool, in place of a share of the memory", minimum=2
     )
-    max_running_requests: int = _option(64, MEMORY, "requests that run at once; others wait", minimum=1, maximum=65536)
-    chunked_prefill_size: int = _option(512, MEMORY, "most prompt tokens of one step; -1: no limit", minimum=-1)
+    max_running_requests: int | None = _option(
+        None,
+        MEMORY,
+        "requests that run at once; others wait (default: 64 on a CPU, 64 to 256 on CUDA, by its memory)",
+        minimum=1,
+        maximum=65536,
+    )
+    chunked_prefill_size: int | None = _option(
+        None,
+        MEMORY,
+        "most prompt tokens of one step; -1: no limit (default: 512 on a CPU, 2048 to 8192 on CUDA, by its memory)",
+        minimum=-1,
+    )
     disable_radix_cache: bool = _option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = _option(False, MEMORY, "wait for every step's result before planning the next")
     enable_overlap: bool = _option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
     num_threads: int | None = _option(None, MEMORY, "CPU threads of a forward (default: all cores)", minimum=1)
+
+    cuda_graph_max_bs: int | None = _option(
+        None,
+        CUDA,
+        "largest batch that decodes from CUDA graphs; fewer start faster (default: 32 to 128, by the device's memory)",
+        aliases=("cuda_graph_max_bs_decode",),
+        minimum=1,
+        maximum=65536,
+    )
+    disable_cuda_graph: bool = _option(False, CUDA, "launch every kernel of every step")
+    enable_torch_compile: bool = _option(False, CUDA, "let torch.compile have small batches of target and draft")
+    torch_compile_max_bs: int = _option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
+    enable_deterministic_inference: bool = _option(
+        False, CUDA, "a request's text does not depend on what runs beside it, nor on whether tokens are drafted"
+    )
 
     speculative_algorithm: str = _option(
         "none", SPECULATION, "who drafts tokens", aliases=("speculative_algo",), choices=ALGORITHMS
@@ -177,6 +213,14 @@ class Options:
         10_000_000, SPECULATION, "tokens of log that the shared memory keeps", minimum=1024, maximum=2**31 - 1
     )
 
+    simulate_accept_length: float | None = _option(
+        None,
+        SPECULATION,
+        "accept drafts at random, this many tokens a step on average, the target's own included, to time steps; the "
+        "text is worthless and every output says so",
+        minimum=1,
+    )
+
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:
         """Options by name or alias, `-` read as `_`. Raises ConfigError for an unknown or repeated name.
@@ -208,13 +252,52 @@ class Options:
             logger.warning("max_total_tokens sets the size of the KV pool; mem_fraction_static has no effect")
             fraction = None
         seed = secrets.randbits(31) if self.random_seed is None else self.random_seed
-        return dataclasses.replace(self, mem_fraction_static=fraction, random_seed=seed, **self._resolve_speculation())
+        found = {"mem_fraction_static": fraction, "random_seed": seed, **self._resolve_speculation()}
+        resolved = dataclasses.replace(self, **found)
+        resolved._check_simulation()
+        return resolved
 
     def lag(self, device_type: str) -> int:
         """Steps between a launch and the commit of its result: 1 with overlap, else 0. Overlap is CUDA's default."""
         if self.disable_overlap_schedule:
             return 0
         return 1 if self.enable_overlap or device_type == "cuda" else 0
+
+    def for_device(self, device_type: str, memory: int) -> Options:
+        """Sizes by the device, `memory` bytes in all, where none were given."""
+        if device_type != "cuda":
+            idle = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs")
+            asked = [name for name in idle if getattr(self, name) != getattr(Options, name)]
+            if asked:
+                logger.warning("without CUDA, %s has no effect", ", ".join(asked))
+            unset: dict[str, Any] = {name: getattr(Options, name) for name in idle}  # so that it is said once
+            return dataclasses.replace(self, **unset)._sized(*CPU_SIZES, None)
+        rows, chunk, graphs = next(sizes for least, *sizes in CUDA_SIZES if memory >= least)
+        return self._sized(rows, chunk, min(self.cuda_graph_max_bs or graphs, self.max_running_requests or rows))
+
+    def _sized(self, rows: int, chunk: int, graphs: int | None) -> Options:
+        return dataclasses.replace(
+            self,
+            max_running_requests=self.max_running_requests or rows,
+            chunked_prefill_size=self.chunked_prefill_size or chunk,
+            cuda_graph_max_bs=graphs,
+        )
+
+    @property
+    def deterministic(self) -> bool:
+        return self.enable_deterministic_inference
+
+    @property
+    def dummy(self) -> bool:
+        return self.load_format == "dummy"
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """What every output of a run carries of which something is not real, in words; empty in any other."""
+        parts = ["random weights"] if self.dummy else []
+        if self.simulate_accept_length is not None:
+            parts.append(f"accept length {self.simulate_accept_length:g}")
+        return {"simulated": parts} if parts else {}
 
     @property
     def speculative_shape(self) -> TreeShape:
@@ -252,6 +335,18 @@ class Options:
         shape = self._grown_shape(CHAIN_SHAPE) if algorithm == "STANDALONE" else self._ngram_shape()
         return {"speculative_algorithm": algorithm} | dict(zip(tree, shape, strict=True))
 
+    def _check_simulation(self) -> None:
+        length, steps = self.simulate_accept_length, self.speculative_num_steps
+        if length is None:
+            return
+        if self.speculative_algorithm == "none":
+            raise ConfigError("simulate_accept_length needs a speculative_algorithm, whose drafts it accepts")
+        if steps is not None and length > steps + 1:
+            raise ConfigError(
+                f"simulate_accept_length must be at most speculative_num_steps + 1, which is {steps + 1}; "
+                f"found {length:g}"
+            )
+
     def _warn_of_idle_options(self, algorithm: str, tree: Sequence[str]) -> None:
         """One line for options of speculation that were set and that this algorithm does not look at."""
         used = {"speculative_algorithm", "speculative_draft_model_path"}
@@ -281,7 +376,9 @@ class Options:
         shape = self._grown_shape(LLAMA_SHAPE if architecture == "LlamaForCausalLM" else CHAIN_SHAPE)
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         filled: dict[str, Any] = dict(zip(tree, shape, strict=True))
-        return dataclasses.replace(self, **filled)
+        options = dataclasses.replace(self, **filled)
+        options._check_simulation()
+        return options
 
     def _grown_shape(self, default: TreeShape) -> TreeShape:
         """The growth loop's tree: level 1 has topk nodes, every further level topk children of topk nodes."""

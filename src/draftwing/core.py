@@ -32,7 +32,53 @@ class TreeShape(NamedTuple):
 
 
 PLAIN = TreeShape(0, 1, 1)
+# What a request may ask of the edits of its logits.
+MOST_BIASES = 1024  # distinct token ids
+MOST_BAD_WORDS = 128  # token sequences
+MOST_BAD_WORD_TOKENS = 16  # of one sequence
 MAX_HINT = 31  # a drafter's outlook for a row's next draft lies in [0, MAX_HINT]
+
+
+class Grammar(NamedTuple):
+    """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON."""
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
+    text: str
+
+
+class Processor(NamedTuple):
+    """A logit processor of the server by its name, and what it is called with, as JSON."""
+
+    name: str
+    params: str
+
+
+class LogprobParams(NamedTuple):
+    """Log probabilities that a request wants, of the model's own distribution: softmax(logits), before any edit.
+
+    top: how many best tokens of each position.  token_ids: further tokens of each position.
+    start: first prompt position whose token's log probability is wanted; -1: only the answer's.
+    """
+
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    start: int = -1
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one position: its token's own, the best tokens' as (value, id) from the best down, the further tokens'."""
+
+    value: float
+    top: list[tuple[float, int]]
+    wanted: list[float]
+
+
+class SpecLimits(NamedTuple):
+    """The largest draft tree that a request wants, no larger than the engine's; depth 0 switches drafting off."""
+
+    depth: int
+    topk: int
+    nodes: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +99,32 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all of them
+    bad_words: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    logit_processor: Processor | None = None
+
+    @property
+    def edited(self) -> bool:
+        """Whether logits are changed by something that the device knows: penalties, biases, bans."""
+        return bool(
+            self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+        )
+
+    @property
+    def guided(self) -> bool:
+        """Whether what may come next is decided on the host, from the tokens so far."""
+        return self.grammar is not None or self.logit_processor is not None
 
     @property
     def filtered(self) -> bool:
@@ -62,13 +134,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenRequest:
-    """One prompt, one answer. `cache_salt` isolates the prefix cache and the n-gram memory."""
+    """One prompt, one answer. `cache_salt` isolates the prefix cache and the n-gram memory.
+
+    limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
+    """
 
     uid: str
     prompt_ids: list[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    logprobs: LogprobParams | None = None
+    limits: SpecLimits | None = None
+    prediction: tuple[int, ...] = ()
 
 
 class Admission(NamedTuple):
@@ -142,3 +220,6 @@ class Output:
     token_ids: list[int]
     finish_reason: dict[str, Any] | None = None
     meta: dict[str, Any] = field(default_factory=dict)  # filled when finished
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each of token_ids, where they were asked for
+    # Of the prompt's tokens from `LogprobParams.start` on, None for position 0; comes once, with the first token.
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

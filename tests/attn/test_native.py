@@ -75,12 +75,24 @@ def make_batch(
             path[b, i, : len(entries)] = torch.tensor(entries)
             path_len[b, i] = len(entries)
     none = torch.zeros(0, dtype=torch.int64)
-    return Batch(none, none, none, write, table, torch.tensor(prefix), path, path_len, window or nodes)
+    rows, whole = among_others(table)
+    bound = table.shape[1]
+    return Batch(rows, none, none, write, whole, torch.tensor(prefix), path, path_len, window or nodes, bound=bound)
+
+
+def among_others(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Page tables [B, P] as rows of a slot table, in another order and with room: the rows' numbers, and all of it."""
+    size, width = table.shape
+    rows = torch.arange(size, 0, -1)
+    whole = torch.full((size + 2, width + 9), 1 << 40)  # a slot that nobody may read
+    whole[rows, :width] = table
+    return rows, whole
 
 
 def chunk_batch(table: Tensor, chunks: tuple[ChunkSpan, ...], write: Tensor) -> Batch:
     none = torch.zeros(0, dtype=torch.int64)
-    return Batch(none, none, none, write, table, none, chunks=chunks)
+    rows, whole = among_others(table)
+    return Batch(rows, none, none, write, whole, none, chunks=chunks, bound=table.shape[1])
 
 
 def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:

@@ -59,7 +59,18 @@ def make_batch(table: Tensor, prefix: list[int], write: Tensor, paths: list[list
             path[b, i, : len(entries)] = torch.tensor(entries)
             path_len[b, i] = len(entries)
     unused = torch.zeros(0, dtype=torch.int64)
-    return Batch(unused, unused, unused, write, table, torch.tensor(prefix), path, path_len, window or nodes)
+    rows, whole = among_others(table)
+    bound = table.shape[1]
+    return Batch(rows, unused, unused, write, whole, torch.tensor(prefix), path, path_len, window or nodes, bound=bound)
+
+
+def among_others(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Page tables [B, P] as rows of a slot table, in another order and with room: the rows' numbers, and all of it."""
+    size, width = table.shape
+    rows = torch.arange(size, 0, -1)
+    whole = torch.full((size + 2, width + 9), 1 << 40)  # a slot that nobody may read
+    whole[rows, :width] = table
+    return rows, whole
 
 
 def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
@@ -75,7 +86,8 @@ def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
 
 def chunk_batch(table: Tensor, chunks: tuple[ChunkSpan, ...], write: Tensor) -> Batch:
     unused = torch.zeros(0, dtype=torch.int64)
-    return Batch(unused, unused, unused, write, table, unused, chunks=chunks)
+    rows, whole = among_others(table)
+    return Batch(rows, unused, unused, write, whole, unused, chunks=chunks, bound=table.shape[1])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 32), (6, 2, 128)])
@@ -214,7 +226,8 @@ def test_trees_read_nothing_on_the_host(nodes: int) -> None:
         rows = 2
         path = torch.zeros(rows, nodes, 4, dtype=torch.int64)
         index = torch.zeros(rows * nodes, dtype=torch.int64)
-        batch = Batch(index, index, index, index, torch.zeros(rows, 130, dtype=torch.int64), torch.zeros(rows).long())
+        table = torch.zeros(rows + 1, 130, dtype=torch.int64)
+        batch = Batch(torch.zeros(rows).long(), index, index, index, table, torch.zeros(rows).long(), bound=120)
         batch = batch._replace(path=path, path_len=torch.ones(rows, nodes, dtype=torch.int64))
         q, k = torch.empty(rows * nodes, 9, 64).bfloat16(), torch.empty(rows * nodes, 3, 64).bfloat16()
         out = TorchAttention(pool).bind(batch, 0)(0, q, k, k)

@@ -101,6 +101,7 @@ class OracleDrafter:
         pass
 
     def _check_kv(self, slots, rows, kv_len, max_bound):
+        max_bound = min(max_bound, slots.length - 1)
         at = torch.arange(max_bound, device=rows.device)
         pairs = self.pool.kv[self.layer][slots.table[rows, :max_bound], 0, 0]  # [B, P, 2]
         tokens = slots.tokens[rows, : max_bound + 1]
@@ -119,8 +120,9 @@ class Rig:
 
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
-        book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None,
+        book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0,
     ):  # fmt: skip
+        """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         config = model.config
@@ -140,7 +142,7 @@ class Rig:
         length = CONTEXT + max_span + max_commit + 1
         model.set_max_positions(length)
         self.slots = SlotTable(rows, length, dev)
-        self.executor = Executor(model, drafter, self.slots, backend, dev)
+        self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size)
         if dev.is_cuda:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.settle = without_sync(self.executor.settle)
@@ -148,10 +150,14 @@ class Rig:
         if drafter is not None:
             drafter.attach(backend, len(layers), length)
             lookahead, tail, first_hint = drafter.lookahead, drafter.tail, drafter.first_hint
-        config = SchedulerConfig(slots, rows, max_span, chunk, lookahead, tail, radix, first_hint)
+        config = SchedulerConfig(slots, rows, max_span, chunk, lookahead, tail, radix, first_hint, ahead)
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
         self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
+        if graph_size:
+            if not dev.is_cuda:
+                dev.record = record_by_calling
+            self.captured = self.executor.capture(menu)
 
     def _watch(self, plan, result):
         if plan.kind == "prefill":
@@ -195,6 +201,26 @@ class Rig:
         if isinstance(self.drafter, OracleDrafter):
             assert int(self.drafter.wrong_kv) == 0, "the drafter's KV does not belong to the committed tokens"
         return answers
+
+
+def record_by_calling(fn):
+    """`Device.record` without graphs: a replay calls the function and puts what it gives where the first call's
+    results are. As with graphs, nobody sees the tensors of a call but through them."""
+
+    def kept(value):
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return type(value)(*map(kept, value)) if hasattr(value, "_fields") else value
+
+    def put(into, value):
+        if isinstance(value, torch.Tensor):
+            into.copy_(value)
+        elif hasattr(into, "_fields"):
+            for a, b in zip(into, value, strict=True):
+                put(a, b)
+
+    static = kept(fn())
+    return lambda: put(static, fn()), static
 
 
 def without_sync(stage):

@@ -93,6 +93,28 @@ def test_with_chunks_preemption_and_prefix_hits(case, lag):
     assert rig.accept_length > 1.5
 
 
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_from_graphs(case, shape):
+    """Batches of 5 and less in graphs of 1, 2, 4 and 6; first all rows are greedy, then some are not."""
+    rig = case.rig(shape, lag=1, graph_size=6, ahead=16)
+    replays, run = [], rig.executor.graphs.run
+
+    def spy(stage, key, *args, **kw):
+        if stage == "verify":
+            replays.append(key)
+        return run(stage, key, *args, **kw)
+
+    rig.executor.graphs.run = spy
+    greedy = [i for i, params in enumerate(case.params) if not params.temperature]
+    for i in greedy:
+        rig.submit(str(i), case.prompts[i], case.params[i])
+    got = rig.run()
+    assert got.tokens == {str(i): case.expected.tokens[str(i)] for i in greedy}
+    assert rig.accept_length > 1.5 and None not in replays and {key.size for key in replays} >= {1, 6}
+    case.answer(rig)
+    assert None in replays
+
+
 LOOKAHEAD = {"EAGLE": 1, "NEXTN 2 layers": 2, "NEXTN 3 layers": 3}
 
 

@@ -159,6 +159,7 @@ def test_hub_files_hold_no_code_and_no_second_copy() -> None:
     weights = ["model-1.safetensors", "model-2.safetensors"]
     other = ["consolidated.safetensors", "pytorch_model.bin", "training_args.bin", "onnx/model.json", "README.md"]
     assert hub._wanted("a/b", files + weights + other) == files[:-1] + weights
+    assert hub._wanted("a/b", files + weights + other, weights=False) == files[:-1]
     assert hub._wanted("a/b", [*files, *other]) == [*files[:-1], "pytorch_model.bin"]
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         hub._wanted("a/b", files)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
 from draftwing.models.loader import load_config, load_model
+from draftwing.models.names import checkpoint_tensors
 from draftwing.models.stop import stop_ids
 
 CONFIG: dict[str, Any] = {
@@ -205,3 +208,55 @@ def test_stop_ids_are_a_union(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert stop_ids(tmp_path, from_hf({**CONFIG, "eos_token_id": None})) == (9,)
     assert stop_ids(tmp_path / "model.gguf", config, (1,)) == (1, 3, 5)
+
+
+MEASURE = """
+import pathlib, sys, torch
+from draftwing.models.loader import load_model
+
+def kilobytes(key):
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1])
+
+torch.set_num_threads(1)
+load_model(sys.argv[1], torch.float32, "cpu")  # what is loaded or allocated once, whatever the size
+before = kilobytes("VmRSS")
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+model = load_model(sys.argv[2], torch.float32, "cpu")
+print(before, kilobytes("VmHWM"), kilobytes("VmRSS"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux's /proc")
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_memory_stays_within_the_weights_and_one_shard(tmp_path: Path, kind: str) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    for folder in (small, large):
+        folder.mkdir()
+    write_shards(small, weights(), kind)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6}
+    (large / "config.json").write_text(json.dumps({**CONFIG, **sizes, "architectures": ["LlamaForCausalLM"]}))
+    model = load_model(large, torch.float32, "cpu", dummy=True)
+    tensors = [(name, tensor.clone()) for name, tensor in checkpoint_tensors(model, model.config)]
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors:
+        if sum(part.nbytes for part in shards[-1].values()) > total / 8:
+            shards.append({})
+        shards[-1][name] = tensor
+    stem = "model" if kind == "safetensors" else "pytorch_model"
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        (save_file if kind == "safetensors" else torch.save)(shard, large / f"{stem}-{i}.{kind}")
+        weight_map |= dict.fromkeys(shard, f"{stem}-{i}.{kind}")
+    (large / f"{stem}.{kind}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    largest = max(file.stat().st_size for file in large.glob(f"*.{kind}"))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(small), str(large)], capture_output=True, text=True, check=True
+    )
+    before, peak, after = (int(word) * 1024 for word in done.stdout.split())
+    slack = 8 << 20
+    assert total > 100e6 and largest < total / 5
+    assert after - before > 0.9 * total, "the weights are not in memory: this measures nothing"
+    assert peak - before < total + largest + slack

@@ -205,3 +205,34 @@ def test_policy_learns_which_outlooks_pay():
     assert seen[9][-100:].count(TreeShape(11, 10, 12)) == 100
     assert seen[3][-100:].count(PLAIN) >= 95
     assert set(seen[3][-200:]) != {PLAIN}, "a wrong estimate would never be found out"
+
+
+def uploads(ahead, slots=400, rows=3, new=60):
+    """Steps of requests that accept one draft each, and those of them that hand out slots."""
+    policy = FixedShape(TreeShape(2, 1, 3))
+    spans = {s: s.nodes for s in policy.menu}
+    sched = Scheduler(SchedulerConfig(slots, rows, 3, 16, ahead=ahead), policy, spans)
+    for i in range(rows):
+        sched.submit(req(str(i), length=5 + i, new=new, first=20 * i))
+    steps = handed = 0
+    while not sched.idle:
+        most = max((r.max_total for r in sched.running), default=0)
+        plan = turn(sched, count=2)
+        if plan is not None and plan.kind == "tree":
+            steps += 1
+            handed += bool(plan.new_slots)
+            assert all(r.covered <= max(r.bound + 3, most) for r in sched.running)
+    sched.check_idle()
+    return steps, handed, sched.retractions
+
+
+def test_slots_in_advance_leave_most_steps_without_uploads():
+    steps, handed, _ = uploads(ahead=0)
+    assert handed > 0.9 * steps
+    steps, handed, _ = uploads(ahead=16)
+    assert 1 <= handed <= steps / 4
+
+
+def test_slots_in_advance_cost_nobody_a_preemption():
+    assert uploads(ahead=16, slots=140)[2] <= uploads(ahead=0, slots=140)[2]
+    assert uploads(ahead=16, slots=80)[2] > 0, "not so tight that it says anything"

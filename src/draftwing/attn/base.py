@@ -40,12 +40,17 @@ class Batch(NamedTuple):
     ids: Tensor  # [M] int64 token ids
     positions: Tensor  # [M] int64, for RoPE
     write_slots: Tensor  # [M] int64, where each query's key and value go
-    table: Tensor  # [B, P] int64: page table of the rows, P a host bound of everything that may be read
+    table: Tensor  # [R + 1, L] int64: the page tables of all rows of the SlotTable
     prefix_len: Tensor  # [B] int64, lengths on the device
     path: Tensor | None = None  # [B, Q, D] int64
     path_len: Tensor | None = None  # [B, Q] int64, >= 1
     window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
     chunks: tuple[ChunkSpan, ...] = ()
+    bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
+
+    def pages(self) -> Tensor:
+        """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""
+        return self.table[self.rows, : self.bound or self.table.shape[1]]
 
 
 class AttnBackend(Protocol):

@@ -11,12 +11,18 @@ from torch import Tensor
 
 from draftwing.attn.base import Attend, AttnBackend, Batch
 from draftwing.attn.torch_ref import TorchAttention
+from draftwing.kernels import use_triton
 from draftwing.kernels.cpu import Kernels, load
 from draftwing.kv.pool import KVPool
 
 
-def pick_attention(pool: KVPool) -> AttnBackend:
-    """Native where the kernels are there and take the pool, else torch's."""
+def pick_attention(pool: KVPool, exact: bool = False) -> AttnBackend:
+    """Native where the kernels are there and take the pool, else torch's. exact: a query's result has the same bits
+    however it is asked for, which on a CPU is so anyway."""
+    if use_triton(pool.kv[0]):
+        from draftwing.attn.paged import PagedAttention
+
+        return PagedAttention(pool, exact)
     kernels = load()
     if kernels is None or not kernels.take(pool.kv[0]):
         return TorchAttention(pool)
@@ -52,7 +58,7 @@ class Bound:
         self._threads = torch.get_num_threads()
         self._kv = backend.pool.kv
         self._half = backend.pool.dtype == torch.bfloat16
-        table = batch.table if batch.table.stride(1) == 1 else batch.table.contiguous()
+        table = batch.pages()
         self._slots = batch.write_slots.contiguous()
         self._keep = [table]  # the addresses below are theirs
         if batch.chunks:

@@ -45,11 +45,14 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kept: dict[tuple[str, int], Tensor] = {}
+        self._outgrown: list[Tensor] = []  # CUDA graphs captured with them go on using them
 
     def take(self, name: str, rows: int, columns: int) -> Tensor:
         """[rows, columns] float32: ones at first, later what the last user left."""
         kept = self._kept.get((name, columns))
         if kept is None or kept.shape[0] < rows:
+            if kept is not None and kept.is_cuda:
+                self._outgrown.append(kept)
             kept = self._kept[name, columns] = torch.ones(rows, columns, device=self.device)
         return kept[:rows]
 
@@ -115,7 +118,8 @@ class TorchAttention:
         """Also the tensor that every layer's result goes to: [M, heads, head_dim] float32."""
         mean = torch.empty(q.shape, device=q.device)
         if batch.chunks:
-            return mean, [_chunk_work(batch.table, chunk, kv, mean, self.buffers) for chunk in batch.chunks]
+            pages = batch.pages()
+            return mean, [_chunk_work(pages, chunk, kv, mean, self.buffers) for chunk in batch.chunks]
         return mean, [_tree_work(batch, kv, mean, self.buffers)]
 
 
@@ -193,9 +197,10 @@ def _tree_work(batch: Batch, kv: Tensor, mean: Tensor, buffers: Buffers) -> tupl
     """Every block's committed positions and, next to them, the tree's whole window."""
     assert batch.path is not None and batch.path_len is not None
     rows, nodes, depth = batch.path.shape
-    device = batch.table.device
-    blocks = -(-batch.table.shape[1] // _BLOCK)
-    table = F.pad(batch.table, (0, blocks * _BLOCK - batch.table.shape[1])).unflatten(1, (blocks, _BLOCK))
+    pages = batch.pages()
+    device = pages.device
+    blocks = -(-pages.shape[1] // _BLOCK)
+    table = F.pad(pages, (0, blocks * _BLOCK - pages.shape[1])).unflatten(1, (blocks, _BLOCK))
     position = torch.arange(blocks * _BLOCK, device=device).view(blocks, _BLOCK)
     prefix = batch.prefix_len[:, None, None]  # [B, 1, 1]
     window = batch.window or nodes

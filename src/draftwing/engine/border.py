@@ -3,12 +3,12 @@ process refuses a request without asking the engine's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from draftwing.config import Options
-from draftwing.core import GenRequest
+from draftwing.core import GenRequest, TreeShape
 from draftwing.errors import RequestError
 
 
@@ -25,6 +25,7 @@ class EngineInfo:
 
     architecture: as in a checkpoint's config ("LlamaForCausalLM").
     max_banned: most stop ids of a request with min_new_tokens.  dtype, device: as printed by torch ("float32", "cpu").
+    processors: names of the custom logit processors.  defaults: sampling fields of requests that do not give them.
     """
 
     options: Options  # resolved
@@ -36,13 +37,27 @@ class EngineInfo:
     max_banned: int
     dtype: str
     device: str
+    processors: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def model_name(self) -> str:
         return self.options.served_model_name or self.options.model
 
+    @property
+    def shape(self) -> TreeShape:
+        """The largest tree that is drafted."""
+        return self.options.speculative_shape
+
+    @property
+    def speculates(self) -> bool:
+        return self.shape.depth > 0
+
     def admit(self, request: GenRequest) -> Terms:
-        """Raises RequestError, naming the field as `/generate` does, for a request that can never run."""
+        """Raises RequestError, naming the field as `/generate` does, for a request that can never run.
+
+        Bad words and grammars are not looked at: that takes a tokenizer.
+        """
         prompt, params = request.prompt_ids, request.params
         if not prompt:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
@@ -69,7 +84,62 @@ class EngineInfo:
                 f"found {len(stop_ids)}",
                 "stop_token_ids",
             )
+        self._check_edits(request, stop_ids)
+        self._check_logprobs(request)
+        self._check_drafts(request)
         return Terms(wanted, stop_ids)
+
+    def _check_edits(self, request: GenRequest, stop_ids: frozenset[int]) -> None:
+        params = request.params
+        self._check_ids((token for token, _ in params.logit_bias), "logit_bias")
+        self._check_ids(params.allowed_token_ids, "allowed_token_ids")
+        if params.min_new_tokens and params.allowed_token_ids and stop_ids >= set(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only ids that end the answer, which min_new_tokens forbids",
+                "allowed_token_ids",
+            )
+        processor = params.logit_processor
+        if processor is not None and processor.name not in self.processors:
+            known = ", ".join(self.processors) or "none"
+            raise RequestError(
+                f"custom_logit_processor {processor.name[:80]!r} is not one that the server was started with ({known})",
+                "custom_logit_processor",
+            )
+
+    def _check_logprobs(self, request: GenRequest) -> None:
+        wanted = request.logprobs
+        if wanted is None:
+            return
+        self._check_ids(wanted.token_ids, "token_ids_logprob")
+        if wanted.top > self.vocab_size:
+            raise RequestError(
+                f"top_logprobs_num must be at most {self.vocab_size}, the size of the vocabulary; found {wanted.top}",
+                "top_logprobs_num",
+            )
+        if wanted.start >= len(request.prompt_ids):
+            raise RequestError(
+                f"logprob_start_len must be below the prompt's {len(request.prompt_ids)} tokens; found {wanted.start}",
+                "logprob_start_len",
+            )
+
+    def _check_drafts(self, request: GenRequest) -> None:
+        limits, shape = request.limits, self.shape
+        if limits is not None:
+            for name, value, most in (
+                ("num_steps", limits.depth, shape.depth),
+                ("topk", limits.topk, shape.topk),
+                ("num_draft_tokens", limits.nodes, shape.nodes),
+            ):
+                if value > most:
+                    raise RequestError(
+                        f"speculative.{name} must be at most {most}, as the server was started; found {value}",
+                        f"speculative.{name}",
+                    )
+        if request.prediction:
+            if not self.speculates or (limits is not None and limits.depth == 0):
+                reason = "the request switches it off" if self.speculates else "the server was started without it"
+                raise RequestError(f"prediction needs speculative decoding: {reason}", "prediction")
+            self._check_ids(request.prediction, "prediction")
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)

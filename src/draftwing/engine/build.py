@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.attn.native import pick_attention
+from draftwing.attn.torch_ref import TorchAttention
 from draftwing.config import Options
 from draftwing.core import PLAIN
+from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
+from draftwing.engine.sizing import Rig, size_pool
 from draftwing.engine.slots import SlotTable
 from draftwing.errors import ConfigError
+from draftwing.kernels import use_triton
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.draft_config import AuxLayerIds
@@ -32,12 +38,12 @@ from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead, DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram import NGramDrafter
+from draftwing.spec.simulate import Simulation
 from draftwing.spec.token_map import load_token_map
 
 log = logging.getLogger("draftwing")
 
-CPU_POOL_BYTES = 2 << 30
-CUDA_RESERVE_BYTES = 1 << 30  # left for activations when the pool is sized from free memory
+SLOTS_AHEAD = 32  # see `SchedulerConfig.ahead`
 
 
 @dataclass
@@ -56,10 +62,16 @@ def build(options: Options, path: Path) -> Parts:
     device = pick_device(options.device)
     if options.num_threads and not device.is_cuda:
         torch.set_num_threads(options.num_threads)
+    options = options.for_device(device.device.type, device.total_memory())
+    if options.deterministic and device.is_cuda and not use_triton(torch.empty(0, device=device.device)):
+        raise ConfigError(
+            "--enable-deterministic-inference needs the GPU's own kernels, which are not yet the default: set the "
+            "environment variable DRAFTWING_NATIVE=1 (and have triton installed), or use --device cpu"
+        )
     config = load_config(path)
     dtype = pick_dtype(options.dtype, device, config.dtype)
     draft_path, token_ids = find_draft(options, config.vocab_size)  # before anything large is loaded
-    model = load_with_progress(path, dtype, device)
+    model = load_with_progress(path, dtype, device, options.dummy, options.deterministic)
     drafter, policy = make_drafter(options, draft_path or path, token_ids, model, dtype, device)
     return assemble(options, model, dtype, device, drafter, policy)
 
@@ -73,8 +85,10 @@ def assemble(
     policy: ShapePolicy,
 ) -> Parts:
     """The engine around a loaded model."""
-    config = model.config
-    rows = options.max_running_requests
+    options = options.for_device(device.device.type, device.total_memory())
+    config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
+    assert rows and chunk, "they have a value on every device"
+    graph_size = 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
     spans = {shape: shape.nodes if drafter is None else drafter.span(shape) for shape in policy.menu}
     max_span, max_commit = max(spans.values()), max(shape.max_commit for shape in policy.menu)
 
@@ -83,7 +97,10 @@ def assemble(
     wanted = options.context_length or config.max_positions
     if wanted > config.max_positions:
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
-    pool_tokens = size_pool(options, [*layers, *draft_layers], dtype, device)
+    # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
+    room = max_commit + max_span + 1  # past the context, in a row of the slot table
+    rig = Rig(model, drafter, [*layers, *draft_layers], policy.menu, dtype, device)
+    pool_tokens = size_pool(options, rig, wanted + room, graph_size)
     if not options.max_total_tokens:  # more could only ever cache prefixes
         pool_tokens = min(pool_tokens, 2 * rows * wanted)
     context = min(wanted, pool_tokens - max_span - max_commit)
@@ -95,8 +112,7 @@ def assemble(
             "raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens "
             "or --speculative-num-steps times --speculative-eagle-topk"
         )
-    # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
-    length = context + max_commit + max_span + 1
+    length = context + room
     pool = KVPool([*layers, *draft_layers], pool_tokens, dtype, device.device)
     target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, dtype) / 1e9 for part in (layers, draft_layers))
     log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
@@ -104,20 +120,31 @@ def assemble(
 
     model.set_max_positions(length)
     slots = SlotTable(rows, length, device)
-    attn = pick_attention(pool)
+    attn = pick_attention(pool, options.deterministic)
     if drafter is not None:
         drafter.attach(attn, len(layers), length)
-    executor = Executor(model, drafter, slots, attn, device)
+    if isinstance(attn, TorchAttention):
+        graph_size = 0  # it reads whole page tables where the host gives it no bound
+    simulation = None
+    if options.simulate_accept_length is not None:
+        simulation = Simulation(options.simulate_accept_length, config.vocab_size)
+    executor = Executor(model, drafter, slots, attn, device, graph_size, simulation)
+    if options.enable_torch_compile and device.is_cuda:
+        nodes = max(shape.nodes for shape in policy.menu)
+        compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes)
+    if graph_size:
+        capture(executor, policy)
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
             max_rows=rows,
             max_span=max_span,
-            chunk_tokens=options.chunked_prefill_size if options.chunked_prefill_size > 0 else pool_tokens,
+            chunk_tokens=chunk if chunk > 0 else pool_tokens,
             lookahead=drafter.lookahead if drafter is not None else 0,
             tail=drafter.tail if drafter is not None else 0,
             radix=not options.disable_radix_cache,
             first_hint=drafter.first_hint if drafter is not None else 0,
+            ahead=SLOTS_AHEAD if device.is_cuda else 0,
         ),
         policy,
         spans,
@@ -125,17 +152,28 @@ def assemble(
     return Parts(executor, sched, model, dtype, context, pool_tokens)
 
 
+def capture(executor: Executor, policy: ShapePolicy) -> None:
+    """Captures all graphs, and tells the policy how long each step took."""
+    start, free = time.monotonic(), executor.device.free_memory()
+    for key, seconds in executor.capture(policy.menu).items():
+        nothing = np.zeros(key.size, np.int64)
+        policy.record(key.shape, nothing, nothing, seconds)
+    took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
+    log.info("captured %d CUDA graphs in %.1f s, %.2f GB", len(executor.graphs), took, bytes_taken / 1e9)
+
+
 def make_drafter(
     options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, dtype: torch.dtype, device: Device
 ) -> tuple[Drafter | None, ShapePolicy]:
     """The drafter and shape policy that resolved options ask for; path: of the draft model, or of the target where it
     drafts for itself."""
-    shape = options.speculative_shape
+    shape, rows = options.speculative_shape, options.max_running_requests
+    assert rows is not None, "for_device gives it a value"
     if options.speculative_algorithm == "none":
         return None, FixedShape(PLAIN)
     if options.speculative_algorithm != "NGRAM":
         head = load_head(options, path, token_ids, target, dtype, device)
-        drafter = make_model_drafter(head, options.max_running_requests + 1, shape.topk, dtype, device.device)
+        drafter = make_model_drafter(head, rows + 1, shape.topk, dtype, device.device)
         return drafter, FixedShape(shape)
     assert target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
     ngram = NGramDrafter(
@@ -145,7 +183,7 @@ def make_drafter(
         max_breadth=options.speculative_ngram_max_bfs_breadth,
         branch_length=options.speculative_ngram_branch_length,
         capacity=options.speculative_ngram_capacity,
-        rows=options.max_running_requests + 1,
+        rows=rows + 1,
         device=device.device,
     )
     return ngram, ExpectedGain(shape_menu(shape))
@@ -158,7 +196,7 @@ def find_draft(options: Options, vocab: int) -> tuple[Path | None, Tensor | None
     if options.speculative_draft_model_path is not None:
         path = resolve_model(
             options.speculative_draft_model_path, options.speculative_draft_model_revision,
-            option="--speculative-draft-model-path",
+            option="--speculative-draft-model-path", weights=not options.dummy,
         )  # fmt: skip
     if options.speculative_token_map is not None:
         if options.speculative_algorithm == "EAGLE3":
@@ -173,46 +211,27 @@ def load_head(
 ) -> DraftHead:
     """The model that drafts for `target`."""
     if options.speculative_algorithm == "STANDALONE":
-        model = load_with_progress(path, dtype, device)
+        model = load_with_progress(path, dtype, device, options.dummy)
         known, used = model.config.max_positions, options.context_length or target.config.max_positions
         if known < used:
             log.warning("the draft model knows %d positions and is run up to %d: it may draft worse there", known, used)
         return DraftLM(model, min(model.config.vocab_size, target.config.vocab_size))
     head: FeatureHead
     if options.speculative_draft_model_path is None:
-        head = load_mtp_head(path, target, dtype, device.device, token_ids=token_ids)
+        head = load_mtp_head(path, target, dtype, device.device, token_ids=token_ids, dummy=options.dummy)
     else:
         head = load_draft_head(
             path, target, options.speculative_algorithm, dtype, device.device, token_ids=token_ids,
             aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
+            dummy=options.dummy,
         )  # fmt: skip
     head.pack()
     return head
 
 
-def size_pool(options: Options, layers: list[LayerSpec], dtype: torch.dtype, device: Device) -> int:
-    """Tokens that the KV pool holds."""
-    if options.max_total_tokens:
-        return options.max_total_tokens
-    free = device.free_memory()
-    if device.is_cuda:
-        fraction = options.mem_fraction_static or 0.88
-        # The fraction is of all memory, weights included, as users of such servers know it.
-        budget = int(device.total_memory() * fraction) - (device.total_memory() - free) - CUDA_RESERVE_BYTES
-    elif options.mem_fraction_static:
-        budget = int(free * options.mem_fraction_static)
-    else:
-        budget = min(CPU_POOL_BYTES, free // 4)
-    tokens = budget // KVPool.bytes_per_slot(layers, dtype)
-    if tokens < 1:
-        raise ConfigError(
-            f"no memory is left for the KV pool ({free / 1e9:.2f} GB free): lower the model's size or dtype, "
-            "raise --mem-fraction-static, or set --max-total-tokens"
-        )
-    return tokens
-
-
-def load_with_progress(path: Path, dtype: torch.dtype, device: Device) -> DecoderModel:
+def load_with_progress(
+    path: Path, dtype: torch.dtype, device: Device, dummy: bool = False, deterministic: bool = False
+) -> DecoderModel:
     with tqdm(unit="B", unit_scale=True, desc="loading weights", file=sys.stderr, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -221,6 +240,6 @@ def load_with_progress(path: Path, dtype: torch.dtype, device: Device) -> Decode
             if done >= total:
                 bar.close()  # before anything is logged
 
-        model = load_model(path, dtype, device.device, progress)
-    model.pack()
+        model = load_model(path, dtype, device.device, progress, dummy)
+    model.pack(deterministic)
     return model

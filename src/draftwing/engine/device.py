@@ -5,8 +5,11 @@ With `attn/` this is the only place that knows the CPU from CUDA.
 
 from __future__ import annotations
 
+import gc
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,47 +17,136 @@ from torch import Tensor
 from draftwing.core import IntArray
 from draftwing.errors import ConfigError
 
+T = TypeVar("T")
+
 
 class Download:
     """A tensor on its way to the host. `wait` blocks until it is there; `ready_at` is the monotonic time it was."""
 
-    def __init__(self, fetch: Callable[[], Tensor], ready_at: float | None) -> None:
+    def __init__(self, fetch: Callable[[], IntArray], ready_at: float | None) -> None:
         self._fetch = fetch
         self.ready_at = ready_at
 
     def wait(self) -> IntArray:
-        host = self._fetch().numpy()
+        """Once."""
+        host = self._fetch()
         if self.ready_at is None:
             self.ready_at = time.monotonic()
         return host
+
+
+class Staging:
+    """Pinned host buffers for copies in flight, each used again when its copy has happened. Making one is slow."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._busy: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # in the order of the stream
+
+    def take(self, size: int) -> Tensor:
+        """int64, at least [size]; give it back by `give` or `give_after`."""
+        while self._busy and self._busy[0][0].query():
+            self._free.append(self._busy.popleft()[1])
+        for i, buffer in enumerate(self._free):
+            if buffer.numel() >= size:
+                return self._free.pop(i)
+        return torch.empty(max(1 << size.bit_length(), 4096), dtype=torch.int64, pin_memory=True)
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+    def give_after(self, buffer: Tensor) -> None:
+        """Free when what was put on the current stream so far has happened."""
+        done = torch.cuda.Event()
+        done.record()
+        self._busy.append((done, buffer))
 
 
 class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
+        self._up, self._down = Staging(), Staging()
+        self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
+        self._pool: Any = None  # that they share
 
     def upload(self, host: IntArray) -> Tensor:
-        """Copies without waiting for it; on the CPU the tensor shares the array's memory."""
-        tensor = torch.from_numpy(host)
-        if self.is_cuda:
-            tensor = tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+        """Copies [n] int64 without waiting for it; on the CPU the tensor shares the array's memory."""
+        if not self.is_cuda:
+            return torch.from_numpy(host)
+        out = torch.empty(len(host), dtype=torch.int64, device=self.device)
+        self.upload_into(out, host)
+        return out
+
+    def upload_into(self, out: Tensor, host: IntArray) -> None:
+        """The same into a tensor [n] that there is."""
+        if not self.is_cuda:
+            out.copy_(torch.from_numpy(host))
+            return
+        buffer = self._up.take(len(host))
+        buffer.numpy()[: len(host)] = host
+        out.copy_(buffer[: len(host)], non_blocking=True)
+        self._up.give_after(buffer)
 
     def download(self, tensor: Tensor) -> Download:
-        """Starts the copy to the host, in order with the compute stream."""
+        """Starts the copy of a [B, W] int64 to the host, in order with the compute stream."""
         if not self.is_cuda:
-            return Download(lambda: tensor, time.monotonic())
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host = tensor.numpy().copy()  # the next step may use the tensor's memory
+            return Download(lambda: host, time.monotonic())
+        buffer = self._down.take(tensor.numel())
+        pinned = buffer[: tensor.numel()].view(tensor.shape)
         pinned.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
 
-        def fetch() -> Tensor:
+        def fetch() -> IntArray:
             arrived.synchronize()
-            return pinned
+            host = pinned.numpy().copy()
+            self._down.give(buffer)
+            return host
 
         return Download(fetch, None)
+
+    def record(self, fn: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Captures what `fn` puts on the device: how to run it, and its tensors, empty as long as it has not run.
+
+        `fn` is called before, too, which makes what is made once: compiled kernels, workspaces, constants. All graphs
+        share one memory pool: a tensor that is no longer referenced may be overwritten by graphs captured later.
+        """
+        assert self.is_cuda, "graphs are CUDA's"
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            fn()
+            # Other threads of the process may use CUDA meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = fn()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return graph.replay, out
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was given."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def trim(self) -> None:
+        """Gives memory that torch keeps for later back to the device."""
+        if self.is_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def peak(self, fn: Callable[[], object]) -> int:
+        """Bytes that are allocated at most while `fn` runs, beyond those that were before. CUDA only."""
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        fn()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""

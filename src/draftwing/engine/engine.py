@@ -17,6 +17,7 @@ from draftwing.config import Options
 from draftwing.core import GenRequest, Output, SamplingParams
 from draftwing.engine.border import EngineInfo
 from draftwing.engine.build import Parts, build
+from draftwing.engine.device import pick_device
 from draftwing.engine.loop import Loop
 from draftwing.engine.report import Reporter
 from draftwing.engine.slots import BAN_IDS
@@ -35,16 +36,18 @@ class Engine:
     def __init__(self, options: Options) -> None:
         """Loads everything; raises ConfigError or CheckpointError."""
         self.options = options.resolve()
-        path = resolve_model(self.options.model, self.options.revision)
+        path = resolve_model(self.options.model, self.options.revision, weights=not self.options.dummy)
         tokenizer_path = path
         if self.options.tokenizer_path:
             tokenizer_path = resolve_model(
-                self.options.tokenizer_path, self.options.revision, option="--tokenizer-path"
+                self.options.tokenizer_path, self.options.revision, option="--tokenizer-path", weights=False
             )
         self.options = self.options.for_architecture(load_config(path).architecture)
         tokenizer = load_tokenizer(tokenizer_path, self.options.chat_template)
-        if self.options.speculative_algorithm == "STANDALONE":
+        if self.options.speculative_algorithm == "STANDALONE" and not self.options.dummy:
             check_draft_tokenizer(self.options, tokenizer)
+        device = pick_device(self.options.device)
+        self.options = self.options.for_device(device.device.type, device.total_memory())
         parts = build(self.options, path)
         self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids))
 
@@ -71,7 +74,10 @@ class Engine:
             dtype=str(parts.dtype).removeprefix("torch."),
             device=device.type,
         )
-        self.reporter = Reporter(parts.sched)
+        simulated = ", ".join(self.options.label.get("simulated", ()))
+        if simulated:
+            log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
+        self.reporter = Reporter(parts.sched, simulated=simulated)
         lag = self.options.lag(device.type)
         self._loop = Loop(parts.sched, parts.executor, lag == 1, self.reporter.watch)
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()

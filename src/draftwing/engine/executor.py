@@ -2,39 +2,73 @@
 
 launch: upload, draft, target forward.  settle: sample, accept, advance the rows, let the drafter observe, pack.
 Everything in between is device state indexed by row; the host learns of it from the packed result.
+
+A tree step has three stages, each a function of the rows and of the stage before: `draft` (propose, the target's
+batch), `verify` (the target's forward), `settle`. On CUDA they are captured as graphs, see `engine/graphs.py`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.engine.commit import HINT, Committed, commit
 from draftwing.engine.device import Device, Download
-from draftwing.engine.slots import SlotTable, Upload
+from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
+from draftwing.engine.slots import Drawing, SlotTable, Upload
+from draftwing.kernels import use_triton
 from draftwing.models.decoder import DecoderModel
 from draftwing.sampling.sampler import sample
 from draftwing.spec.drafter import Draft, Drafter
-from draftwing.spec.tree import Accepted, Tree, accept, derive
+from draftwing.spec.simulate import Simulation
+from draftwing.spec.tree import Tree, derive
+
+
+class Drafted(NamedTuple):
+    """What `draft` gives."""
+
+    draft: Draft
+    batch: Batch  # of the target
+    tree: Tree
+
+
+class Verified(NamedTuple):
+    """What the target's forward gives."""
+
+    hidden: Tensor  # tree: [B * N, H]; prefill: [M, H]
+    taps: Tensor | None
+
+
+class TreeStep(NamedTuple):
+    """A tree step on the device. With a key its graphs are replayed, on rows that are padded to the key's size."""
+
+    key: Key | None
+    rows: Tensor  # [B]
+    shape: TreeShape
+    bound: int  # host bound of kv_len; the table's length in graphs, which run at any length
+    drawing: Drawing  # nobody, where it is decided on the device row by row
+    filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
 
 
 class Pending(NamedTuple):
     """A launched step: the target has run, nothing is sampled yet."""
 
     plan: Plan
-    upload: Upload
-    hidden: Tensor  # tree: [B * N, H]; prefill: [M, H]
-    taps: Tensor | None
-    batch: Batch
-    draft: Draft | None  # tree only
-    tree: Tree | None
     started: float
+    verified: Verified | None  # None, as `drafted`, where it is left in the memory of graphs
+    upload: Upload | None = None  # prefill only
+    batch: Batch | None = None
+    step: TreeStep | None = None  # tree only
+    drafted: Drafted | None = None
 
 
 class InFlight:
@@ -67,33 +101,125 @@ class InFlight:
 
 class Executor:
     def __init__(
-        self, model: DecoderModel, drafter: Drafter | None, slots: SlotTable, attn: AttnBackend, device: Device
+        self,
+        model: DecoderModel,
+        drafter: Drafter | None,
+        slots: SlotTable,
+        attn: AttnBackend,
+        device: Device,
+        graph_size: int = 0,
+        simulation: Simulation | None = None,
     ) -> None:
+        """graph_size: largest batch that `capture` captures graphs of; simulation: decides what is accepted."""
         self.model = model
         self.drafter = drafter
         self.slots = slots
         self.attn = attn
         self.device = device
+        self._simulation = simulation
+        self.graphs = GraphCache(device, slots.rows, graph_size)
         self._taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
         self._roots: dict[int, tuple[tuple[Tensor, Tensor], Tree]] = {}
+        self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        # Kernels look up themselves what each row asks of the sampler; the torch code is told by the host.
+        self._by_value = use_triton(slots.kv_len)
+        self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
         started = time.monotonic()
-        upload = self.slots.upload(plan)
         if plan.kind == "prefill":
-            return self._launch_prefill(plan, upload, started)
-        draft = self.propose(upload.rows, plan.shape, plan.max_bound, upload.noisy)
-        return self._launch_tree(plan, upload, draft, started)
+            return self._launch_prefill(plan, started)
+        step = self._tree_step(plan)
+        drafted, verified = self._forward(step, self.graphs.run)
+        return Pending(plan, started, verified, step=step, drafted=drafted)
 
     @torch.inference_mode()
     def settle(self, pending: Pending) -> InFlight:
-        plan = pending.plan
-        packed = self._settle_prefill(pending) if plan.kind == "prefill" else self._settle_tree(pending)
+        plan, step = pending.plan, pending.step
+        if step is None:
+            packed = self._settle_prefill(pending)
+        else:
+            assert plan.kind == "tree"
+            packed = self._finish(step, pending.drafted, pending.verified, self.graphs.run)[: len(plan.rows)]
         return InFlight(plan, self.device.download(packed), pending.started)
 
-    # -- the three stages of a tree step --------------------------------------------------------------------------
+    # -- a tree step and its graphs ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, menu: Sequence[TreeShape]) -> dict[Key, float]:
+        """Captures the graphs of every shape for every batch size, the largest first, and tells the seconds that a
+        step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
+        todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.nodes <= MOST_NODES]
+        seconds = {}
+        for key in tqdm(todo, desc="capturing graphs", file=sys.stderr, leave=False):
+            self.graphs.set_rows(np.empty(0, np.int64), key.size)
+            step = self._graph_step(key, False)
+            launched = self._forward(step, self.graphs.capture)
+            for filtered in (False, True) if self._by_value else (False,):
+                self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
+            self.graphs.finish(key)
+            self.device.synchronize()
+            start = time.monotonic()
+            self._finish(step, *self._forward(step, self.graphs.run), self.graphs.run)
+            self.device.synchronize()
+            seconds[key] = time.monotonic() - start
+        self.device.trim()  # what the first calls took
+        return seconds
+
+    def _tree_step(self, plan: Plan) -> TreeStep:
+        """Uploads a plan."""
+        known = self._by_value or not len(plan.noisy) + len(plan.banning)
+        key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
+        filtered = len(plan.filtered) > 0
+        if key is None:
+            upload = self.slots.upload(plan)
+            return TreeStep(None, upload.rows, plan.shape, plan.max_bound, upload.drawing, filtered)
+        self.slots.upload_state(plan)
+        self.graphs.set_rows(plan.rows, key.size)
+        return self._graph_step(key, filtered)
+
+    def _graph_step(self, key: Key, filtered: bool) -> TreeStep:
+        return TreeStep(key, self.graphs.rows[: key.size], key.shape, self.slots.length, self._nobody, filtered)
+
+    def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Drafted, Verified]:
+        """run: `GraphCache.run` or `capture`"""
+        drafted = run("draft", step.key, self._draft, step)
+        return drafted, run("verify", step.key, self._verify, drafted)
+
+    def _finish(
+        self, step: TreeStep, drafted: Drafted | None, verified: Verified | None, run: Callable[..., Any]
+    ) -> Tensor:
+        """The packed result [B, 3 + D + 1 + N]: count, proposed, hint, tokens, order."""
+        key = None if step.key is None else (step.key, step.filtered)
+        packed: Tensor = run("settle", key, self._settle, step, drafted, verified, keep=True)
+        return packed
+
+    def _draft(self, step: TreeStep) -> Drafted:
+        draft = self.propose(step.rows, step.shape, step.bound, step.drawing.noisy)
+        return Drafted(draft, *self.verify(step.rows, draft, step.shape, step.bound))
+
+    def _verify(self, drafted: Drafted) -> Verified:
+        batch = drafted.batch
+        return Verified(*self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps))
+
+    def _settle(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
+        draft, batch, tree = drafted
+        rows, shape = step.rows, step.shape
+        size = draft.tokens.shape
+        hidden = verified.hidden.view(*size, -1)  # [B, N, H]
+        at = batch.positions.view(size)
+        target = self._sample(step.drawing, step.filtered, rows, hidden, at, tree.depth, shape.depth)
+        if self._simulation is not None:
+            target = self._simulation(draft, tree, target, rows, batch.prefix_len)
+        observed = self.drafter is not None and bool(self.drafter.kv_layers)
+        done = commit(self.slots, rows, draft, tree, target, batch.prefix_len, observed)
+        if self.drafter is not None:
+            done.packed[:, HINT] = self._observe(step, done, batch.prefix_len, verified.taps)
+        return done.packed
+
+    # -- what the stages are made of --------------------------------------------------------------------------------
 
     def propose(self, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         if shape == PLAIN:
@@ -104,20 +230,35 @@ class Executor:
 
     def verify(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
-        tree = self._lone_roots(rows.shape[0])[1] if shape == PLAIN else derive(draft.parent, draft.alive, shape.depth)
-        kv_len = self.slots.kv_len[rows]  # [B]
-        table = self.slots.table[rows, : max_bound + shape.nodes]  # [B, P]
-        entries = kv_len.unsqueeze(1) + _arange(shape.nodes, rows)  # [B, N]
+        slots, tree = self.slots, self._lone_roots(rows.shape[0])[1]
+        if use_triton(rows):
+            from draftwing.kernels.tree import plain_inputs, target_inputs
+
+            if shape == PLAIN:
+                _, positions, write_slots = plain_inputs(rows, slots.table, slots.kv_len, slots.last)
+                kv_len = positions
+            else:
+                tree, (positions, write_slots, kv_len) = target_inputs(
+                    draft.parent, draft.alive, rows, slots.table, slots.kv_len, shape.depth
+                )
+        else:
+            if shape != PLAIN:
+                tree = derive(draft.parent, draft.alive, shape.depth)
+            kv_len = slots.kv_len[rows]  # [B]
+            entries = kv_len.unsqueeze(1) + torch.arange(shape.nodes, device=rows.device)  # [B, N]
+            positions = (kv_len.unsqueeze(1) + tree.depth).flatten()
+            write_slots = slots.table[rows.unsqueeze(1), entries].flatten()
         batch = Batch(
             rows=rows,
             ids=draft.tokens.flatten(),
-            positions=(kv_len.unsqueeze(1) + tree.depth).flatten(),
-            write_slots=table.gather(1, entries).flatten(),
-            table=table,
+            positions=positions,
+            write_slots=write_slots,
+            table=slots.table,
             prefix_len=kv_len,
             path=tree.path,
             path_len=tree.path_len,
             window=shape.nodes,
+            bound=max_bound + shape.nodes,
         )
         return batch, tree
 
@@ -130,114 +271,85 @@ class Executor:
             known = self._roots[size] = (parent, alive), derive(parent, alive, 0)
         return known
 
-    def advance(self, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> None:
-        """Commits: permutes the page-table entries past kv_len, appends the tokens, moves kv_len and last."""
-        slots = self.slots
-        nodes, commit = accepted.order.shape[1], accepted.committed.shape[1]
-        column = rows.unsqueeze(1)
-        if nodes > 1:
-            entries = kv_len.unsqueeze(1) + _arange(nodes, rows)  # [B, N]
-            window = slots.table[column, entries].gather(1, accepted.order)
-            slots.table.index_put_((column, entries), window)
-        # Entries past the count are overwritten before anybody reads them.
-        where = kv_len.unsqueeze(1) + 1 + _arange(commit, rows)  # [B, D + 1]
-        slots.tokens.index_put_((column, where), accepted.committed)
-        slots.kv_len.index_copy_(0, rows, kv_len + accepted.count)
-        newest = accepted.committed.gather(1, accepted.count.unsqueeze(1) - 1)
-        slots.last.index_copy_(0, rows, newest.squeeze(1))
-
-    def _launch_tree(self, plan: Plan, upload: Upload, draft: Draft, started: float) -> Pending:
-        batch, tree = self.verify(upload.rows, draft, plan.shape, plan.max_bound)
-        hidden, taps = self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps)
-        return Pending(plan, upload, hidden, taps, batch, draft, tree, started)
-
-    def _settle_tree(self, pending: Pending) -> Tensor:
-        plan, upload, batch, tree, draft = pending.plan, pending.upload, pending.batch, pending.tree, pending.draft
-        assert tree is not None and draft is not None
-        rows, shape = upload.rows, plan.shape
-        size = (len(plan.rows), shape.nodes)
-        hidden = pending.hidden.view(*size, -1)  # [B, N, H]
-        target = self._sample(upload, rows, hidden, batch.positions.view(size), tree.depth, shape.depth)
-        accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
-        self.advance(rows, accepted, batch.prefix_len)
-        hint = self._observe_path(plan, upload, accepted, batch.prefix_len, pending.taps)
-        proposed = draft.alive.sum(1) - 1 if shape != PLAIN else tree.depth.squeeze(1)  # none
-        head = torch.stack((accepted.count, proposed, hint), 1)
-        return torch.cat((head, accepted.committed, accepted.order), 1)
+    def _chain(self, size: int, width: int) -> tuple[Tensor, Tensor]:
+        """Paths [size, width, width] and their lengths [size, width] of chains of `width` queries: always the same."""
+        known = self._chains.get((size, width))
+        if known is None:
+            step = torch.arange(width, device=self.device.device)
+            path, path_len = step.expand(size, width, width), (step + 1).expand(size, width)
+            known = self._chains[size, width] = path.contiguous(), path_len.contiguous()
+        return known
 
     def _sample(
-        self, upload: Upload, rows: Tensor, hidden: Tensor, positions: Tensor, depth: Tensor, depth_max: int
+        self,
+        drawing: Drawing,
+        filtered: bool,
+        rows: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        depth: Tensor,
+        depth_max: int,
     ) -> Tensor:
         """A token for every node: hidden [B, N, H], positions and depth [B, N] -> [B, N]."""
         logits = self.model.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
+        half = logits.dtype.itemsize < 4
+        if use_triton(logits):
+            from draftwing.kernels.sampling import draw
+
+            exact_from = (hidden, self.model.lm_head.weight) if half else ()
+            return draw(logits, positions, depth, rows, self.slots, filtered, *exact_from)
 
         def exact(ids: Tensor, only: Tensor | None) -> Tensor:
             return self.model.exact_logits(hidden if only is None else hidden.index_select(0, only), ids)
 
-        asked = upload.noisy.numel() + upload.banning.numel()
+        asked = drawing.noisy.shape[0] + drawing.banning.shape[0]
         params = self.slots.sampling(rows) if asked else None  # greedy rows need none
-        half = logits.dtype.itemsize < 4
-        return sample(
-            logits, positions, depth, depth_max, params, upload.noisy, upload.filtered, upload.banning,
-            exact if half else None,
-        )  # fmt: skip
+        return sample(logits, positions, depth, depth_max, params, *drawing, exact if half else None)
 
-    def _observe_path(
-        self, plan: Plan, upload: Upload, accepted: Accepted, before: Tensor, taps: Tensor | None
-    ) -> Tensor:
+    def _observe(self, step: TreeStep, done: Committed, before: Tensor, taps: Tensor | None) -> Tensor:
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; returns its outlook."""
-        if self.drafter is None:
-            return torch.zeros_like(before)
-        rows, width = upload.rows, plan.shape.max_commit
-        bound = plan.max_bound + width
-        if not self.drafter.kv_layers:  # it runs no model: which rows went on, and from where, is all there is to see
+        assert self.drafter is not None
+        slots, rows, width = self.slots, step.rows, step.shape.max_commit
+        bound, path = step.bound + width, done.path
+        if path is None:  # it runs no model: which rows went on, and from where, is all there is to see
             nothing = rows[:0]
-            seen = Batch(rows, nothing, nothing, nothing, nothing, before)
-            self.drafter.observe(self.slots, seen, None, accepted.committed.flatten(), accepted.count, upload.noisy)
-            return self.drafter.outlook(self.slots, rows, bound)
-        step = _arange(width, rows)  # [D + 1]
-        positions = before.unsqueeze(1) + step  # [B, D + 1]
-        table = self.slots.table[rows, : bound + 1]  # up to the newest token's entry
-        batch = Batch(
-            rows=rows,
-            ids=self.slots.tokens[rows.unsqueeze(1), positions].flatten(),
-            positions=positions.flatten(),
-            write_slots=table.gather(1, positions).flatten(),
-            table=table,
-            prefix_len=before,
-            path=step.expand(len(plan.rows), width, width),
-            path_len=(step + 1).expand(len(plan.rows), width),
-            window=width,
-        )
-        if taps is not None:  # [B * N, T] -> the accepted path's rows
-            picked = accepted.order[:, :width].unsqueeze(2)
-            nodes = taps.view(len(plan.rows), plan.shape.nodes, -1)
-            taps = nodes.gather(1, picked.expand(-1, -1, nodes.shape[2])).flatten(0, 1)
-        self.drafter.observe(self.slots, batch, taps, accepted.committed.flatten(), accepted.count, upload.noisy)
-        return self.drafter.outlook(self.slots, rows, bound)
+            batch = Batch(rows, nothing, nothing, nothing, slots.table, before)
+        else:
+            chain, chain_len = self._chain(rows.shape[0], width)
+            batch = Batch(
+                rows, *path[:3], slots.table, before, chain, chain_len, window=width,
+                bound=bound + 1,  # up to the newest token's entry
+            )  # fmt: skip
+            taps = taps.index_select(0, path.nodes) if taps is not None else None  # [B * N, T] -> [B * (D + 1), T]
+        self.drafter.observe(slots, batch, taps, done.tokens.flatten(), done.count, step.drawing.noisy)
+        return self.drafter.outlook(slots, rows, bound)
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, upload: Upload, started: float) -> Pending:
+    def _launch_prefill(self, plan: Plan, started: float) -> Pending:
         slots = self.slots
+        upload = slots.upload(plan)
         ids = slots.tokens[upload.token_rows, upload.positions]  # [M]
         batch = Batch(
             rows=upload.rows,
             ids=ids,
             positions=upload.positions,
             write_slots=slots.table[upload.token_rows, upload.positions],
-            table=slots.table[upload.rows, : plan.max_bound + self._tail],
+            table=slots.table,
             prefix_len=slots.kv_len[upload.rows],
             chunks=tuple(_spans(plan)),
+            bound=plan.max_bound + self._tail,
         )
-        hidden, taps = self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps)
-        return Pending(plan, upload, hidden, taps, batch, None, None, started)
+        verified = Verified(*self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps))
+        return Pending(plan, started, verified, upload, batch)
 
     def _settle_prefill(self, pending: Pending) -> Tensor:
         """Result rows: one token for each final chunk, none for the last chunk if it is not. So the first rows draw,
         and batch indices of the plan's rows are also those of the rows that draw."""
         assert all(chunk.final for chunk in pending.plan.chunks[:-1])
-        plan, upload, slots = pending.plan, pending.upload, self.slots
+        plan, upload, batch, verified = pending.plan, pending.upload, pending.batch, pending.verified
+        assert upload is not None and batch is not None and verified is not None
+        slots = self.slots
         rows = upload.rows
         slots.kv_len.index_copy_(0, rows, upload.kv_len)
         zero = torch.zeros_like(rows)
@@ -245,15 +357,17 @@ class Executor:
         if upload.final.numel():
             drawing = rows[: upload.final.numel()]
             position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
-            hidden = pending.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
-            picked = self._sample(upload, drawing, hidden, position, torch.zeros_like(position), 0).squeeze(1)
+            hidden = verified.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
+            depth = torch.zeros_like(position)
+            filtered = len(plan.filtered) > 0
+            picked = self._sample(upload.drawing, filtered, drawing, hidden, position, depth, 0).squeeze(1)
             slots.last.index_copy_(0, drawing, picked)
             slots.tokens.index_put_((drawing, position.squeeze(1) + 1), picked)
             token = zero.index_copy(0, upload.final, picked)
             drawn = zero.index_fill(0, upload.final, 1)
         if self.drafter is not None:
             next_ids = slots.tokens[upload.token_rows, upload.positions + 1]
-            self.drafter.observe(slots, pending.batch, pending.taps, next_ids, None, upload.noisy)
+            self.drafter.observe(slots, batch, verified.taps, next_ids, None, upload.drawing.noisy)
             if upload.final.numel():
                 hint = self.drafter.outlook(slots, rows, plan.max_bound)
         return torch.stack((drawn, zero, hint, token, zero), 1)
@@ -264,7 +378,3 @@ def _spans(plan: Plan) -> Sequence[ChunkSpan]:
     return [
         ChunkSpan(i, int(offsets[i]), chunk.start, chunk.length, chunk.final) for i, chunk in enumerate(plan.chunks)
     ]
-
-
-def _arange(length: int, like: Tensor) -> Tensor:
-    return torch.arange(length, device=like.device)

@@ -1,21 +1,115 @@
-"""The log lines of a running engine: one per prefill plan, one per `interval` decode steps."""
+"""How a running engine does: totals, and log lines, one per prefill plan and one per `interval` decode steps."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from draftwing.core import Plan, StepResult
+from draftwing.core import PLAIN, IntArray, Plan, StepResult
+from draftwing.sched.request import Req
 from draftwing.sched.scheduler import Scheduler
 
 log = logging.getLogger("draftwing")
 
+KINDS = ("prefill", "plain", "speculative")  # of steps: of prompts, of one token per row, with drafts
+STAGES = ("draft", "verify", "settle")  # of a tree step: propose, the target's forward, sample and accept
+
+
+class StepTimes:
+    """Seconds of a tree step's stages, summed over the steps that were measured.
+
+    The executor asks `due` once for each step and calls `add` when it knows. On the CPU every step can be measured; on
+    CUDA a measurement needs events, and what they say is known once the step's result is there.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        """every: one step of how many is measured."""
+        self.every = every
+        self.steps = 0  # measured
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._asked = 0
+
+    def due(self) -> bool:
+        """Whether the step that begins now is to be measured."""
+        self._asked += 1
+        return (self._asked - 1) % self.every == 0
+
+    def add(self, draft: float, verify: float, settle: float) -> None:
+        self.steps += 1
+        for stage, seconds in zip(STAGES, (draft, verify, settle), strict=True):
+            self.seconds[stage] += seconds
+
+
+@dataclass
+class DraftCounts:
+    """Totals of one drafter; the lists are indexed by depth below the root, from 0."""
+
+    drafts: int = 0  # drafts of at least one token: one for a row and step
+    proposed: int = 0  # live nodes
+    accepted: int = 0
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def grow(self, depth: int) -> None:
+        for counts in (self.proposed_at, self.accepted_at):
+            counts.extend([0] * (depth - len(counts)))
+
+    def add(self, proposed: IntArray, accepted: IntArray, chain: bool, levels: IntArray | None) -> None:
+        """A step: proposed, accepted [B], levels [B, depth] as in `Reporter.watch`; chain: one node per depth."""
+        drafted = proposed > 0
+        if not drafted.any():
+            return
+        self.drafts += int(drafted.sum())
+        self.proposed += int(proposed.sum())
+        self.accepted += int(accepted.sum())
+        self.grow(int(max(accepted.max(), proposed.max() if chain else 0)))
+        for at in range(int(accepted.max())):
+            self.accepted_at[at] += int((accepted > at).sum())
+        if levels is not None:
+            self.grow(levels.shape[1])
+            for at, count in enumerate(levels.sum(0).tolist()):
+                self.proposed_at[at] += count
+        elif chain:
+            for at in range(int(proposed.max())):
+                self.proposed_at[at] += int((proposed > at).sum())
+
 
 class Reporter:
-    def __init__(self, sched: Scheduler, interval: int = 40) -> None:
+    PLAIN_RATE = 0.1  # weight of the newest plain step in the average of its batch size
+
+    def __init__(
+        self,
+        sched: Scheduler,
+        interval: int = 40,
+        simulated: str = "",
+        drafter: str | Callable[[Req], str] = "draft",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """simulated: what of the run is not real, in words.  drafter: who drafts, or who drafts for a request."""
         self._sched = sched
+        self._mark = f" (SIMULATED: {simulated})" if simulated else ""
         self._interval = interval
+        self._clock = clock
         self._admitted = self._cached = 0  # since the last prefill line: an admission may come with a decode step
         self.total_tokens = self.total_rows = 0  # committed tokens and verified rows of all tree steps
+        self.times = StepTimes()
+        self.steps = dict.fromkeys(KINDS, 0)
+        self.seconds = dict.fromkeys(KINDS, 0.0)  # from a step's launch, or the end of the one before, to its result
+        self.host_seconds = 0.0  # between a step's result and the launch of the next one
+        self.queried_tokens = self.hit_tokens = self.prefilled_tokens = 0
+        self.drafters: dict[str, DraftCounts] = {}
+        self._drafter_of = drafter if callable(drafter) else None
+        self._drafter = "" if callable(drafter) else drafter
+        depth = max(shape.depth for shape in sched.policy.menu)
+        if depth and self._drafter:  # so that its totals are there before its first draft
+            self._counts(self._drafter).grow(depth)
+        self._watched: float | None = None  # when the last result was there; None after a pause
+        self._plain_seconds: dict[int, float] = {}  # average of plain steps, by bit length of the batch size
+        self.last = {"accept_length": 0.0, "accept_rate": 0.0, "gen_throughput": 0.0, "cache_hit_rate": 0.0}
+        self.speedup: float | None = None
         self._reset()
 
     @property
@@ -23,54 +117,172 @@ class Reporter:
         """Tokens per row and step, over the engine's life."""
         return self.total_tokens / self.total_rows if self.total_rows else 1.0
 
-    def watch(self, plan: Plan, result: StepResult) -> None:
-        """Sees every plan with its result, before the result is committed."""
+    def stats(self) -> dict[str, Any]:
+        """Totals over the engine's life; `last` are means over the last finished interval, as in the log lines."""
+        sched = self._sched
+        return {
+            "used_tokens": self._used(),
+            "steps": dict(self.steps),
+            "step_seconds": dict(self.seconds),
+            "host_seconds": self.host_seconds,
+            "stage_seconds": dict(self.times.seconds),
+            "staged_steps": self.times.steps,
+            "queried_tokens": self.queried_tokens,
+            "hit_tokens": self.hit_tokens,
+            "prefilled_tokens": self.prefilled_tokens,
+            "retractions": sched.retractions,
+            "stale_rows": sched.stale_results,
+            "drafters": {
+                name: {
+                    "drafts": counts.drafts,
+                    "proposed": counts.proposed,
+                    "accepted": counts.accepted,
+                    "proposed_at": list(counts.proposed_at),
+                    "accepted_at": list(counts.accepted_at),
+                }
+                for name, counts in list(self.drafters.items())
+            },
+            "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
+            "speedup": self.speedup,
+        }
+
+    def watch(self, plan: Plan, result: StepResult, levels: IntArray | None = None) -> None:
+        """Sees every plan with its result, before the result is committed.
+
+        levels: live nodes of each row at each depth below the root [B, depth]. Without them the proposals of chains
+        are counted by depth, those of trees only in all.
+        """
+        now = self._clock()
+        if self._watched is not None:
+            self.host_seconds += max(0.0, now - self._watched - result.seconds)
+        self._watched = now
+        kind = "prefill" if plan.kind == "prefill" else "speculative" if plan.shape.depth else "plain"
+        self.steps[kind] += 1
+        self.seconds[kind] += result.seconds
         self._busy += result.seconds
-        self._admitted += len(plan.admits)
-        self._cached += sum(len(admit.slots) for admit in plan.admits)
+        self._admissions(plan)
         if plan.kind == "prefill":
             self._prefill(plan)
             return
-        committed = int(result.count.sum())
+        committed = self._tree(plan, result, levels)
+        self._estimate(len(plan.rows), committed, result.seconds, kind == "plain")
         self._steps += 1
-        self._rows += len(plan.rows)
-        self._tokens += committed
-        self._proposed += int(result.proposed.sum())
-        self.total_rows += len(plan.rows)
-        self.total_tokens += committed
         if self._steps >= self._interval:
             self._decode(len(plan.rows))
             self._reset()
 
+    def pause(self) -> None:
+        """There is nothing to do: the time until the next result is not the host's."""
+        self._watched = None
+
+    def plain_step(self, rows: int, seconds: float) -> None:
+        """What a step without drafts takes for a batch of `rows`: measured in passing, or at start."""
+        size = rows.bit_length()
+        old = self._plain_seconds.get(size, seconds)
+        # A first step pays for caches and allocations, and now and then one is held up: neither is to count in full.
+        self._plain_seconds[size] = old + self.PLAIN_RATE * (min(seconds, 3 * old) - old)
+
+    # -- totals -------------------------------------------------------------------------------------------------------
+
+    def _admissions(self, plan: Plan) -> None:
+        for admit in plan.admits:
+            self._admitted += 1
+            self._cached += len(admit.slots)
+            if len(admit.tokens) == admit.prompt_len:  # else it was retracted, and its prompt counted before
+                self.queried_tokens += admit.prompt_len
+                self.hit_tokens += len(admit.slots)
+
+    def _tree(self, plan: Plan, result: StepResult, levels: IntArray | None) -> float:
+        """Counts what the step gave to requests that still run; returns committed tokens per row."""
+        current = {req.admission: req for req in self._sched.running}
+        reqs = [current.get(number) for number in plan.admission.tolist()]
+        live = [i for i, req in enumerate(reqs) if req is not None]
+        if not live:
+            return 0.0
+        committed = int(result.count[live].sum())
+        self._rows += len(live)
+        self._tokens += committed
+        self._proposed += int(result.proposed[live].sum())
+        self.total_rows += len(live)
+        self.total_tokens += committed
+        if plan.shape != PLAIN:
+            for name, rows in self._by_drafter(reqs, live).items():
+                self._counts(name).add(
+                    result.proposed[rows],
+                    result.count[rows] - 1,
+                    plan.shape.topk == 1,
+                    levels[rows] if levels is not None else None,
+                )
+        return committed / len(live)
+
+    def _by_drafter(self, reqs: list[Req | None], live: list[int]) -> dict[str, list[int]]:
+        if self._drafter_of is None:
+            return {self._drafter: live}
+        groups: dict[str, list[int]] = {}
+        for i in live:
+            req = reqs[i]
+            assert req is not None
+            groups.setdefault(self._drafter_of(req), []).append(i)
+        return groups
+
+    def _counts(self, name: str) -> DraftCounts:
+        return self.drafters.setdefault(name, DraftCounts())
+
+    def _estimate(self, rows: int, tokens: float, seconds: float, plain: bool) -> None:
+        """Adds a step to the estimated speed-up: the time that plain steps would have taken for its tokens."""
+        if plain:
+            self.plain_step(rows, seconds)
+        known = self._plain_seconds.get(rows.bit_length())
+        if known is not None and tokens:
+            self._saved += tokens * known
+            self._spent += seconds
+
+    # -- log lines ----------------------------------------------------------------------------------------------------
+
     def _prefill(self, plan: Plan) -> None:
-        if not log.isEnabledFor(logging.INFO):
-            return
-        log.info(
-            "prefill batch: #new-seq %d, #new-token %d, #cached-token %d, #running-req %d, #queue-req %d",
-            self._admitted,
-            sum(chunk.length for chunk in plan.chunks),
-            self._cached,
-            len(self._sched.running),
-            len(self._sched.waiting),
-        )
+        length = sum(chunk.length for chunk in plan.chunks)
+        self.prefilled_tokens += length
+        self.last["cache_hit_rate"] = self._cached / (self._cached + length)
+        if log.isEnabledFor(logging.INFO):
+            log.info(
+                "prefill batch: #new-seq %d, #new-token %d, #cached-token %d, #running-req %d, #queue-req %d",
+                self._admitted,
+                length,
+                self._cached,
+                len(self._sched.running),
+                len(self._sched.waiting),
+            )
         self._admitted = self._cached = 0
 
     def _decode(self, rows: int) -> None:
         sched = self._sched
-        used = sched.config.slots - sched.pool.available - sched.radix.evictable
+        used = self._used()
+        if not self._rows:
+            return
         accepted = self._tokens - self._rows
+        self.last["accept_length"] = self._tokens / self._rows
+        self.last["accept_rate"] = accepted / self._proposed if self._proposed else 0.0
+        self.last["gen_throughput"] = self._tokens / max(self._busy, 1e-9)
+        self.speedup = self._saved / self._spent if self._spent else None
         log.info(
             "decode batch: #running-req %d, #token %d, token usage %.2f, accept len %.2f, accept rate %.2f, "
-            "gen throughput %.1f token/s, #queue-req %d",
+            "gen throughput %.1f token/s, #queue-req %d%s",
             rows,
             used,
             used / sched.config.slots,
-            self._tokens / self._rows,
-            accepted / self._proposed if self._proposed else 0.0,
-            self._tokens / max(self._busy, 1e-9),
+            self.last["accept_length"],
+            self.last["accept_rate"],
+            self.last["gen_throughput"],
             len(sched.waiting),
+            self._mark,
         )
+
+    def _used(self) -> int:
+        """KV slots of running requests."""
+        sched = self._sched
+        return sched.config.slots - sched.pool.available - sched.radix.evictable
 
     def _reset(self) -> None:
         self._steps = self._rows = self._tokens = self._proposed = 0
         self._busy = 0.0  # seconds in steps, prefills included
+        self._saved = self._spent = 0.0  # seconds: of plain steps that were not needed, of those that ran instead

@@ -20,13 +20,19 @@ from draftwing.sampling.sampler import SamplingRows
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens
 
 
+class Drawing(NamedTuple):
+    """Which rows of a batch need what of the sampler: batch indices, whose numbers are known to the host."""
+
+    noisy: Tensor  # [Bn] with temperature > 0
+    filtered: Tensor  # [Bf] of those, with top-k, top-p or min-p
+    banning: Tensor  # [Bb] that may still be below min_new_tokens
+
+
 class Upload(NamedTuple):
     """A plan's numbers on the device; the sizes are known to the host."""
 
     rows: Tensor  # [B]
-    noisy: Tensor  # [Bn] batch indices with temperature > 0
-    filtered: Tensor  # [Bf] of those, with top-k, top-p or min-p
-    banning: Tensor  # [Bb] batch indices that may still be below min_new_tokens
+    drawing: Drawing
     kv_len: Tensor  # prefill: [B] kv_len after the step; tree: empty
     token_rows: Tensor  # prefill: [M] row of each query
     positions: Tensor  # prefill: [M]
@@ -69,21 +75,25 @@ class SlotTable:
 
     def upload(self, plan: Plan) -> Upload:
         """One copy to the device, then the scatters of what the host decided."""
-        sections = _pack(plan, self.length)
-        packed = self.device.upload(np.concatenate(sections))
-        return self.apply(packed, [len(part) for part in sections])
+        rows, noisy, filtered, banning, *prefill = self._send([*_pack_state(plan, self.length), *_pack_step(plan)])
+        return Upload(rows, Drawing(noisy, filtered, banning), *prefill)
 
-    def apply(self, packed: Tensor, sizes: list[int]) -> Upload:
-        """Device side of `upload`: packed [sum(sizes)] int64 in the order of `_pack`."""
-        ends = [0, *accumulate(sizes)]
-        parts = [packed[a:b] for a, b in pairwise(ends)]
-        slot_at, slot, token_at, token, admits = parts[:5]
-        if admits.numel():
+    def upload_state(self, plan: Plan) -> None:
+        """The part of `upload` that changes row state; most decode steps have nothing for it to do."""
+        if plan.admits or plan.new_slots:
+            self._send(_pack_state(plan, self.length))
+
+    def _send(self, sections: list[IntArray]) -> list[Tensor]:
+        """Copies them to the device, scatters those of `_pack_state`, and returns the others."""
+        packed = self.device.upload(np.concatenate(sections))
+        ends = accumulate((len(part) for part in sections), initial=0)
+        slot_at, slot, token_at, token, admits, *others = (packed[a:b] for a, b in pairwise(ends))
+        if admits.shape[0]:
             self._admit(admits.view(-1, ADMIT_WORDS))
             self.tokens.view(-1).index_copy_(0, token_at, token)
-        if slot.numel():
+        if slot.shape[0]:
             self.table.view(-1).index_copy_(0, slot_at, slot)
-        return Upload(*parts[5:])
+        return others
 
     def _admit(self, fields: Tensor) -> None:
         """fields [A, ADMIT_WORDS] in the order of `_admission_words`."""
@@ -111,9 +121,9 @@ def _admission_words(admit: Admission) -> IntArray:
     return words
 
 
-def _pack(plan: Plan, length: int) -> list[IntArray]:
-    """The sections of a plan's upload: slot positions and slots, token positions and tokens, admissions, then the
-    fields of `Upload`. Positions are flat indices into [rows, length]."""
+def _pack_state(plan: Plan, length: int) -> list[IntArray]:
+    """What changes row state: slot positions and slots, token positions and tokens, admissions. Positions are flat
+    indices into [rows, length]."""
     empty = np.empty(0, np.int64)
     slot_at, slots, token_at, tokens = [empty], [empty], [empty], [empty]
     for admit in plan.admits:
@@ -125,6 +135,12 @@ def _pack(plan: Plan, length: int) -> list[IntArray]:
         slot_at.append(row * length + start + np.arange(len(new)))
         slots.append(new)
     admits = [empty, *map(_admission_words, plan.admits)]
+    return [_joined(part) for part in (slot_at, slots, token_at, tokens, admits)]
+
+
+def _pack_step(plan: Plan) -> list[IntArray]:
+    """The fields of `Upload`, those of its `Drawing` one by one."""
+    empty = np.empty(0, np.int64)
     kv_len, token_rows, positions, last, final = [empty], [empty], [empty], [], []
     offset = 0
     for index, chunk in enumerate(plan.chunks):
@@ -136,10 +152,10 @@ def _pack(plan: Plan, length: int) -> list[IntArray]:
         if chunk.final:
             last.append(offset - 1)
             final.append(index)
-    lists = (slot_at, slots, token_at, tokens, admits)
-    prefill = (kv_len, token_rows, positions, [np.asarray(last, np.int64)], [np.asarray(final, np.int64)])
-    return [
-        *(np.concatenate(part).astype(np.int64, copy=False) for part in lists),
-        plan.rows, plan.noisy, plan.filtered, plan.banning,
-        *(np.concatenate(part).astype(np.int64, copy=False) for part in prefill),
-    ]  # fmt: skip
+    prefill = [_joined(part) for part in (kv_len, token_rows, positions)]
+    ends = [np.asarray(last, np.int64), np.asarray(final, np.int64)]
+    return [plan.rows, plan.noisy, plan.filtered, plan.banning, *prefill, *ends]
+
+
+def _joined(parts: list[IntArray]) -> IntArray:
+    return np.concatenate(parts).astype(np.int64, copy=False)

@@ -1,0 +1,24 @@
+"""Kernels beside torch's: C for the CPU (`cpu`), Triton and CUDA for GPUs. Each has a torch reference, which is what
+runs where the kernel cannot."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+from torch import Tensor
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether the GPU's kernels take this tensor: on CUDA, with DRAFTWING_NATIVE=1.
+
+    Without it torch's operations run: of these kernels only `skinny.cu` has been run on a GPU so far, the others in
+    Triton's interpreter. They become the default when they have passed on one.
+    """
+    return tensor.is_cuda and _have_triton()
+
+
+@functools.cache
+def _have_triton() -> bool:
+    return os.environ.get("DRAFTWING_NATIVE") == "1" and importlib.util.find_spec("triton") is not None

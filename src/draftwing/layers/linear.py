@@ -6,13 +6,22 @@ with speculation equal text without it in bfloat16.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.kernels.pick import skinny_kernels
+
+if TYPE_CHECKING:
+    from draftwing.kernels.skinny import SkinnyProducts
+
 # oneDNN sums up to this many products of a row in one go; beyond it, a single row is summed in another order than
 # several are.
 _ONE_PASS = 1024
+# Up to this many rows our own kernel beats cuBLAS (docs/performance.md); it takes any number.
+_SKINNY_ROWS, _ANY_ROWS = 8, 1 << 30
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -40,9 +49,17 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
         self._packed: Tensor | None = None
+        self._skinny: SkinnyProducts | None = None
+        self._skinny_rows = 0
 
-    def pack(self, keep_weight: bool = False) -> None:
-        """Packs the loaded weight, once; does nothing where there is no faster layout."""
+    def pack(self, keep_weight: bool = False, deterministic: bool = False) -> None:
+        """Packs the loaded weight, once; does nothing where there is no faster layout.
+
+        deterministic: on a GPU, let a row have the same bits in any batch, as it has on the CPU anyway.
+        """
+        if self._packed is None and self._skinny is None:
+            self._skinny = skinny_kernels(self.weight)
+            self._skinny_rows = _ANY_ROWS if deterministic else _SKINNY_ROWS
         if self._packed is not None or not can_pack(self.weight):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
@@ -53,9 +70,21 @@ class Linear(nn.Module):
         """[out_features, in_features]: `weight`, or a copy of it made from the packed one."""
         return self.weight if self._packed is None else self._packed.to_dense()
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [M, in_features], residual [M, out_features] -> [M, out_features]."""
+    def skinny(self, rows: int) -> SkinnyProducts | None:
+        """The kernels that a product of this many rows is left to, if it is."""
+        return self._skinny if rows <= self._skinny_rows else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """x [M, in_features], residual [M, out_features] -> [M, out_features].
+
+        overwrite: the result may be written into `residual`, which saves a pass on a GPU; without gradients.
+        """
+        skinny = self.skinny(x.shape[0])
+        if skinny is not None:
+            return skinny.linear(x, self.weight, self.bias, residual)
         if self._packed is None:
+            if overwrite and residual is not None and self.bias is None:
+                return residual.addmm_(x, self.weight.t())
             y = F.linear(x, self.weight, self.bias)
             return y if residual is None else y + residual
         if x.shape[0] == 1 and self.in_features > _ONE_PASS:  # see _ONE_PASS: two rows are summed as any number is

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.kernels.cpu import Kernels, load
+from draftwing.kernels.pick import LayerKernels, layer_kernels
 
 
 class RMSNorm(nn.Module):
@@ -16,12 +16,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
         self.eps = eps
-        self._packed: tuple[Kernels, Tensor] | None = None
+        self._packed: tuple[LayerKernels, Tensor] | None = None
 
     def pack(self) -> None:
-        """Lets the C kernel do it from now on, for a loaded weight on the CPU; without gradients."""
-        kernels = load()
-        if kernels is not None and kernels.take(self.weight):
+        """Lets a kernel of the loaded weight's device do it from now on, where there is one; without gradients."""
+        kernels = layer_kernels(self.weight)
+        if kernels is not None:
             self._packed = kernels, self.weight.detach()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,14 +6,15 @@ serving binds the paged pool, and a test or a trainer a dense mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
-from draftwing.kernels.cpu import load
+from draftwing.kernels import use_triton
+from draftwing.kernels.pick import layer_kernels
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table, rotate
@@ -24,6 +25,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]"""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # `kernels.layers.add_rms_norm`
 
 
 class DecoderLayer(nn.Module):
@@ -47,12 +51,18 @@ class DecoderLayer(nn.Module):
         self.gate_up = Linear(hidden, 2 * ffn, config.mlp_bias, dtype, device)
         self.down = Linear(ffn, hidden, config.mlp_bias, dtype, device)
         self._silu_mul = silu_mul
+        self._add_norm: AddNorm | None = None
 
     def pack(self) -> None:
-        """What `DecoderModel.pack` does, for the one operation here that is no module."""
-        kernels = load()
-        if kernels is not None and kernels.take(self.mlp_norm.weight):
+        """What `DecoderModel.pack` does, for the operations here that are no modules."""
+        weight = self.mlp_norm.weight
+        kernels = layer_kernels(weight)
+        if kernels is not None:
             self._silu_mul = kernels.silu_mul
+        if use_triton(weight):
+            from draftwing.kernels.layers import add_rms_norm
+
+            self._add_norm = add_rms_norm
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
@@ -61,8 +71,20 @@ class DecoderLayer(nn.Module):
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
         qkv = self.qkv(normed).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
-        x = self.o(self._attend(qkv, cos, sin, attend), x)
-        return self.down(self._silu_mul(self.gate_up(self.mlp_norm(x))), x)
+        attended = self._attend(qkv, cos, sin, attend)
+        if self._add_norm is not None:
+            x, normed = self._add_norm(x, self.o(attended), self.mlp_norm.weight, self.mlp_norm.eps)
+        else:
+            x = self.o(attended, x)
+            normed = self.mlp_norm(x)
+        return self.down(self._gated(normed), x, overwrite=self._add_norm is not None)
+
+    def _gated(self, normed: Tensor) -> Tensor:
+        """normed [M, hidden] -> silu(gate) * up, [M, ffn]"""
+        skinny = self.gate_up.skinny(normed.shape[0])
+        if skinny is not None:
+            return skinny.gated(normed, self.gate_up.weight, self.gate_up.bias)
+        return self._silu_mul(self.gate_up(normed))
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
@@ -140,10 +162,10 @@ class DecoderModel(nn.Module):
         """
         return (self.lm_head.weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
-    def pack(self) -> None:
+    def pack(self, deterministic: bool = False) -> None:
         """Lets every layer prepare for inference, weights and kernels; the model is not trainable afterwards."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack(keep_weight=module is self.lm_head)  # `exact_logits` reads its rows
+                module.pack(module is self.lm_head, deterministic)  # `exact_logits` reads its rows
             elif isinstance(module, RMSNorm | DecoderLayer):
                 module.pack()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -28,6 +28,7 @@ from draftwing.models.draft_config import (
     flatten_config,
     same,
 )
+from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
 from draftwing.models.eagle3_head import Eagle3Config, Eagle3Head, first_layer_name
 from draftwing.models.eagle_head import EagleHead
 from draftwing.models.feature_head import FeatureHead
@@ -64,6 +65,7 @@ def load_draft_head(
     aux_layer_ids: AuxLayerIds = "auto",
     token_ids: Tensor | None = None,
     context_length: int | None = None,
+    dummy: bool = False,
 ) -> EagleHead | Eagle3Head | MTPHead:
     """The head in the folder `path` for `target`; `algorithm` is EAGLE, NEXTN or EAGLE3.
 
@@ -71,17 +73,22 @@ def load_draft_head(
     embedding), or the one that the ids look like.
     token_ids [n] int64: the target's tokens that may be drafted, all different; EAGLE-3 heads have their own.
     context_length: positions that will be used, where these are fewer than the target's.
+    dummy: random weights from the config alone.
 
     Raises CheckpointError for a head of another kind, target, vocabulary or size, and for missing tensors.
     """
     started, path = time.perf_counter(), Path(path)
-    weights = _draft_weights(path)
+    if dummy:
+        flat = flatten_config(read_json(path / "config.json"))
+        weights = draft_weights(flat, algorithm, target.config, dtype, path)
+    else:
+        weights = _draft_weights(path)
     kind = head_kind(weights, path)
     if (kind == "EAGLE3") != (algorithm == "EAGLE3"):
         what, expected = _KINDS[kind]
         raise CheckpointError(f"{path} holds {what}: expected --speculative-algorithm {expected}, found {algorithm}")
     if kind == "MTP":
-        return load_mtp_head(path, target, dtype, device, token_ids=token_ids)
+        return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy)
     head: EagleHead | Eagle3Head
     try:
         raw = flatten_config(read_json(path / "config.json"))
@@ -89,13 +96,13 @@ def load_draft_head(
         check_target(config, raw, target, kind == "EAGLE3")
         if kind == "EAGLE3":
             eagle = eagle3_config(config, raw, weights, target, aux_layer_ids)
-            head = _eagle3(config, eagle, weights, target, dtype, device)
+            head = _eagle3(config, eagle, weights, target, dtype, device, dummy)
         else:
-            head = _eagle(config, weights, target, dtype, device)
+            head = _eagle(config, weights, target, dtype, device, dummy)
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
     _warn_of_changes(config, weights["fc.weight"].dtype, dtype, target, context_length)
-    return _finish(head, token_ids, started)
+    return _finish(head, token_ids, started, dummy)
 
 
 def load_mtp_head(
@@ -105,13 +112,17 @@ def load_mtp_head(
     device: torch.device | str,
     *,
     token_ids: Tensor | None = None,
+    dummy: bool = False,
 ) -> MTPHead:
     """The multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder.
 
-    token_ids: as for `load_draft_head`.  Raises CheckpointError where there are none that can be served.
+    token_ids, dummy: as for `load_draft_head`.  Raises CheckpointError where there are none that can be served.
     """
     started, path = time.perf_counter(), Path(path)
-    found = [] if path.suffix == ".gguf" else [(n, t) for n, t in folder_tensors(path) if _is_mtp(n)]
+    stored: Iterable[tuple[str, Tensor]] = ()
+    if path.suffix != ".gguf":
+        stored = mtp_weights(read_json(path / "config.json"), path).items() if dummy else folder_tensors(path)
+    found = [(name, tensor) for name, tensor in stored if _is_mtp(name)]
     weights = {canonical(name): tensor for name, tensor in found if canonical(name).startswith(MTP_PREFIX)}
     if not weights:
         if found:
@@ -125,8 +136,11 @@ def load_mtp_head(
         same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
     layers = len({name.removeprefix(MTP_PREFIX).partition(".")[0] for name in weights})
     head = MTPHead(target, layers, dtype, "meta")
-    fill_parameters(head, head.names(), weights.items(), device)
-    return _finish(head, token_ids, started)
+    if dummy:
+        fill_random(head, device)
+    else:
+        fill_parameters(head, head.names(), weights.items(), device)
+    return _finish(head, token_ids, started, dummy)
 
 
 def head_kind(weights: Weights, path: Path) -> Kind:
@@ -160,10 +174,18 @@ def head_kind(weights: Weights, path: Path) -> Kind:
 
 
 def _eagle(
-    config: ModelConfig, weights: Weights, target: DecoderModel, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig,
+    weights: Weights,
+    target: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy: bool,
 ) -> EagleHead:
     head = EagleHead(config, target, "fc.bias" in weights, dtype, "meta")
-    fill_parameters(head, head.names(), _without_shared(weights, "embed_tokens.weight", "lm_head.weight"), device)
+    if dummy:
+        fill_random(head, device)
+    else:
+        fill_parameters(head, head.names(), _without_shared(weights, "embed_tokens.weight", "lm_head.weight"), device)
     return head
 
 
@@ -174,13 +196,17 @@ def _eagle3(
     target: DecoderModel,
     dtype: torch.dtype,
     device: torch.device | str,
+    dummy: bool,
 ) -> Eagle3Head:
     head = Eagle3Head(config, eagle, target, dtype, "meta")
     first = first_layer_name(config.num_layers)
     tensors = {re.sub(r"^(midlayer|layers\.0)\.", f"{first}.", name): tensor for name, tensor in weights.items()}
     offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
     shared = () if eagle.own_embedding else ("embed_tokens.weight",)
-    fill_parameters(head, head.names(), _without_shared(tensors, *shared), device)
+    if dummy:
+        fill_random(head, device)
+    else:
+        fill_parameters(head, head.names(), _without_shared(tensors, *shared), device)
     ids = _target_ids(offsets, kept, head.vocab, target.config.vocab_size)
     head.target_ids = None if ids is None else ids.to(device)
     return head
@@ -272,7 +298,7 @@ def _warn_of_changes(
         )
 
 
-def _finish(head: Head, token_ids: Tensor | None, started: float) -> Head:
+def _finish(head: Head, token_ids: Tensor | None, started: float, dummy: bool) -> Head:
     assert not any(param.is_meta for param in head.parameters()), "names() is not complete"
     if token_ids is not None:
         if isinstance(head, Eagle3Head):
@@ -280,7 +306,8 @@ def _finish(head: Head, token_ids: Tensor | None, started: float) -> Head:
         else:
             head.restrict(token_ids)
     logger.info(
-        "draft head loaded: %.2f s, %.2f GB; %s, layers %d, hidden states %s of the target, %d tokens",
+        "draft head %s: %.2f s, %.2f GB; %s, layers %d, hidden states %s of the target, %d tokens",
+        "made of random weights (load_format dummy)" if dummy else "loaded",
         time.perf_counter() - started,
         sum(p.nbytes for p in head.parameters()) / 1e9,
         type(head).__name__,

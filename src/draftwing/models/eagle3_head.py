@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
+from draftwing.kernels.pick import FuseInputs, fuse_kernel
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
@@ -66,11 +67,23 @@ class FusionLayer(DecoderLayer):
         super().__init__(config, 0, dtype, device, in_size=2 * config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.from_normed = from_normed
+        self._fuse: FuseInputs | None = None
 
-    def fuse(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """embedding, feature [M, hidden] -> [M, hidden]"""
-        normed = self.hidden_norm(feature)
-        fused = torch.cat((self.attn_norm(embedding), normed), -1)  # [M, 2 * hidden]
+    def pack(self) -> None:
+        super().pack()
+        self._fuse = fuse_kernel(self.hidden_norm.weight)
+
+    def fuse(
+        self, ids: Tensor, embed: nn.Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
+        """ids [M], feature [M, hidden] -> [M, hidden]"""
+        if self._fuse is not None:
+            weights = self.attn_norm.weight, self.hidden_norm.weight
+            fused = self._fuse(ids, embed.weight, feature, weights, self.hidden_norm.eps)  # [M, 2 * hidden]
+            normed = fused[:, feature.shape[1] :]
+        else:
+            normed = self.hidden_norm(feature)
+            fused = torch.cat((self.attn_norm(embed(ids)), normed), -1)
         return self.mix(fused, normed if self.from_normed else feature, cos, sin, attend)
 
 
@@ -117,7 +130,7 @@ class Eagle3Head(FeatureHead):
         assert features is not None
         cos, sin = self._rotation(positions)
         embed = self.target.embed if self.embed is None else self.embed
-        x = self.fusion.fuse(embed(ids), features, cos, sin, attend)
+        x = self.fusion.fuse(ids, embed, features, cos, sin, attend)
         for layer in self.later:
             x = layer(x, cos, sin, attend)
         return self.norm(x) if self.eagle.norm_output else x

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
+from draftwing.kernels.pick import FuseInputs, fuse_kernel
 from draftwing.layers.linear import Linear
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
@@ -29,6 +30,11 @@ class EagleHead(FeatureHead):
         self.fc = Linear(2 * hidden, hidden, fc_bias, dtype, device)
         self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
         self.layers[0].attn_norm = nn.Identity()
+        self._fuse: FuseInputs | None = None
+
+    def pack(self) -> None:
+        super().pack()
+        self._fuse = fuse_kernel(self._norm_weight())
 
     def features(self, taps: Tensor) -> Tensor:
         """taps [M, hidden]: the target's output after its final norm, as it is."""
@@ -38,7 +44,9 @@ class EagleHead(FeatureHead):
         """ids, positions [M], features [M, hidden] -> [M, hidden], an estimate of the next position's feature."""
         assert features is not None
         cos, sin = self._rotation(positions)
-        x = self.fc(torch.cat((self.target.embed(ids), features), -1))  # [M, hidden]
+        embed = self.target.embed
+        fused = torch.cat((embed(ids), features), -1) if self._fuse is None else self._fuse(ids, embed.weight, features)
+        x = self.fc(fused)  # [M, hidden]
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return x

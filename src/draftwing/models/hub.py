@@ -39,19 +39,22 @@ _EXPECTED = (
 _BLOCK = 1 << 20
 
 
-def resolve_model(name: str, revision: str | None = None, progress: bool = True, option: str = "--model") -> Path:
+def resolve_model(
+    name: str, revision: str | None = None, progress: bool = True, option: str = "--model", weights: bool = True
+) -> Path:
     """The folder or `.gguf` file that `name` means; fetches it when it is not on this machine.
 
     revision: branch, tag or commit of a hub id.  option: what the user calls it, for errors.
+    weights: False: of a hub id only what comes beside them is needed.
     Raises CheckpointError when there is no such model or it cannot be fetched.
     """
     try:
-        return _resolve(name, revision, progress)
+        return _resolve(name, revision, progress, weights)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}") from error.__cause__
 
 
-def _resolve(name: str, revision: str | None, progress: bool) -> Path:
+def _resolve(name: str, revision: str | None, progress: bool, weights: bool) -> Path:
     if name == DEFAULT_MODEL:
         return fetch_default_model(progress)
     path = Path(name).expanduser()
@@ -59,7 +62,7 @@ def _resolve(name: str, revision: str | None, progress: bool) -> Path:
         return _local(path)
     if name.startswith((".", "/", "~")) or path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{name!r} does not exist; {_EXPECTED}")
-    return _from_hub(name, revision, progress)
+    return _from_hub(name, revision, progress, weights)
 
 
 def _local(path: Path) -> Path:
@@ -77,15 +80,15 @@ def _local(path: Path) -> Path:
 # ---- hub -------------------------------------------------------------------------------------------------------------
 
 
-def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
-    """Downloads configuration, tokenizer and weights of `repo`, never its code; works offline from the hub's cache."""
+def _from_hub(repo: str, revision: str | None, progress: bool, weights: bool) -> Path:
+    """Downloads configuration, tokenizer and, if wanted, weights of `repo`, never its code; offline from the cache."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     options: dict[str, Any] = {"revision": revision, "tqdm_class": tqdm if progress else _Silent}
     try:
         files = HfApi().list_repo_files(repo, revision=revision)
-        return Path(snapshot_download(repo, allow_patterns=_wanted(repo, files), **options))
+        return Path(snapshot_download(repo, allow_patterns=_wanted(repo, files, weights), **options))
     except GatedRepoError as error:
         raise CheckpointError(
             f"{repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
@@ -100,15 +103,15 @@ def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
         raise
     # Offline mode, no route, a timeout: each version of the client has its own exceptions for them.
     except Exception as error:
-        return _from_hub_cache(repo, revision, error)
+        return _from_hub_cache(repo, revision, error, weights)
 
 
-def _from_hub_cache(repo: str, revision: str | None, cause: Exception) -> Path:
+def _from_hub_cache(repo: str, revision: str | None, cause: Exception, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        _wanted(repo, [file.name for file in path.iterdir()])  # an interrupted download may lack the weights
+        _wanted(repo, [file.name for file in path.iterdir()], weights)  # an interrupted download may lack the weights
     except CheckpointError as error:
         raise CheckpointError(f"{error} (from the cache; the hub cannot be reached: {cause})") from cause
     except Exception:
@@ -120,19 +123,22 @@ def _from_hub_cache(repo: str, revision: str | None, cause: Exception) -> Path:
     return path
 
 
-def _wanted(repo: str, files: Sequence[str]) -> list[str]:
+def _wanted(repo: str, files: Sequence[str], weights: bool = True) -> list[str]:
     """The files to fetch: those at the top of the repository, safetensors rather than pickles."""
     top = [file for file in files if "/" not in file]
     if "config.json" not in top:
         gguf = [file for file in files if file.endswith(".gguf")]
         hint = f"it holds GGUF files ({gguf[0]}, ...): download one and pass its path" if gguf else "no config.json"
         raise CheckpointError(f"{repo} is not a transformers model: {hint}")
-    # Some repositories hold the same weights twice, under the names of the original implementation.
-    weights = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
-    weights = weights or [f for f in top if f.startswith("pytorch_model") and f.endswith(".bin")]
+    texts = [file for file in top if file.endswith(_TEXT_SUFFIXES)]
     if not weights:
+        return texts
+    # Some repositories hold the same weights twice, under the names of the original implementation.
+    stored = [f for f in top if f.endswith(".safetensors") and not f.startswith("consolidated")]
+    stored = stored or [f for f in top if f.startswith("pytorch_model") and f.endswith(".bin")]
+    if not stored:
         raise CheckpointError(f"{repo} has no *.safetensors and no pytorch_model*.bin")
-    return [file for file in top if file.endswith(_TEXT_SUFFIXES)] + weights
+    return texts + stored
 
 
 class _Silent(tqdm):

@@ -22,8 +22,10 @@ from draftwing.errors import CheckpointError
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.dummy import fill_random
 from draftwing.models.gguf import Progress
 from draftwing.models.names import MTP_PREFIX, Slot, canonical, checkpoint_names
+from draftwing.models.upload import Uploader
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +52,15 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str, progress: Progress | None = None
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+    dummy: bool = False,
 ) -> DecoderModel:
     """Loads a folder or a `.gguf` file; the rotary table covers the config's `max_positions`.
+
+    dummy: random weights in place of the stored ones, of which only the config is read.
 
     The parameters come frozen, as serving wants them; a trainer calls `requires_grad_()` on what it trains.
 
@@ -60,22 +68,29 @@ def load_model(
     """
     started = time.perf_counter()
     path = Path(path)
-    if path.suffix == ".gguf":
+    tensors: Tensors
+    if dummy:
+        config, tensors = load_config(path), ()
+    elif path.suffix == ".gguf":
         file = gguf.open_gguf(path)
         config = gguf.model_config(file)
-        tensors: Tensors = gguf.tensors(file, config, progress)
+        tensors = gguf.tensors(file, config, progress)
     else:
         config = load_config(path)
         stored = folder_tensors(path, progress)
         tensors = ((canonical(name), tensor) for name, tensor in stored if not name.startswith(MTP_PREFIX))
     model = DecoderModel(config, dtype, "meta")
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
-    fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
+    if dummy:
+        fill_random(model, device)
+    else:
+        fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
     if config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters())
-    logger.info("weights loaded: %.2f s, %.2f GB", time.perf_counter() - started, size / 1e9)
+    what = "random weights made (load_format dummy: the text is worthless)" if dummy else "weights loaded"
+    logger.info("%s: %.2f s, %.2f GB", what, time.perf_counter() - started, size / 1e9)
     return model.requires_grad_(False)
 
 
@@ -93,25 +108,25 @@ def fill_parameters(
     """
     params = dict(module.named_parameters(remove_duplicate=False))
     missing, unused = set(table), []
-    for name, tensor in tensors:
-        slot = table.get(name)
-        if slot is None:
-            if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
-                unused.append(name)
-            continue
-        if name not in missing:
-            raise CheckpointError(f"{name} is in the checkpoint twice")
-        missing.discard(name)
-        param = params[slot.param]
-        expected = (slot.rows, *param.shape[1:])
-        if tensor.shape != expected:
-            raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{name}: expected floating point values, found {tensor.dtype}")
-        if param.is_meta:
-            param = params[slot.param] = _allocate(module, slot.param, param, device)
-        with torch.no_grad():
-            param[slot.start : slot.start + slot.rows].copy_(tensor)
+    with Uploader(device) as uploader:
+        for name, tensor in tensors:
+            slot = table.get(name)
+            if slot is None:
+                if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
+                    unused.append(name)
+                continue
+            if name not in missing:
+                raise CheckpointError(f"{name} is in the checkpoint twice")
+            missing.discard(name)
+            param = params[slot.param]
+            expected = (slot.rows, *param.shape[1:])
+            if tensor.shape != expected:
+                raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(tensor.shape)}")
+            if not tensor.is_floating_point():
+                raise CheckpointError(f"{name}: expected floating point values, found {tensor.dtype}")
+            if param.is_meta:
+                param = params[slot.param] = allocate(module, slot.param, param, device)
+            uploader.copy(param.detach()[slot.start : slot.start + slot.rows], tensor)
     if missing:
         raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")
     if unused:
@@ -130,7 +145,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _allocate(module: nn.Module, name: str, meta: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+def allocate(module: nn.Module, name: str, meta: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+    """Puts an empty parameter on `device` in the place of the one that `name` has on the meta device."""
     owner, _, leaf = name.rpartition(".")
     param = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device))
     setattr(module.get_submodule(owner), leaf, param)

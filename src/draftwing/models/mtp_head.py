@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
+from draftwing.kernels.pick import FuseInputs, fuse_kernel
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
@@ -32,11 +33,26 @@ class MTPLayer(nn.Module):
         self.input_proj = Linear(2 * hidden, hidden, False, dtype, device)
         self.layer = DecoderLayer(config, index, dtype, device)
         self.final_norm = RMSNorm(hidden, eps, dtype, device)
+        self._fuse: FuseInputs | None = None
 
-    def forward(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """embedding, feature [M, hidden] -> [M, hidden] after the final norm"""
-        x = self.input_proj(torch.cat((self.hidden_norm(feature), self.token_norm(embedding)), -1))
-        return self.final_norm(self.layer(x, cos, sin, attend))
+    def pack(self) -> None:
+        self._fuse = fuse_kernel(self.final_norm.weight)
+
+    def join(self, ids: Tensor, positions: Tensor, embed: nn.Embedding, feature: Tensor) -> Tensor:
+        """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
+        if self._fuse is not None:
+            weights = self.token_norm.weight, self.hidden_norm.weight
+            fused = self._fuse(ids, embed.weight, feature, weights, self.token_norm.eps, positions, feature_first=True)
+        else:
+            # In training the first position of a sequence had no token to embed.
+            embedding = embed(ids).masked_fill((positions == 0).unsqueeze(1), 0.0)
+            fused = torch.cat((self.hidden_norm(feature), self.token_norm(embedding)), -1)
+        out: Tensor = self.input_proj(fused)
+        return out
+
+    def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """joined [M, hidden] -> [M, hidden] after the final norm"""
+        return self.final_norm(self.layer(joined, cos, sin, attend))
 
 
 class MTPHead(FeatureHead):
@@ -65,10 +81,16 @@ class MTPHead(FeatureHead):
         """ids [M]: for layer j the token 1 + j after the row's; positions [M], features [M, hidden] -> [M, hidden]
         after the layer's final norm."""
         cos, sin = self._rotation(positions)
-        # In training the first position of a sequence had no token to embed.
-        embedding = self.target.embed(ids).masked_fill((positions == 0).unsqueeze(1), 0.0)
-        out: Tensor = self.layers[layer](embedding, features, cos, sin, attend)
+        mtp = self.layers[layer]
+        assert isinstance(mtp, MTPLayer)
+        out: Tensor = mtp(mtp.join(ids, positions, self.target.embed, features), cos, sin, attend)
         return out
+
+    def pack(self) -> None:
+        super().pack()
+        for layer in self.layers:
+            assert isinstance(layer, MTPLayer)
+            layer.pack()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] of `run` -> [M, vocab]"""

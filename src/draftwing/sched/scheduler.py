@@ -34,6 +34,7 @@ class SchedulerConfig:
     tail: int = 0  # page-table entries past a prompt's end that its last chunk may write
     radix: bool = True
     first_hint: int = 0  # the drafter's outlook, as long as no result has told it
+    ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
 
 
 class Scheduler:
@@ -176,10 +177,12 @@ class Scheduler:
             return None
         shape = self.policy.choose([req.hint for req in ready])
         span = self.spans[shape]
+        ahead = self._ahead(ready, span)
         chosen = []
         for req in sorted(ready, key=lambda r: r.rank):
             # A worse-placed request may have been retracted for a better-placed one.
-            if req.state is ReqState.DECODE and self._cover(req, req.bound + span):
+            need = req.bound + span
+            if req.state is ReqState.DECODE and self._cover(req, min(need + ahead, max(need, req.max_total))):
                 chosen.append(req)
         if not chosen:
             return None
@@ -231,6 +234,14 @@ class Scheduler:
         self._new_slots.setdefault(req.row, []).append((req.covered, new))
         req.append_slots(new)
         return True
+
+    def _ahead(self, ready: list[Req], span: int) -> int:
+        """When one row needs slots all get some in advance, where the pool has plenty: a step with nothing to upload
+        costs the host less, and rows that grow alike run short together."""
+        if all(req.bound + span <= req.covered for req in ready):
+            return 0
+        plenty = self.pool.available + self.radix.evictable
+        return self.config.ahead if 4 * len(ready) * (self.config.ahead + span) <= plenty else 0
 
     def _retract(self, req: Req) -> None:
         """Back to the queue with everything generated so far. Noise is keyed by position, so resuming is exact."""

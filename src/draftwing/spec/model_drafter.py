@@ -15,14 +15,16 @@ from torch import Tensor
 
 from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
 from draftwing.core import MAX_HINT, TreeShape
+from draftwing.kernels import use_triton
 from draftwing.kv.pool import LayerSpec
 from draftwing.sampling.noise import gumbel, gumbel_at
 from draftwing.spec.drafter import Draft
-from draftwing.spec.grow import grow, top_tokens
+from draftwing.spec.grow import First, RowGrowth, top_tokens
 from draftwing.spec.heads import DraftHead
 
 if TYPE_CHECKING:
     from draftwing.engine.slots import SlotTable
+    from draftwing.kernels.grow import RowGrowth as DeviceGrowth
 
 
 class ModelDrafter:
@@ -63,37 +65,34 @@ class ModelDrafter:
 
     def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         size, topk = rows.shape[0], shape.topk
-        root_at = slots.kv_len[rows]  # [B]
         window = self.tail + topk * max(shape.depth - 1, 0)
-        table = slots.table[rows, : max_bound + window]
-        lane = torch.arange(topk, device=rows.device)
-        # Page-table entries past kv_len that each node's path has: the root's, where it has one, then scratch entries.
-        path = torch.zeros(size, topk, self.tail, dtype=torch.int64, device=rows.device)
-        hidden = self._seed_feature[rows].unsqueeze(1)  # [B, 1, width]
-
-        def expand(level: int, ids: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal path, hidden
-            own = (self.tail + (level - 1) * topk + lane).expand(size, topk)
-            above = path.gather(1, parent.unsqueeze(2).expand(-1, -1, path.shape[2]))  # the parent's, not the lane's
-            path = torch.cat((above, own.unsqueeze(2)), 2)  # [B, K, tail + level]
-            feature = hidden.gather(1, parent.unsqueeze(2).expand(-1, -1, hidden.shape[2])) if self.head.width else None
-            # A row that is made of the token after its position stands one earlier than that token.
+        growth = self._grow(slots, rows, shape)
+        for level in range(1, shape.depth):
+            ids = growth.level().ids
+            at = growth.level_rows()
             batch = Batch(
                 rows=rows,
                 ids=ids.flatten(),
-                positions=(root_at + level - self.lookahead).repeat_interleave(topk),
-                write_slots=table.gather(1, root_at.unsqueeze(1) + own).flatten(),
-                table=table,
-                prefix_len=root_at,
-                path=path,
-                path_len=torch.full_like(own, path.shape[2]),
+                positions=at.positions.flatten(),
+                write_slots=at.write_slots.flatten(),
+                table=slots.table,
+                prefix_len=growth.root_at,
+                path=at.path,
+                path_len=at.path_len,
                 window=window,
+                bound=max_bound + window,
             )
-            hidden = self._run(batch, None if feature is None else feature.flatten(0, 1), level).view(size, topk, -1)
-            return self._continuations(slots, rows, hidden, root_at + level + 1, topk, noisy)
+            hidden = self._run(batch, at.feature, level).view(size, topk, -1)
+            growth.add(self._continuations(slots, rows, hidden, level + 1, topk, noisy), hidden)
+        return growth.draft()
 
-        first_ids, first_logp = self._first_ids[rows, :topk], self._first_logp[rows, :topk]
-        return grow(slots.last[rows], first_ids, first_logp, shape, expand)
+    def _grow(self, slots: SlotTable, rows: Tensor, shape: TreeShape) -> RowGrowth | DeviceGrowth:
+        first = First(self._first_ids, self._first_logp, self._seed_feature)
+        if use_triton(rows):
+            from draftwing.kernels import grow as kernels
+
+            return kernels.RowGrowth(slots, rows, shape, first, self.tail, self.lookahead, self.head.target_ids)
+        return RowGrowth(slots, rows, shape, first, self.tail, self.lookahead)
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
@@ -110,12 +109,25 @@ class ModelDrafter:
         if count is None:
             self._observe_chunks(slots, batch, feature, next_ids, noisy)
             return
-        size = batch.rows.shape[0]
-        batch = batch._replace(ids=next_ids) if self.lookahead else _with_newest(batch, next_ids)
-        hidden = self._run(batch, feature, 0).unflatten(0, (size, -1))
-        last = (count - self.lookahead).view(-1, 1, 1)  # the row that the newest token is in
-        newest = hidden.gather(1, last.expand(-1, 1, hidden.shape[2]))  # [B, 1, H]
-        self._keep_first(slots, batch.rows, newest, batch.prefix_len + count, noisy)
+        batch = batch._replace(ids=next_ids) if self.lookahead else _with_newest(slots, batch, next_ids)
+        newest = self._newest(self._run(batch, feature, 0), batch.rows, count, self.lookahead)
+        self._keep_first(slots, batch.rows, newest, noisy)
+
+    def _newest(self, hidden: Tensor, rows: Tensor, count: Tensor, lookahead: int) -> Tensor:
+        """hidden [B * Q, H] -> [B, H]: per row, the query that the newest token is in; kept as the root's feature."""
+        if use_triton(hidden):
+            from draftwing.kernels import grow as kernels
+
+            return kernels.newest_rows(hidden, count, lookahead, rows, self._seed_feature if self.head.width else None)
+        hidden = hidden.unflatten(0, (rows.shape[0], -1))
+        last = (count - lookahead).view(-1, 1, 1)
+        newest = hidden.gather(1, last.expand(-1, 1, hidden.shape[2])).squeeze(1)
+        self._keep_feature(rows, newest)
+        return newest
+
+    def _keep_feature(self, rows: Tensor, newest: Tensor) -> None:
+        if self.head.width:
+            self._seed_feature.index_copy_(0, rows, newest)
 
     def _observe_chunks(
         self, slots: SlotTable, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
@@ -128,55 +140,76 @@ class ModelDrafter:
         final = [(span, span.offset + span.length - 1) for span in chunks.chunks if span.final]
         if final:
             rows = torch.cat([chunks.rows[span.row : span.row + 1] for span, _ in final])
-            newest = torch.stack([hidden[i : i + 1] for _, i in final])  # [F, 1, H]
-            root_at = torch.cat([chunks.positions[i : i + 1] for _, i in final]) + (1 - self.tail)
-            self._keep_first(slots, rows, newest, root_at, noisy)
+            newest = torch.stack([hidden[i] for _, i in final])  # [F, H]
+            self._keep_feature(rows, newest)
+            self._keep_first(slots, rows, newest, noisy)
 
-    def _keep_first(self, slots: SlotTable, rows: Tensor, hidden: Tensor, root_at: Tensor, noisy: Tensor) -> None:
-        """hidden [B, 1, H] of the rows that the newest tokens are in; those stand at root_at [B]."""
-        ids, logp = self._continuations(slots, rows, hidden, root_at + 1, self.topk, noisy)
+    def _keep_first(self, slots: SlotTable, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
+        """newest [B, H]: of the queries that the newest tokens are in."""
+        following = self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy)
+        if use_triton(newest):
+            from draftwing.kernels import grow as kernels
+
+            kernels.keep_first(following, rows, self._first_ids, self._first_logp, self.head.target_ids)
+            return
+        ids, logp = following
         self._first_ids.index_copy_(0, rows, ids.squeeze(1))
         self._first_logp.index_copy_(0, rows, logp.squeeze(1))
-        if self.head.width:
-            self._seed_feature.index_copy_(0, rows, hidden.squeeze(1))
 
     def _run(self, batch: Batch, feature: Tensor | None, level: int) -> Tensor:
         assert self._attn is not None, "attach comes first"
         return self.head.run(batch.ids, batch.positions, feature, level, self._attn.bind(batch, self._first_layer))
 
     def _continuations(
-        self, slots: SlotTable, rows: Tensor, hidden: Tensor, position: Tensor, topk: int, noisy: Tensor
+        self, slots: SlotTable, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """hidden [B, K, H] -> ids and log probabilities [B, K, topk] of the tokens that may follow at `position` [B].
+        """hidden [B, K, H] -> ids and log probabilities [B, K, topk] of the tokens that may follow at kv_len + ahead;
+        on GPUs `kernels.grow.Continuations`, from which whoever needs them makes these.
 
         Rows with a temperature get the noise that the target will draw with at that position, so that both pick the
         same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a path.
         """
         size, nodes = hidden.shape[:2]
-        z = self.head.logits(hidden.flatten(0, 1)).float().view(size, nodes, -1)
+        logits, ids = self.head.logits(hidden.flatten(0, 1)), self.head.target_ids
+        if use_triton(logits):
+            from draftwing.kernels import grow as kernels
+
+            return kernels.continuations(logits, slots, rows, ahead, topk, ids)
+        z = logits.float().view(size, nodes, -1)
         if noisy.shape[0]:
             drawn = rows[noisy]
-            key = (slots.seed[drawn], position[noisy].unsqueeze(1))
-            ids = self.head.target_ids
+            key = (slots.seed[drawn], slots.kv_len[drawn].unsqueeze(1) + ahead)
             noise = gumbel(*key, self.head.vocab) if ids is None else gumbel_at(*key, ids)  # [Bn, 1, Vd]
             noise = noise * slots.floats[drawn, :1].unsqueeze(2)
             z = z.index_add(0, noisy, noise.expand(-1, nodes, -1))
         best, logp = top_tokens(z.reshape(size * nodes, -1), topk)
-        if self.head.target_ids is not None:
-            best = self.head.target_ids[best]
+        if ids is not None:
+            best = ids[best]
         return best.view(size, nodes, topk), logp.view(size, nodes, topk)
 
 
-def _with_newest(batch: Batch, next_ids: Tensor) -> Batch:
+def _with_newest(slots: SlotTable, batch: Batch, next_ids: Tensor) -> Batch:
     """The accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
     size = batch.rows.shape[0]
     width = next_ids.shape[0] // size + 1
+    if use_triton(next_ids):
+        from draftwing.kernels import grow as kernels
+
+        chain = kernels.chain(slots, batch.rows, batch.prefix_len, width)
+        return batch._replace(
+            ids=chain.ids.flatten(),
+            positions=chain.positions.flatten(),
+            write_slots=chain.write_slots.flatten(),
+            path=chain.path,
+            path_len=chain.path_len,
+            window=width,
+        )
     step = torch.arange(width, device=next_ids.device)
     positions = batch.prefix_len.unsqueeze(1) + step  # [B, Q + 1]
     return batch._replace(
         ids=torch.cat((batch.ids.view(size, -1)[:, :1], next_ids.view(size, -1)), 1).flatten(),
         positions=positions.flatten(),
-        write_slots=batch.table.gather(1, positions).flatten(),
+        write_slots=batch.table[batch.rows.unsqueeze(1), positions].flatten(),
         path=step.expand(size, width, width),
         path_len=(step + 1).expand(size, width),
         window=width,
@@ -194,7 +227,8 @@ def _with_sampled(batch: Batch, next_ids: Tensor) -> Batch:
         length = span.length
         if span.final:
             last = slice(here.stop - 1, here.stop)
-            parts.append((next_ids[last], batch.positions[last] + 1, batch.table[span.row, end : end + 1]))
+            row = batch.rows[span.row : span.row + 1]
+            parts.append((next_ids[last], batch.positions[last] + 1, batch.table[row, end]))
             length += 1
         spans.append(span._replace(offset=offset, length=length))
         offset += length

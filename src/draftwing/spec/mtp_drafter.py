@@ -30,7 +30,7 @@ from draftwing.attn.base import Batch, ChunkSpan
 from draftwing.core import TreeShape
 from draftwing.models.mtp_head import MTPHead
 from draftwing.spec.drafter import Draft
-from draftwing.spec.grow import grow
+from draftwing.spec.grow import of_parent
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -63,27 +63,26 @@ class MTPDrafter(ModelDrafter):
 
     def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         size, topk, turns = rows.shape[0], shape.topk, self.layers - 1
-        root_at = slots.kv_len[rows]  # [B]
+        growth = self._grow(slots, rows, shape)
+        root_at = growth.root_at  # [B]
         scratch = topk * max(shape.depth - 1, 0)
-        table = slots.table[rows, : max_bound + scratch]
+        column = rows.unsqueeze(1)
         lane = torch.arange(topk, device=rows.device)
         kept = self._kept[rows]  # [B, n - 1, H]
         spoken = torch.zeros(size, topk, 0, dtype=torch.int64, device=rows.device)  # tokens of each node's path
         path = spoken  # of the last layer: scratch entries of each node's rows
-        hidden = kept  # [B, K, H] of the level above, read past the last layer's turn
-
-        def expand(level: int, ids: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal spoken, path, hidden
+        for level in range(1, shape.depth):
+            ids, parent = growth.level()
             if level <= turns:
-                spoken = torch.cat((_of_parent(spoken, parent), ids.unsqueeze(2)), 2)  # [B, K, s]
+                spoken = torch.cat((of_parent(spoken, parent), ids.unsqueeze(2)), 2)  # [B, K, s]
                 own = lane.unsqueeze(1) * level + torch.arange(level, device=rows.device)  # [K, s]
                 path = own.expand(size, -1, -1)
-                back, position, feature = level, root_at - level, _repeat(kept[:, turns - level :], topk)
+                back, position, feature = level, root_at - level, _repeat(kept[:, turns - level :], topk).flatten(0, 2)
                 batch_ids = spoken
             else:
                 own = ((level - 1) * topk + lane).unsqueeze(1)  # [K, 1]
-                path = torch.cat((_of_parent(path, parent), own.expand(size, -1, -1)), 2)  # [B, K, s]
-                back, position, feature = turns, root_at + (level - self.layers), _of_parent(hidden, parent)
+                path = torch.cat((of_parent(path, parent), own.expand(size, -1, -1)), 2)  # [B, K, s]
+                back, position, feature = turns, root_at + (level - self.layers), growth.level_feature()
                 batch_ids = ids
             width = own.shape[1]  # rows of each node
             step = torch.arange(width, device=rows.device)
@@ -92,19 +91,18 @@ class MTPDrafter(ModelDrafter):
                 rows=rows,
                 ids=batch_ids.flatten(),
                 positions=_repeat((position.unsqueeze(1) + step).clamp(min=0), topk).flatten(),
-                write_slots=table.gather(1, (root_at.unsqueeze(1) + own.flatten())).flatten(),
-                table=table,
+                write_slots=slots.table[column, root_at.unsqueeze(1) + own.flatten()].flatten(),
+                table=slots.table,
                 prefix_len=root_at,
                 path=path.repeat_interleave(width, 1),  # [B, K * width, s]
                 path_len=(first + 1 + step).repeat(topk).expand(size, -1),
                 window=scratch,
+                bound=max_bound + scratch,
             )
-            out = self._run(_reaching_back(batch, back), feature.flatten(0, -2), back)
+            out = self._run(_reaching_back(batch, back), feature, back)
             hidden = out.view(size, topk, width, -1)[:, :, -1]
-            return self._continuations(slots, rows, hidden, root_at + level + 1, topk, noisy)
-
-        first_ids, first_logp = self._first_ids[rows, :topk], self._first_logp[rows, :topk]
-        return grow(slots.last[rows], first_ids, first_logp, shape, expand)
+            growth.add(self._continuations(slots, rows, hidden, level + 1, topk, noisy), hidden)
+        return growth.draft()
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
@@ -133,14 +131,13 @@ class MTPDrafter(ModelDrafter):
             shifted = batch._replace(
                 ids=next_ids,
                 positions=at.clamp(min=0).flatten(),
-                write_slots=batch.table.gather(1, entries).flatten(),
+                write_slots=batch.table[rows.unsqueeze(1), entries].flatten(),
                 path=(step - layer).expand(size, width, width),
             )
             fed = features[:, turns - layer : turns - layer + width].flatten(0, 1)
             hidden = self._run(_reaching_back(shifted, layer), fed, layer)
             if layer == 0:
-                newest = hidden.view(size, width, -1).gather(1, _at(count - 1, hidden.shape[1]))  # [B, 1, H]
-                self._keep_first(slots, rows, newest, start + count, noisy)
+                self._keep_first(slots, rows, self._newest(hidden, rows, count, 1), noisy)
         last = count.unsqueeze(1) + torch.arange(turns, device=rows.device)  # [B, n - 1]
         self._kept.index_copy_(0, rows, features.gather(1, _at(last, features.shape[2])))
 
@@ -161,7 +158,7 @@ class MTPDrafter(ModelDrafter):
                 ids = slots.tokens[row, start + 1 + layer : end + 1 + layer].squeeze(0)
                 positions = torch.arange(start, end, device=ids.device)
                 fed = features.narrow(0, start - (span.start - turns), end - start)
-                parts.append((ids, positions, batch.table[span.row, start:end], fed))
+                parts.append((ids, positions, batch.table[row, start:end].squeeze(0), fed))
                 spans.append(span._replace(offset=offset, start=start, length=end - start))
                 offset += end - start
             if not parts:
@@ -196,7 +193,7 @@ def _reaching_back(batch: Batch, back: int) -> Batch:
     """
     assert batch.path is not None and batch.path_len is not None
     prefix, path, path_len = batch.prefix_len - back, batch.path, batch.path_len
-    if back > 1:
+    if back:  # a dummy row has no prefix at all
         missing = (-prefix).clamp(min=0).view(-1, 1)  # [B, 1]
         step = (torch.arange(path.shape[2], device=path.device) + missing).clamp(max=path.shape[2] - 1)
         path = path.gather(2, step.unsqueeze(1).expand_as(path))
@@ -204,11 +201,6 @@ def _reaching_back(batch: Batch, back: int) -> Batch:
         prefix = prefix.clamp(min=0)
     path = (path + (batch.prefix_len - prefix).view(-1, 1, 1)).clamp(min=0)
     return batch._replace(prefix_len=prefix, path=path, path_len=path_len, window=batch.window + back)
-
-
-def _of_parent(x: Tensor, parent: Tensor) -> Tensor:
-    """x [B, K', ...] of the nodes above, parent [B, K] -> [B, K, ...]"""
-    return x.gather(1, parent.unsqueeze(2).expand(-1, -1, x.shape[2]))
 
 
 def _repeat(x: Tensor, topk: int) -> Tensor:

@@ -16,9 +16,10 @@ from torch.nn.functional import pad
 from draftwing.attn.base import AttnBackend, Batch
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.errors import ConfigError
+from draftwing.kernels import use_triton
 from draftwing.kv.pool import LayerSpec
 from draftwing.spec.drafter import Draft
-from draftwing.spec.ngram_memory import CANDIDATES, NGramMemory
+from draftwing.spec.ngram_memory import CANDIDATES, WAYS, NGramMemory
 from draftwing.spec.ngram_tree import TreeBuilder
 
 OWN: Final = 8  # matches kept from the row's own history
@@ -29,6 +30,8 @@ STEADY: Final = 3  # a match this long is what the row is copying from
 _LEVEL: Final = 32
 _LOW: Final = (1 << _LEVEL) - 1
 _FAR: Final = (1 << _LEVEL + 8) - 1
+
+_MAX_BATCH: Final = 4096  # rows of a step, padding included
 
 
 class NGramSlots(Protocol):
@@ -99,6 +102,7 @@ class NGramDrafter:
         self.steady = (4 * (window - min(STEADY, window)) + 2) << _LEVEL  # keys of long enough matches lie below
         self.shared = (2 << _LEVEL) + torch.arange(CANDIDATES, device=device)
         self.position = torch.empty(0, dtype=torch.int64, device=device)
+        self.tickets = torch.zeros(_MAX_BATCH, dtype=torch.int32, device=device)  # of the kernel
         # By level: the length of the match, 0 if it is too short; and the outlook.
         match = window - torch.arange((_FAR >> _LEVEL) + 4 * (window + 1)) // 4
         match = torch.where(match >= self.min_window, match, 0)
@@ -138,12 +142,15 @@ class NGramDrafter:
             return
         self.memory.insert(slots.tokens, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
 
-    def outlook(self, slots: NGramSlots, rows: Tensor, max_bound: int) -> Tensor:
+    def outlook(self, slots: NGramSlots, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
         """Finds and keeps the next candidates. max_bound: host bound of the rows' kv_len now.
 
         Returns [B] int64: the length m of the longest match, 1 to max_window, or max_window + m (at most `MAX_HINT`)
-        if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens.
+        if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens. On a GPU it is
+        written into `out` if that is given, a column of a packed result for instance, and the bound is not used.
         """
+        if use_triton(rows):
+            return self._outlook_kernel(slots, rows, torch.empty_like(rows) if out is None else out)
         context = slots.tokens.shape[1]
         if self.position.numel() < context:  # once: the table's width is not known before
             self.position = torch.arange(1, context + 1, device=rows.device)
@@ -170,6 +177,16 @@ class NGramDrafter:
         self.candidates.index_copy_(0, rows, found.gather(2, order[:, None].expand_as(found)))
         return self.hint_of.take(level[:, 0])
 
+    def _outlook_kernel(self, slots: NGramSlots, rows: Tensor, out: Tensor) -> Tensor:
+        from draftwing.kernels import ngram as kernels
+
+        memory = self.memory
+        kernels.outlook(
+            slots.tokens, slots.kv_len, rows, memory.row, memory.log, memory.table, memory.factors, self.candidates,
+            self.match, self.gap, self.tickets, memory.mask, WAYS, self.min_window, STEADY, MAX_HINT, out,
+        )  # fmt: skip
+        return out
+
     def _search(self, history: Tensor, newest: Tensor, suffix: Tensor, source: Tensor) -> Tensor:
         """Exact search of the rows' own history [B, length]: keys of the `OWN` best matches, best first [B, OWN].
         suffix [B, max_window]: the newest tokens; newest, source [B, 1]: index of the last of them, `gap` of the rows.
@@ -193,8 +210,13 @@ class NGramDrafter:
         self, slots: NGramSlots, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor | None = None
     ) -> Draft:
         """A tree of the candidates that the last `outlook` kept; dead nodes where they are fewer than shape.nodes."""
-        last = slots.last.index_select(0, rows)
         depth = min(shape.depth, self.branch_length)
+        if use_triton(rows) and shape.nodes > 1 and depth > 0:
+            from draftwing.kernels import ngram as kernels
+
+            kept = self.candidates, self.match, slots.last, rows
+            return Draft(*kernels.build(*kept, self.tree.weight, depth, shape.nodes))
+        last = slots.last.index_select(0, rows)
         if shape.nodes == 1 or depth == 0:
             root = torch.zeros(rows.numel(), shape.nodes, dtype=torch.int64, device=rows.device)
             alive = (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(root)

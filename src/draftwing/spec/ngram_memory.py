@@ -17,6 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from draftwing.kernels import use_triton
+
 WINDOWS: Final = (1, 5)  # hashed lengths, clipped to the allowed matches; the match itself is measured in the log
 WAYS: Final = 4  # places kept per bucket
 CANDIDATES: Final = len(WINDOWS) * WAYS  # results of a lookup
@@ -32,7 +34,7 @@ _CELL_BITS: Final = 32  # a table value is the number of the insert above, the c
 _BASE, _TAG, _QUOTA, _CURSOR, _NEWEST = range(5)
 
 
-def _factors(lengths: list[int], width: int) -> Tensor:
+def _factors(lengths: tuple[int, ...], width: int) -> Tensor:
     """Multilinear hashing, [W', width] int64: a random-looking odd factor per length and place, 0 before a window."""
     rows = [
         [pow(0x9E3779B97F4A7C15, i * width + k + 1, 1 << 64) if k >= width - w else 0 for k in range(width)]
@@ -66,7 +68,7 @@ class NGramMemory:
         self.cells = max(capacity // rows, least)
         total = rows * (self.cells + 1)  # an empty cell divides a ring from the next
         assert total < 1 << _CELL_BITS
-        lengths = [min(max(w, min_window), max_window) for w in WINDOWS]
+        self.lengths = tuple(min(max(w, min_window), max_window) for w in WINDOWS)
         self.entries = max(1 << (total.bit_length() - 1), 1 << 12)
         self.mask = self.entries - WAYS
 
@@ -80,7 +82,8 @@ class NGramMemory:
         self.row = row.to(device)
         self.tag, self.moving = self.row[:, _TAG : _TAG + 1], self.row[:, _CURSOR:]  # views
 
-        self.factors = _factors(lengths, max_window).to(device)
+        self.factors = _factors(self.lengths, max_window).to(device)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)  # of the kernel
         self.ways = torch.arange(WAYS, device=device)
         self.steps = torch.arange(1 - max_window, self.cells, device=device)
         self.ahead = self.steps[max_window - 1 :]  # from 0 on
@@ -105,6 +108,14 @@ class NGramMemory:
         on where its last call ended continues its stretch, any other starts one.
         """
         assert 0 < limit < self.cells - 1
+        if use_triton(rows):
+            from draftwing.kernels import ngram as kernels
+
+            kernels.insert(
+                tokens, rows, prefix_len, count, limit, self.row, self.log, self.table, self.clock, self.ticket,
+                self.factors, self.lengths, self.cells, self.mask, WAYS,
+            )  # fmt: skip
+            return
         window = self.max_window
         base, tag, quota, cursor, place = self.row.index_select(0, rows).split(1, dim=1)  # [B, 1] each
         prefix = prefix_len[:, None]

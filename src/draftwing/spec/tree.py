@@ -10,16 +10,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.kernels import use_triton
+
 
 class Tree(NamedTuple):
     """Geometry of a batch of trees; D is the shape's depth.
 
     A dead node stands alone: depth 0, itself as its whole path. So its position is a valid one (the root's) and its
-    attention reads nothing but committed tokens and itself.
+    attention reads nothing but committed tokens and itself. Attention goes by the paths; the mask serves `accept` here,
+    and where kernels do that work nobody reads it: it is None.
     """
 
     depth: Tensor  # [B, N] int64, 0 for the root
-    mask: Tensor  # [B, N, N] bool: column is an ancestor of the row, or the row itself
+    mask: Tensor | None  # [B, N, N] bool: column is an ancestor of the row, or the row itself
     path: Tensor  # [B, N, D + 1] int64: the ancestor at depth 0, 1, ...; the node itself from its own depth on
     path_len: Tensor  # [B, N] int64, depth + 1
 
@@ -40,8 +43,12 @@ def derive(parent: Tensor, alive: Tensor, depth_max: int) -> Tree:
     dead nodes dead. With depth_max 0 there is the root only: N = 1.
     """
     batch, nodes = parent.shape
+    assert depth_max > 0 or nodes == 1, f"a tree of depth 0 has 1 node, found {nodes}"
+    if use_triton(parent):
+        from draftwing.kernels import tree as kernels
+
+        return kernels.derive(parent, alive, depth_max)
     if depth_max == 0:
-        assert nodes == 1, f"a tree of depth 0 has 1 node, found {nodes}"
         zero = torch.zeros_like(parent)
         return Tree(zero, torch.ones_like(alive)[:, :, None], zero[:, :, None], torch.ones_like(parent))
 
@@ -69,6 +76,10 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     drafting, since what is committed are the target's own samples.
     """
     batch, nodes = tokens.shape
+    if use_triton(tokens):
+        from draftwing.kernels import tree as kernels
+
+        return kernels.accept(tokens, parent, alive, target, tree.path.shape[-1] - 1)
     if tree.path.shape[-1] == 1:
         zero = torch.zeros_like(tokens)
         return Accepted(torch.ones_like(tokens[:, 0]), zero, target, zero[:, 0])
@@ -80,6 +91,7 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     row = leaf[:, None]
     count = tree.path_len.gather(1, row).squeeze(1)
     path = tree.path.gather(1, row[:, :, None].expand(-1, 1, tree.path.shape[-1])).squeeze(1)  # [B, D + 1]
+    assert tree.mask is not None, "without a mask the kernel accepts"
     off_path = tree.mask.gather(1, row[:, :, None].expand(-1, 1, nodes)).squeeze(1).logical_not_()
     order = off_path.to(torch.uint8).argsort(dim=-1, stable=True)
     live = torch.arange(path.shape[-1], device=tokens.device) < count[:, None]

@@ -197,7 +197,7 @@ def _convert(path: Path) -> tokenizers.Tokenizer:
     """Older formats (tokenizer.model, vocab.json with merges.txt) through transformers, where it is installed."""
     sources = [name for name in ("tokenizer.model", "vocab.json") if (path / name).is_file()]
     if not sources:
-        raise CheckpointError(f"{path} has no tokenizer: expected tokenizer.json")
+        raise CheckpointError(f"{path} has no tokenizer: expected tokenizer.json (or --tokenizer-path)")
     hint = (
         f"{path} has {sources[0]} but no tokenizer.json. Convert it once, with transformers and sentencepiece "
         f'installed: python -c "from transformers import AutoTokenizer as T; '

@@ -140,7 +140,7 @@ class Local:
                 sample = running[output.uid]
                 sample.seen(sample.tokens + len(output.token_ids))
                 if output.finish_reason is not None:
-                    sample.meta = output.meta
+                    sample.meta = engine.options.label | output.meta
                     done.append(running.pop(output.uid))
         return done
 
@@ -209,6 +209,8 @@ def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any]
         "accept_length": 1 + correct / steps if steps else 1.0,
         "accept_rate": correct / proposed if proposed else 0.0,
     }
+    simulated = next((sample.meta["simulated"] for sample in samples if "simulated" in sample.meta), None)
+    record |= {"simulated": simulated} if simulated else {}
     stages = target.stages()
     return record | ({"step_ms": stages} if stages else {})
 

@@ -1,0 +1,168 @@
+"""What a model drafter does around its head, at the sizes of an 8B Llama: microseconds inside a CUDA graph.
+
+A growth is all launches of one tree but the head's own, whose hidden states and logits stand still here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.core import TreeShape
+from draftwing.spec.grow import First, RowGrowth, top_tokens
+
+HIDDEN, VOCAB, DRAFT_VOCAB, ROWS, LENGTH = 4096, 128256, 32000, 64, 4096
+LAUNCHES, REPLAYS = 20, 50
+
+
+def replayed(call: Callable[[], object], calls: int = LAUNCHES) -> float:
+    """Microseconds of one call among `calls` in a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / (calls * REPLAYS)
+
+
+def make_slots(temperature: float) -> Any:
+    """What the kernels read of a slot table."""
+
+    def ints(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, device="cuda")
+
+    floats = torch.full((ROWS + 1, 3), temperature, device="cuda")
+    return SimpleNamespace(
+        table=ints(1 << 20, ROWS + 1, LENGTH), tokens=ints(VOCAB, ROWS + 1, LENGTH), kv_len=ints(512, ROWS + 1),
+        last=ints(VOCAB, ROWS + 1), seed=ints(1 << 40, ROWS + 1), floats=floats,
+    )  # fmt: skip
+
+
+def bench() -> list[tuple[str, float]]:
+    from draftwing.kernels import grow as kernels
+
+    found: list[tuple[str, float]] = []
+    greedy, noisy = make_slots(0.0), make_slots(0.8)
+    target_ids = torch.randperm(VOCAB, device="cuda")[:DRAFT_VOCAB].sort().values
+
+    def logits(nodes: int, vocab: int) -> Tensor:
+        return (torch.randn(nodes, vocab, device="cuda") * 3).bfloat16()
+
+    for size, topk, vocab in (
+        (1, 8, DRAFT_VOCAB), (1, 8, VOCAB), (1, 1, VOCAB), (16, 8, DRAFT_VOCAB), (16, 8, VOCAB), (64, 1, VOCAB),
+    ):  # fmt: skip
+        rows, z = torch.arange(size, device="cuda"), logits(size * topk, vocab)
+        ids = target_ids if vocab == DRAFT_VOCAB else None
+        for name, slots in (("greedy", greedy), ("noisy", noisy)):
+            us = replayed(
+                lambda z=z, rows=rows, topk=topk, ids=ids, s=slots: kernels.continuations(z, s, rows, 2, topk, ids)
+            )
+            found.append((f"continuations, {name}, {size * topk} x {vocab}, best {topk}", us))
+        us = replayed(lambda z=z, topk=topk: top_tokens(z.float(), topk), 4)
+        found.append((f"continuations, torch, greedy, {size * topk} x {vocab}, best {topk}", us))
+    for shape, size, vocab, width, tail in (
+        (TreeShape(5, 8, 32), 1, DRAFT_VOCAB, HIDDEN, 0),
+        (TreeShape(5, 8, 32), 16, DRAFT_VOCAB, HIDDEN, 0),
+        (TreeShape(5, 8, 32), 1, VOCAB, HIDDEN, 0),
+        (TreeShape(3, 1, 4), 1, DRAFT_VOCAB, HIDDEN, 0),
+        (TreeShape(3, 1, 4), 16, DRAFT_VOCAB, HIDDEN, 0),
+        (TreeShape(4, 2, 7), 1, 49152, 0, 1),
+    ):
+        growth = Grown(shape, size, vocab, width, tail, greedy, target_ids if vocab == DRAFT_VOCAB else None)
+        title = f"{tuple(shape)}, {size} rows, {vocab} tokens"
+        found += [(f"{name}, {title}", us) for name, us in growth.bench(kernels)]
+    return found
+
+
+class Grown:
+    """A growth, and an observation, with a head that costs nothing."""
+
+    def __init__(
+        self, shape: TreeShape, size: int, vocab: int, width: int, tail: int, slots: Any, target_ids: Tensor | None
+    ) -> None:
+        self.shape, self.size, self.tail, self.slots, self.target_ids = shape, size, tail, slots, target_ids
+        topk = shape.topk
+        self.rows = torch.arange(size, device="cuda")
+        self.hidden = torch.randn(size, topk, width or 576, device="cuda").bfloat16()
+        self.logits = (torch.randn(size * topk, vocab, device="cuda") * 3).bfloat16()
+        self.first = First(
+            torch.randint(vocab, (ROWS + 1, topk), device="cuda"),
+            -torch.rand(ROWS + 1, topk, device="cuda").cumsum(1),
+            torch.randn(ROWS + 1, width, device="cuda").bfloat16(),
+        )
+        self.path = torch.randn(size * (shape.depth + 1), self.hidden.shape[2], device="cuda").bfloat16()
+        self.count = torch.ones(size, dtype=torch.int64, device="cuda")
+
+    def grow(self, kernels: Any) -> None:
+        slots, rows, topk = self.slots, self.rows, self.shape.topk
+        growth = kernels.RowGrowth(slots, rows, self.shape, self.first, self.tail, 1 - self.tail, self.target_ids)
+        for level in range(1, self.shape.depth):
+            growth.level()
+            growth.add(kernels.continuations(self.logits, slots, rows, level + 1, topk, self.target_ids), self.hidden)
+        growth.draft()
+
+    def grow_by_torch(self) -> None:
+        size, topk = self.size, self.shape.topk
+        growth = RowGrowth(self.slots, self.rows, self.shape, self.first, self.tail, 1 - self.tail)
+        for _ in range(1, self.shape.depth):
+            growth.level()
+            growth.level_rows()
+            ids, logp = top_tokens(self.logits.float(), topk)
+            ids = ids if self.target_ids is None else self.target_ids[ids]
+            growth.add((ids.view(size, topk, topk), logp.view(size, topk, topk)), self.hidden)
+        growth.draft()
+
+    def bench(self, kernels: Any) -> list[tuple[str, float]]:
+        slots, rows, topk, ids = self.slots, self.rows, self.shape.topk, self.target_ids
+        growth = kernels.RowGrowth(slots, rows, self.shape, self.first, self.tail, 1 - self.tail, ids)
+        growth._candidate_ints.fill_(-1)  # levels in between, which are not run here
+        growth._candidate_score.fill_(-1e3)
+        following = kernels.continuations(self.logits, slots, rows, 2, topk, ids)
+        one = kernels.continuations(self.logits[: self.size], slots, rows, 1, topk, ids)
+        feature = self.first.feature if self.first.feature.shape[1] else None
+        found = [("first level", replayed(lambda: restart(growth).level()))]
+
+        def next_level() -> None:
+            growth._number = 1  # always the second level's turn
+            growth.add(following, self.hidden)
+            growth.level()
+
+        def draft() -> None:
+            growth.add(following, self.hidden)
+            growth.draft()
+
+        found += [("next level", replayed(next_level)), ("draft", replayed(draft))]
+        newest = replayed(lambda: kernels.newest_rows(self.path, self.count, 1, rows, feature))
+        keep = replayed(lambda: kernels.keep_first(one, rows, self.first.ids, self.first.logp, ids))
+        found += [("newest rows", newest), ("keep first", keep)]
+        if self.tail:
+            chain = replayed(lambda: kernels.chain(slots, rows, slots.kv_len[:ROWS], self.shape.depth + 2))
+            found.append(("chain", chain))
+        found.append(("growth", replayed(lambda: self.grow(kernels), 4)))
+        found.append(("growth by torch", replayed(self.grow_by_torch, 1)))
+        return found
+
+
+def restart(growth: Any) -> Any:
+    growth._number, growth._added = 0, None
+    return growth
+
+
+if __name__ == "__main__":
+    for label, us in bench():
+        print(f"{us:9.1f} us  {label}")

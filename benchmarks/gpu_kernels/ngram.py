@@ -1,0 +1,75 @@
+"""N-gram drafter on kernels: microseconds per launch inside a CUDA graph, at the default options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LAUNCHES, REPLAYS = 20, 50
+CONTEXT = 131072
+
+
+class Slots(NamedTuple):
+    tokens: Tensor
+    kv_len: Tensor
+    last: Tensor
+    salt: Tensor
+
+
+def replayed(call: Callable[[], object]) -> float:
+    """Microseconds of one call among LAUNCHES in a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(LAUNCHES):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / (LAUNCHES * REPLAYS)
+
+
+def bench() -> list[tuple[str, float]]:
+    from draftwing.attn.base import Batch
+    from draftwing.core import TreeShape
+    from draftwing.spec.ngram import NGramDrafter
+
+    cuda = torch.device("cuda")
+    found = []
+    for batch, length in ((1, 500), (1, 8000), (1, 120_000), (16, 500), (16, 8000), (64, 500), (64, 8000)):
+        drafter = NGramDrafter(batch + 1, cuda)
+        # Few token ids, so that there are many matches.
+        tokens = torch.randint(0, 300, (batch + 1, CONTEXT), device=cuda)
+        kv_len = torch.full((batch + 1,), length, device=cuda)
+        slots = Slots(tokens, kv_len, tokens[:, length].contiguous(), torch.zeros_like(kv_len))
+        rows = torch.arange(batch, device=cuda)
+        none = rows[:0]
+        seen = Batch(rows, none, none, none, none, kv_len[:batch] - 3)
+        count = torch.full_like(rows, 3)
+        name = f"{batch} rows of {length} tokens"
+        for width in (1, 9):
+            ids = rows.new_zeros(batch * width)
+            observe = replayed(lambda d=drafter, a=(slots, seen, None, ids, count): d.observe(*a))
+            found.append((f"insert up to {width} tokens, {name}", observe))
+        found.append((f"outlook, {name}", replayed(lambda d=drafter, a=(slots, rows, length): d.outlook(*a))))
+        if length == 500:
+            for shape in (TreeShape(5, 8, 8), TreeShape(8, 8, 16), TreeShape(18, 8, 64)):
+                micros = replayed(lambda d=drafter, a=(slots, rows, shape, length): d.propose(*a))
+                found.append((f"build {shape.nodes} nodes deep {shape.depth}, {batch} rows", micros))
+    return found
+
+
+if __name__ == "__main__":
+    for label, micros in bench():
+        print(f"{label:60} {micros:8.2f} us")

@@ -1,0 +1,102 @@
+"""Products of few rows: skinny.cu against cuBLAS, alone and as the chain of a model's layers.
+
+    python benchmarks/gpu_kernels/skinny.py
+
+A chain is 32 layers of the 8B Llama shape without attention: norm, q.k.v, a copy in attention's place, o + residual,
+norm, gate.up with silu, down + residual, in one CUDA graph, over the weights of 8 different layers. With programmatic
+dependent launch a product begins to read its weights before the kernel in front of it has finished.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HIDDEN, FFN, QKV, VOCAB = 4096, 14336, 6144, 128256
+LAYERS, DISTINCT = 32, 8
+READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
+
+
+def replay_us(fn: Callable[[], object], repeats: int = 9) -> float:
+    """Microseconds of one replay of `fn` as a CUDA graph, the median of several."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:])
+
+
+def weights() -> list[dict[str, Tensor]]:
+    shapes = {"qkv": (QKV, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").mul_(0.02).bfloat16()
+
+    return [{name: random(*shape) for name, shape in shapes.items()} for _ in range(DISTINCT)]
+
+
+def bench() -> list[tuple[str, float]]:
+    """(what, microseconds): every product alone and the chain, for 1 to 32 rows."""
+    from draftwing.kernels.layers import rms_norm
+    from draftwing.kernels.skinny import skinny_products
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    ours, layers = skinny_products(device, torch.bfloat16), weights()
+    head = torch.randn(VOCAB, HIDDEN, device="cuda").mul_(0.02).bfloat16()
+    norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for rows in (1, 4, 8, 16, 32):
+        x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+        wide = torch.randn(rows, FFN, device="cuda").bfloat16()
+        alone = {
+            "qkv": (lambda w, x=x: ours.linear(x, w, None), x),
+            "o": (lambda w, x=x: ours.linear(x, w, None, x), x),
+            "gate_up": (lambda w, x=x: ours.gated(x, w, None), x),
+            "down": (lambda w, x=x, wide=wide: ours.linear(wide, w, None, x), wide),
+        }
+        for name, (product, of) in alone.items():
+            every = [layer[name] for layer in layers]
+            floor = every[0].nbytes / READ_RATE
+            for label, fn in (("skinny", product), ("cuBLAS", lambda w, of=of: torch.mm(of, w.T))):
+                took = replay_us(lambda fn=fn, every=every: [fn(w) for w in every]) / DISTINCT
+                results.append((f"{rows} rows, {name}, {label} (floor {floor:.1f})", took))
+        results.append((f"{rows} rows, lm_head, skinny", replay_us(lambda x=x: ours.linear(x, head, None))))
+        results.append((f"{rows} rows, lm_head, cuBLAS", replay_us(lambda x=x: torch.mm(x, head.T))))
+
+        def chain(x: Tensor = x) -> None:
+            for i in range(LAYERS):
+                w = layers[i % DISTINCT]
+                qkv = ours.linear(rms_norm(x, norm, 1e-5), w["qkv"], None)
+                y = ours.linear(qkv[:, :HIDDEN].contiguous(), w["o"], None, x)
+                x = ours.linear(ours.gated(rms_norm(y, norm, 1e-5), w["gate_up"], None), w["down"], None, y)
+
+        def plain(x: Tensor = x) -> None:
+            for i in range(LAYERS):
+                w = layers[i % DISTINCT]
+                qkv = F.linear(F.rms_norm(x, (HIDDEN,), norm, 1e-5), w["qkv"])
+                x = x + F.linear(qkv[:, :HIDDEN], w["o"])
+                gate, up = F.linear(F.rms_norm(x, (HIDDEN,), norm, 1e-5), w["gate_up"]).chunk(2, -1)
+                x = x + F.linear(F.silu(gate) * up, w["down"])
+
+        floor = LAYERS * sum(w.nbytes for w in layers[0].values()) / READ_RATE
+        results.append((f"{rows} rows, chain of {LAYERS} layers, skinny (floor {floor:.0f})", replay_us(chain)))
+        results.append((f"{rows} rows, chain of {LAYERS} layers, cuBLAS and torch", replay_us(plain)))
+    return results
+
+
+if __name__ == "__main__":
+    for what, took in bench():
+        print(f"{what:60s} {took:9.1f} us")

@@ -1,0 +1,50 @@
+"""--enable-torch-compile: torch.compile for the forwards of target and draft, attention left out.
+
+Large forwards are not worth the compiler's time: products and attention are all of their cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.attn.base import Attend
+from draftwing.models.decoder import DecoderModel
+from draftwing.spec.heads import DraftHead
+
+
+class Opaque:
+    """An `Attend` that the compiler does not look into."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+        fused = getattr(attend, "fused", None)
+        if fused is not None:
+            self.fused = torch.compiler.disable(fused)
+
+    @torch.compiler.disable
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attend(layer, q, k, v)
+
+
+def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, backend: str = "inductor") -> None:
+    """Forwards of up to `most` tokens run compiled from now on. Every layer is the same code to the compiler, and sizes
+    are variables of it, so it works for a few times only, when graphs are captured."""
+    setattr(model, "forward", _limited(model.forward, most, backend))  # noqa: B010
+    if head is not None and getattr(head, "model", None) is not model:
+        name = "run_layer" if hasattr(head, "run_layer") else "run"
+        setattr(head, name, _limited(getattr(head, name), most, backend))
+
+
+def _limited(forward: Callable[..., Any], most: int, backend: str) -> Callable[..., Any]:
+    compiled = torch.compile(forward, dynamic=True, backend=backend)
+
+    def run(ids: Tensor, *args: Any) -> Any:
+        if ids.shape[0] > most:
+            return forward(ids, *args)
+        return compiled(ids, *(Opaque(arg) if callable(arg) else arg for arg in args))
+
+    return run

@@ -1,0 +1,95 @@
+"""Stages of a tree step, captured once per batch size and replayed afterwards: a replay costs the host one call instead
+of hundreds of launches. Knows no models, and the stages know no graphs.
+
+A stage is a function of `rows` and of what the stage before it gave; all else that it touches is device state indexed
+by row. A graph reads `rows` from a fixed buffer, so a replay needs the numbers of B rows and nothing more. A batch is
+padded to the next captured size with the slot table's dummy row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+
+from draftwing.core import IntArray, TreeShape
+from draftwing.engine.device import Device
+
+T = TypeVar("T")
+Replay = Callable[[], None]
+
+MOST_NODES = 4096  # a step with more keeps the device busy for longer than it takes to launch it
+
+
+class Key(NamedTuple):
+    """What a step's graphs were captured for; size: of the batch, padding included."""
+
+    shape: TreeShape
+    size: int
+
+
+class GraphCache:
+    """Graphs by stage and key. Those of one key run one after the other, with nothing of another key in between.
+
+    They share one memory pool: what a stage gives stays as it is until the last stage of its key has run, and no
+    longer, so that all keys take no more than the largest. Only what is captured with `keep` lasts to the next replay.
+    """
+
+    def __init__(self, device: Device, dummy_row: int, max_size: int) -> None:
+        """max_size: of a captured batch; 0 for none."""
+        self.sizes = batch_sizes(max_size)
+        self.rows = torch.full((max_size,), dummy_row, dtype=torch.int64, device=device.device)
+        self._host_rows: IntArray = np.full(max_size, dummy_row, np.int64)  # what `rows` holds
+        self._device = device
+        self._dummy_row = dummy_row
+        self._graphs: dict[Hashable, tuple[Replay, Any]] = {}
+        self._sizes_of: dict[TreeShape, list[int]] = {}  # that were captured, ascending
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def key(self, shape: TreeShape, size: int) -> Key | None:
+        """Under which a batch of `size` rows was captured, None if it was not."""
+        sizes = self._sizes_of.get(shape, ())
+        at = bisect_left(sizes, size)
+        return Key(shape, sizes[at]) if at < len(sizes) else None
+
+    def set_rows(self, rows: IntArray, size: int) -> None:
+        """Fills the first `size` of `rows`; no copy where they are what they were."""
+        padded = np.full(size, self._dummy_row, np.int64)
+        padded[: len(rows)] = rows
+        if not np.array_equal(padded, self._host_rows[:size]):
+            self._host_rows[:size] = padded
+            self._device.upload_into(self.rows[:size], padded)
+
+    def run(self, stage: str, key: Hashable | None, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
+        """Replays what was captured; without a key it calls the function. What a replay gives to later stages alone
+        is not to be seen, and comes as None."""
+        if key is None:
+            return fn(*inputs)
+        replay, output = self._graphs[stage, key]
+        replay()
+        return cast(T, output)
+
+    def capture(self, stage: str, key: Hashable, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
+        """Captures a stage and runs it, on whatever rows `rows` names; returns its tensors, which later stages of this
+        key are to be given."""
+        replay, output = self._device.record(lambda: fn(*inputs))
+        replay()  # what was only captured has not run, and the next stage wants its result
+        self._graphs[stage, key] = replay, (output if keep else None)
+        return output
+
+    def finish(self, key: Key) -> None:
+        """All stages of the key are captured."""
+        sizes = self._sizes_of.setdefault(key.shape, [])
+        if key.size not in sizes:
+            insort(sizes, key.size)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Batch sizes to capture, ascending: a step costs about the same for all sizes between two of them."""
+    sizes = [1, 2, 4, *range(8, 33, 4), *range(40, 65, 8), *range(80, 129, 16), *range(160, most, 32)]
+    return [*(size for size in sizes if size < most), most] if most else []

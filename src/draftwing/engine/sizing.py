@@ -1,0 +1,155 @@
+"""How many tokens the KV pool holds: from free memory, and on CUDA from what steps of this engine really take."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftwing.attn.native import pick_attention
+from draftwing.config import Options
+from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.executor import Executor
+from draftwing.engine.graphs import MOST_NODES, batch_sizes
+from draftwing.engine.slots import SlotTable
+from draftwing.errors import ConfigError
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.models.decoder import DecoderModel
+from draftwing.spec.drafter import Drafter
+
+log = logging.getLogger("draftwing")
+
+CPU_POOL_BYTES = 2 << 30
+GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
+SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
+TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
+
+
+class Rig(NamedTuple):
+    """What a trial step is made of."""
+
+    model: DecoderModel
+    drafter: Drafter | None
+    layers: list[LayerSpec]  # of the whole pool
+    menu: tuple[TreeShape, ...]
+    dtype: torch.dtype
+    device: Device
+
+
+def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
+    """Tokens that the KV pool holds; length: of a row of the slot table."""
+    if options.max_total_tokens:
+        return options.max_total_tokens
+    slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.dtype)
+    if rig.device.is_cuda:
+        budget = cuda_budget(options, rig, length, graph_size)
+    else:
+        free = rig.device.free_memory()
+        fraction = options.mem_fraction_static
+        budget = int(free * fraction) if fraction else min(CPU_POOL_BYTES, free // 4)
+        if budget < slot_bytes:
+            raise ConfigError(
+                f"no memory is left for the KV pool ({free / 1e9:.2f} GB free): lower the model's size or dtype, "
+                "raise --mem-fraction-static, or set --max-total-tokens"
+            )
+    return budget // slot_bytes
+
+
+def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int:
+    """Bytes for the pool: what is free beside the weights, minus what steps and graphs take."""
+    step, graphs = trial(options, rig, graph_size)
+    rig.device.trim()
+    free, total = rig.device.free_memory(), rig.device.total_memory()
+    assert options.max_running_requests
+    tables = 2 * 8 * (options.max_running_requests + 1) * length
+    needed = step + graphs + tables
+    sizes = (
+        f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, page tables {tables / 1e9:.2f} GB: "
+        "lower --chunked-prefill-size, --max-running-requests, --cuda-graph-max-bs or --context-length"
+    )
+    log.info("memory: %.2f GB of %.2f free beside the weights; %s", free / 1e9, total / 1e9, sizes.split(":")[0])
+    if options.mem_fraction_static is None:
+        budget = free - needed - int(SLACK * total)
+        if budget <= 0:
+            raise ConfigError(
+                f"no memory is left for the KV pool, {free / 1e9:.2f} GB are free beside the weights. {sizes}"
+            )
+        return budget
+    # The fraction is of all memory, weights included, as users of such servers know it.
+    budget = int(total * options.mem_fraction_static) - (total - free)
+    if budget <= 0:
+        raise ConfigError(
+            f"--mem-fraction-static {options.mem_fraction_static} of {total / 1e9:.2f} GB leaves nothing for the KV "
+            f"pool: {(total - free) / 1e9:.2f} GB are taken. Raise it, or lower the model's size or dtype"
+        )
+    if free - budget < needed:
+        most = (total - needed) / total
+        raise ConfigError(
+            f"--mem-fraction-static {options.mem_fraction_static} leaves {(free - budget) / 1e9:.2f} GB; lower it to "
+            f"{max(most, 0):.2f} or less. {sizes}"
+        )
+    return budget
+
+
+def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
+    """Bytes that the largest steps take beside weights and pool, and that the graphs will.
+
+    Runs them with a pool of a few tokens: a prefill of the largest chunk, a tree step of all rows, one of a batch as
+    large as the largest graph. Draws with noise and filters, which take more than greedy choices do.
+    """
+    assert options.max_running_requests and options.chunked_prefill_size
+    rows = options.max_running_requests
+    tokens = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
+    tokens = min(tokens, rig.model.config.max_positions - 1, options.context_length or tokens)
+    shape = max(rig.menu, key=lambda s: s.nodes)
+    span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
+    length = tokens + 2 * shape.max_commit + span + 1  # two steps
+    pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
+    slots = SlotTable(rows, length, rig.device)
+    attn = pick_attention(pool, options.deterministic)
+    rig.model.set_max_positions(length)
+    if rig.drafter is not None:
+        rig.drafter.attach(attn, rig.model.config.num_layers, length)
+    executor = Executor(rig.model, rig.drafter, slots, attn, rig.device)
+    step = graphs = 0
+    try:
+        step = peak(executor, first_step(tokens, length))
+        step = max(step, peak(executor, tree_step(rows, shape, tokens)))
+        if graph_size:
+            widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
+            graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, tokens + shape.max_commit))
+            graphs += 4 * len(batch_sizes(graph_size)) * len(rig.menu) * GRAPH_BYTES
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {tokens} prompt tokens, or of {rows} requests with {shape.nodes} nodes, does not fit beside "
+            "the weights: lower --chunked-prefill-size, --max-running-requests or --speculative-num-draft-tokens"
+        ) from error
+    if rig.drafter is not None:
+        rig.drafter.flush()
+        smallest = KVPool(rig.layers, 1, rig.dtype, rig.device.device)  # so that it holds the other one no longer
+        rig.drafter.attach(pick_attention(smallest, options.deterministic), rig.model.config.num_layers, length)
+    return step, graphs
+
+
+def peak(executor: Executor, plan: Plan) -> int:
+    """Bytes allocated at most by a step beyond what was allocated before."""
+    return executor.device.peak(lambda: executor.settle(executor.launch(plan)).wait(0.0))
+
+
+def first_step(tokens: int, length: int) -> Plan:
+    """A prompt of so many tokens in row 0, with all slots that its page table has room for."""
+    params, nothing = SamplingParams(), np.empty(0, np.int64)
+    zero = np.zeros(1, np.int64)
+    admission = Admission(0, [1] * tokens, nothing, 0, params, tokens, (), 0)
+    slots = ((0, 0, np.arange(1, length + 1)),)
+    chunks = (Chunk(0, 0, tokens, True),)
+    return Plan(0, "prefill", zero, zero, PLAIN, tokens, (admission,), slots, chunks, noisy=zero, filtered=zero)
+
+
+def tree_step(rows: int, shape: TreeShape, bound: int) -> Plan:
+    """Of many rows, all but the first one empty: they write to the pool's dummy slot."""
+    every = np.arange(rows)
+    return Plan(1, "tree", every, every, shape, bound, noisy=every, filtered=every[:1])

@@ -1,0 +1,152 @@
+"""CUDA C++ kernels compiled at run time by NVRTC, which torch's CUDA builds bring along, and launched by the driver.
+
+A launch may be programmatic: the kernel comes up while the one before it runs, and waits for it itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
+Arg = Tensor | int | float | None
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_char * 64)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Kernel:
+    """A kernel of a `Module`; call it with its arguments: tensors (or None) as pointers, ints as int32."""
+
+    def __init__(self, driver: ctypes.CDLL, handle: ctypes.c_void_p, threads: int, shared: int, programmatic: bool):
+        self._driver, self._handle, self._threads, self._shared = driver, handle, threads, shared
+        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        attribute.value = (1).to_bytes(4, "little")
+        self._attributes = (_Attribute * 1)(attribute)
+        self._programmatic = programmatic
+
+    def __call__(self, grid: Sequence[int], *args: Arg) -> None:
+        values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
+        for arg in args:
+            if isinstance(arg, int):
+                values.append(ctypes.c_int(arg))
+            elif isinstance(arg, float):
+                values.append(ctypes.c_float(arg))
+            else:
+                values.append(ctypes.c_void_p(0 if arg is None else arg.data_ptr()))
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        grid = [*grid, 1, 1][:3]
+        config = _Config(*grid, self._threads, 1, 1, self._shared)
+        config.stream = torch.cuda.current_stream().cuda_stream
+        config.attributes, config.count = self._attributes, int(self._programmatic)
+        _check(self._driver, self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None))
+
+
+class Module:
+    """Compiled source. Raises RuntimeError with the compiler's words if it does not compile."""
+
+    def __init__(self, source: str, options: Sequence[str], device: torch.device) -> None:
+        torch.cuda.init()
+        major, minor = torch.cuda.get_device_capability(device)
+        self._programmatic = major >= 9
+        image = _compile_cached(source, [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options])
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._module = ctypes.c_void_p()
+        torch.zeros(1, device=device)  # makes the context that the module is loaded into
+        with torch.cuda.device(device):
+            _check(self._driver, self._driver.cuModuleLoadData(ctypes.byref(self._module), image))
+
+    def kernel(self, name: str, threads: int, shared: int = 0, programmatic: bool = True) -> Kernel:
+        """shared: bytes of dynamic shared memory."""
+        handle = ctypes.c_void_p()
+        _check(self._driver, self._driver.cuModuleGetFunction(ctypes.byref(handle), self._module, name.encode()))
+        if shared > 48 << 10:
+            _check(self._driver, self._driver.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared))
+        return Kernel(self._driver, handle, threads, shared, programmatic and self._programmatic)
+
+
+def _check(driver: ctypes.CDLL, code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'?').decode()} (error {code})")
+
+
+def _compile_cached(source: str, options: Sequence[str]) -> bytes:
+    """The compiled image, from the user's cache folder where this was compiled before."""
+    nvrtc = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "draftwing" / "kernels"
+    file = folder / f"{key}.cubin"
+    try:
+        return file.read_bytes()
+    except OSError:
+        image = _compile(nvrtc, source, options)
+    try:  # written whole and then renamed, since another process may do the same
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
+            out.write(image)
+        os.replace(out.name, file)
+    except OSError:
+        pass  # a read-only home costs a compilation at each start
+    return image
+
+
+def _compile(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"draftwing.cu", 0, None, None)
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), words):
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"NVRTC: {log.value.decode()}")
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, image)
+        return image.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """Raises OSError where there is none."""
+    version = (torch.version.cuda or "13").split(".")[0]
+    places = [f"libnvrtc.so.{version}"]
+    for root in (Path(torch.__file__).parents[1], Path("/usr/local/cuda")):
+        places += glob.glob(f"{root}/nvidia/*/lib/libnvrtc.so.{version}") + glob.glob(
+            f"{root}/lib64/libnvrtc.so.{version}"
+        )
+    for place in places:
+        # It looks for its builtins by name, which finds them once they are loaded.
+        for builtins in glob.glob(str(Path(place).parent / "libnvrtc-builtins.so.*")) if "/" in place else ():
+            ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise OSError(f"libnvrtc.so.{version} was not found beside torch; install nvidia-cuda-nvrtc")

@@ -1,0 +1,60 @@
+"""Which kernels a device has for the small operations of a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from draftwing.kernels import use_triton
+from draftwing.kernels.cpu import load
+
+if TYPE_CHECKING:
+    from draftwing.kernels.skinny import SkinnyProducts
+
+
+class LayerKernels(Protocol):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+
+def layer_kernels(weight: Tensor) -> LayerKernels | None:
+    """Those for tensors like a layer's loaded `weight`, which give no gradients; None where there are only torch's."""
+    if use_triton(weight):
+        from draftwing.kernels import layers
+
+        return layers
+    kernels = load()
+    return kernels if kernels is not None and kernels.take(weight) else None
+
+
+class FuseInputs(Protocol):
+    def __call__(
+        self,
+        ids: Tensor,
+        table: Tensor,
+        feature: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+        positions: Tensor | None = None,
+        feature_first: bool = False,
+    ) -> Tensor: ...
+
+
+def fuse_kernel(weight: Tensor) -> FuseInputs | None:
+    """`kernels.layers.fuse_inputs` where it runs on tensors like the loaded `weight`."""
+    if not use_triton(weight):
+        return None
+    from draftwing.kernels.layers import fuse_inputs
+
+    return fuse_inputs
+
+
+def skinny_kernels(weight: Tensor) -> SkinnyProducts | None:
+    """Those that multiply few rows with a loaded `weight`, where there are any."""
+    if not use_triton(weight):
+        return None
+    from draftwing.kernels.skinny import skinny_products, takes
+
+    return skinny_products(weight.device, weight.dtype) if takes(weight) else None

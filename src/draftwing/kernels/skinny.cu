@@ -1,0 +1,232 @@
+// Products of a few rows with a large weight: y[M, N] = x[M, K] @ w[N, K]^T, bound by the time to read w once.
+//
+// Compiled at run time (nvrtc.py), with TYPE_BF16 set to 1 or 0 (half) on the command line. Weights are the first
+// operand of mma.sync and go from global memory to registers without a stop in shared memory: in the row of a weight the
+// order of k within a chunk of 64 is permuted, the same way as in x, so that each thread's share is 16 contiguous bytes.
+// A block owns ROW_TILES * 16 features; its 8 warps share K in contiguous stretches, and their sums are added in
+// order. The order of all additions depends on K alone, never on M: a row's result is the same bits in any batch.
+//
+// Weights are constants, so a block begins to read them while the kernel before it still runs, and only then waits for
+// it (programmatic dependent launch, Hopper and later).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+#define WARPS 8
+#define CHUNK 64
+#define STEP (WARPS * CHUNK)
+
+#if TYPE_BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+
+__device__ __forceinline__ float to_float(u16 bits) {
+#if TYPE_BF16
+    return __uint_as_float((u32)bits << 16);
+#else
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ u16 from_float(float f) {
+    u16 bits;
+#if TYPE_BF16
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+#endif
+    return bits;
+}
+
+// Volatile, so that what is read ahead stays ahead of the wait.
+__device__ __forceinline__ uint4 load_weight(const u16* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint4 load_x(const u16* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Asks for this block's share of the first `bytes` of what a later kernel will read, into the L2 cache.
+__device__ __forceinline__ void prefetch_share(const u16* p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
+    const int share = (bytes / blocks + 4095) / 4096 * 4096;
+    const long long at = (long long)block * share + threadIdx.x * 4096;
+    if (threadIdx.x * 4096 < share && at + 4096 <= bytes)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const char*)p + at), "r"(4096));
+#endif
+}
+
+enum { PLAIN = 0, ADD = 1, SILU_MUL = 2 };
+
+// PLAIN: y = x w^T (+ bias).  ADD: y = x w^T (+ bias) + extra.  SILU_MUL: w is [2 * N, K], gates before ups, and
+// y = silu(gate) * up.  TOKEN_TILES * 8 >= M rows a block (blockIdx.y picks them), AHEAD chunks of weights in flight.
+template <int TOKEN_TILES, int ROW_TILES, int AHEAD, int KIND>
+__device__ __forceinline__ void product(const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias,
+                                        const u16* __restrict__ extra, u16* __restrict__ y, int M, int N, int K,
+                                        const u16* __restrict__ next, int next_bytes) {
+    constexpr int X_AHEAD = TOKEN_TILES == 1 ? AHEAD : (TOKEN_TILES == 2 ? 2 : 1);
+    constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = TOKENS + 1;
+    extern __shared__ float sums[];  // [WARPS][ROWS][PITCH]
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int chunks = K / CHUNK, count = (chunks - warp + WARPS - 1) / WARPS;  // warp w has chunks w, w + 8, ...
+    const int row0 = blockIdx.x * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
+    const size_t k0 = (size_t)warp * CHUNK + t * 8;
+
+    const u16* weight[ROW_TILES][2];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            // SILU_MUL: a tile is 8 gates and, below them, the 8 ups that belong to them.
+            const int row = KIND == SILU_MUL ? min(row0 + r * 8 + g, N - 1) + half * N
+                                             : min(row0 + r * 16 + half * 8 + g, N - 1);
+            weight[r][half] = w + (size_t)row * K + k0;
+        }
+    uint4 a[AHEAD][ROW_TILES][4];
+#pragma unroll
+    for (int p = 0; p < AHEAD; ++p)
+        if (p < count)
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) a[p][r][j] = load_weight(weight[r][j & 1] + p * STEP + (j >> 1) * 32);
+
+    wait_for_earlier_kernels();
+    const u16* token[TOKEN_TILES];
+    bool live[TOKEN_TILES];
+#pragma unroll
+    for (int m = 0; m < TOKEN_TILES; ++m) {
+        const int row = token0 + m * 8 + g;
+        live[m] = row < M;
+        token[m] = x + (size_t)min(row, M - 1) * K + k0;
+    }
+    uint4 b[X_AHEAD][TOKEN_TILES][2];
+#pragma unroll
+    for (int p = 0; p < X_AHEAD; ++p)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                b[p][m][j] = make_uint4(0, 0, 0, 0);
+                if (p < count && live[m]) b[p][m][j] = load_x(token[m] + p * STEP + j * 32);
+            }
+
+    float d[ROW_TILES][TOKEN_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+
+    for (int c = 0; c < count; c += AHEAD) {
+#pragma unroll
+        for (int p = 0; p < AHEAD; ++p) {
+            if (c + p < count) {
+                constexpr int XA = X_AHEAD;
+                const int q = p % XA;
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                    for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            const uint4 top = a[p][r][j * 2], bottom = a[p][r][j * 2 + 1], in = b[q][m][j];
+                            mma(d[r][m], top.x, bottom.x, top.y, bottom.y, in.x, in.y);
+                            mma(d[r][m], top.z, bottom.z, top.w, bottom.w, in.z, in.w);
+                        }
+                if (c + p + AHEAD < count)
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j)
+                            a[p][r][j] = load_weight(weight[r][j & 1] + (c + p + AHEAD) * STEP + (j >> 1) * 32);
+                if (c + p + XA < count)
+#pragma unroll
+                    for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                        for (int j = 0; j < 2; ++j)
+                            if (live[m]) b[q][m][j] = load_x(token[m] + (c + p + XA) * STEP + j * 32);
+            }
+        }
+    }
+
+    if (next) prefetch_share(next, next_bytes);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m) {
+            float* at = sums + ((size_t)warp * ROWS + r * 16 + g) * PITCH + m * 8 + t * 2;
+            at[0] = d[r][m][0];
+            at[1] = d[r][m][1];
+            at[8 * PITCH] = d[r][m][2];
+            at[8 * PITCH + 1] = d[r][m][3];
+        }
+    __syncthreads();
+    constexpr int OUT = KIND == SILU_MUL ? ROWS / 2 : ROWS;
+    for (int i = threadIdx.x; i < OUT * TOKENS; i += WARPS * 32) {
+        const int row = i % OUT, m = i / OUT, n = row0 + row, token_at = token0 + m;
+        if (n >= N || token_at >= M) continue;
+        const int at_row = KIND == SILU_MUL ? row / 8 * 16 + row % 8 : row;
+        float sum = 0.f, up = 0.f;
+#pragma unroll
+        for (int v = 0; v < WARPS; ++v) {
+            sum += sums[(v * ROWS + at_row) * PITCH + m];
+            if (KIND == SILU_MUL) up += sums[(v * ROWS + at_row + 8) * PITCH + m];
+        }
+        if (bias) {
+            sum += to_float(bias[n]);
+            if (KIND == SILU_MUL) up += to_float(bias[N + n]);
+        }
+        const size_t at = (size_t)token_at * N + n;
+        if (KIND == ADD) sum += to_float(extra[at]);
+        if (KIND == SILU_MUL) sum = sum / (1.f + __expf(-sum)) * up;
+        y[at] = from_float(sum);
+    }
+}
+
+#define KERNEL(NAME, TOKEN_TILES, ROW_TILES, AHEAD, KIND, BLOCKS)                                                    \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(                                             \
+        const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K, const u16* next,   \
+        int next_bytes) {                                                                                              \
+        product<TOKEN_TILES, ROW_TILES, AHEAD, KIND>(x, w, bias, extra, y, M, N, K, next, next_bytes);                 \
+    }
+
+// Chunks in flight and blocks a multiprocessor, as measured best on one H200.
+KERNEL(plain_8, 1, 1, 2, PLAIN, 3)
+KERNEL(add_8, 1, 1, 2, ADD, 3)
+KERNEL(silu_8, 1, 1, 2, SILU_MUL, 3)
+KERNEL(plain_16, 2, 1, 2, PLAIN, 2)
+KERNEL(add_16, 2, 1, 2, ADD, 2)
+KERNEL(silu_16, 2, 1, 2, SILU_MUL, 2)
+KERNEL(plain_32, 4, 1, 2, PLAIN, 2)
+KERNEL(add_32, 4, 1, 2, ADD, 2)
+KERNEL(silu_32, 4, 1, 2, SILU_MUL, 2)

@@ -1,0 +1,38 @@
+"""What all Triton kernels here share: launch options, and programmatic dependent launch.
+
+With it (Hopper and later) a kernel's blocks come up while the kernel before still runs, which hides the cost of a
+launch. Each kernel calls `start` before it touches anything that an earlier kernel wrote, and every kernel does, so
+that when one has finished all before it have.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def start(PDL: tl.constexpr) -> None:
+    """Lets the next kernel come up, then waits for the kernels before this one."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@functools.cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
+    dependent = not INTERPRETED and _has_dependent_launch(device)
+    return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}

@@ -1,0 +1,92 @@
+"""Random weights from a config alone, to measure what a step of any shape costs. The text is worthless."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import CheckpointError
+from draftwing.models.config import ModelConfig
+from draftwing.models.names import MTP_PREFIX
+
+SEED = 0
+HEAD_SCALE = 16.0  # standard deviation of logits: the best of 128k tokens has a probability of 0.7 on average
+
+
+def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED) -> None:
+    """Puts every parameter of a meta `module` on `device`, where its values are made.
+
+    A product of a normed row has a variance of about 1, so the residual stream grows by 1 or 2 a layer and stays far
+    from the end of float16. Heads are sharper, as trained ones are: of even distributions draft trees come out flat.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    lm_head = getattr(module, "lm_head", None)
+    heads = {name for name, param in module.named_parameters() if lm_head is not None and param is lm_head.weight}
+    for name, meta in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        values = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        if leaf == "bias":
+            values.zero_()
+        elif meta.dim() == 1:  # of a norm
+            values.fill_(1.0)
+        else:
+            scale = HEAD_SCALE if name in heads else 1.0
+            values.normal_(0.0, scale * meta.shape[-1] ** -0.5, generator=generator)
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(values))
+
+
+def draft_weights(
+    raw: Mapping[str, Any], algorithm: str, target: ModelConfig, dtype: torch.dtype, path: Path
+) -> dict[str, Tensor]:
+    """The tensors by which a draft head is told and sized, on the meta device but for maps of vocabularies, as its
+    config speaks of them.
+
+    raw: flat keys (`draft_config.flatten_config`).  algorithm: EAGLE, NEXTN or EAGLE3.
+    """
+    hidden, layers = (_positive(raw, name, path) for name in ("hidden_size", "num_hidden_layers"))
+    if algorithm == "NEXTN" and raw.get("num_nextn_predict_layers"):
+        return mtp_weights(raw, path)
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    eagle3, vocab = algorithm == "EAGLE3", target.vocab_size
+    first = "midlayer" if eagle3 and layers == 1 else "layers.0"
+    weights = {f"{first}.self_attn.q_proj.weight": meta(1, 2 * hidden if eagle3 else hidden)}
+    weights |= {f"layers.{i}.mlp.down_proj.weight": meta(1) for i in range(1, layers)}
+    if raw.get("attention_bias"):
+        weights |= {f"{first}.self_attn.{part}_proj.bias": meta(1) for part in "qo"}
+    if raw.get("mlp_bias"):
+        weights[f"{first}.mlp.down_proj.bias"] = meta(1)
+    if not eagle3:
+        weights["fc.weight"] = meta(hidden, 2 * hidden)
+        if raw.get("bias"):
+            weights["fc.bias"] = meta(hidden)
+        return weights
+    taps = raw.get("num_aux_hidden_states") or len(raw.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+    weights["fc.weight"] = meta(hidden, taps * target.hidden_size)
+    rows = raw.get("draft_vocab_size") or vocab
+    weights["lm_head.weight"] = meta(rows, hidden)
+    if rows != vocab:
+        if rows > vocab:
+            raise CheckpointError(f"draft model {path}: draft_vocab_size {rows} exceeds the target's {vocab}")
+        place = torch.arange(rows)
+        weights["d2t"] = place * vocab // rows - place  # spread over the target's vocabulary
+    return weights
+
+
+def mtp_weights(raw: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Names of as many multi-token prediction layers as the config says."""
+    layers = _positive(raw, "num_nextn_predict_layers", path)
+    return {f"{MTP_PREFIX}{i}.input_proj.weight": torch.empty(1, device="meta") for i in range(layers)}
+
+
+def _positive(raw: Mapping[str, Any], name: str, path: Path) -> int:
+    value = raw.get(name)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"draft model {path}: expected a positive integer {name}, found {value!r}")
+    return value

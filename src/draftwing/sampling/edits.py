@@ -1,0 +1,330 @@
+"""What requests change in the logits before sampling: penalties, biases, bans. Exact at every node of a draft tree.
+
+A node is edited as the plain sequence that ends with it would be: it sees the committed tokens, its ancestors' drafts
+and itself. Nothing is counted ahead: counts are made of the token history in every step, so a preempted request, a
+cached prefix or a rejected draft leaves nothing to correct.
+
+The order is that of Hugging Face and vLLM: repetition penalty (prompt and answer), then frequency and presence
+penalties (answer only) and biases as one sum, then bans.
+
+Wiring. At admission of a request with `params.edited`: `table.write(...)`. In a step, for the sub-batch `edited` of
+batch indices (numbers known to the host, `host_rows` their table rows on the host):
+
+    features = table.features(host_rows, guided=whether any row of the sub-batch is)
+    logits = logits.index_select(0, edited).float()
+    edit = table.apply(logits, features, rows[edited], slots.tokens, positions[edited, 0], bound, draft.tokens[edited],
+                       tree.path[edited], tree.path_len[edited], masks)
+    sample(edit.logits, ..., exact=lambda ids, only: edit.at(model.exact_logits(<hidden of only>, ids), ids, only))
+
+A row that is edited by its masks alone needs a `write` too: it resets what an earlier request left in the row.
+`positions[:, 0]`, the position of the root, is the one thing that tells how much of the history counts:
+
+- a tree step: the root's token is tokens[row, kv_len], so it is kv_len before the step (`batch.prefix_len`), bound is
+  the plan's max_bound;
+- a prefill's last query: the newest token is the query's own, so it is kv_len after the step minus 1; N = 1, D = 0,
+  path and draft tokens are zeros, path_len ones. The token that is sampled is counted in the next step, where it is
+  the root.
+
+Stop ids below min_new_tokens stay with `sampler.sample`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.core import SamplingParams
+
+# What a request may have at most; the engine refuses more at its border.
+MOST_BIASES: Final = 1024  # of distinct ids, finite
+MOST_BAD_WORDS: Final = 128  # token sequences
+MOST_BAD_WORD_TOKENS: Final = 16  # of one sequence
+
+_BEFORE: Final = -2  # the token before the beginning of an answer: equal to none, and to no padding
+
+
+class Features(NamedTuple):
+    """What the rows of a sub-batch use, so what has to be computed; known to the host."""
+
+    counts: bool = False  # frequency or presence penalty
+    seen: bool = False  # repetition penalty
+    biases: int = 0  # the most of a row
+    allowed: bool = False
+    bad_words: int = 0  # the most of a row
+    bad_tokens: int = 0  # of the longest bad word
+    masks: bool = False  # of grammars and the like: a mask for each node
+
+
+class _Rows(NamedTuple):
+    """Of the rows of a sub-batch: what edits at chosen ids are computed from. None where nobody uses it."""
+
+    penalties: Tensor  # [b, 3] float32: frequency, presence, repetition
+    counts: Tensor | None  # [b, V] float32: how often the committed answer has the token
+    seen: Tensor | None  # [b, V] float32: 1 where committed tokens have it, else 0
+    bias: Tensor | None  # [b, V] float32
+    bits: Tensor | None  # [b, 1 or N, W] int32: the tokens that may come
+    below: Tensor | None  # [b, N, D] int64: drafts from the root's child to the node itself, -1 past it
+    bad_last: Tensor | None  # [b, S] int64: what a bad word ends with, -1 for none
+    bad_active: Tensor | None  # [b, N, S] bool: the path ends with the rest of the bad word
+
+
+class EditTable:
+    """Row-indexed device state of the requests' edits, [R + 1] rows as in `SlotTable`."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        """rows: R + 1, the rows of the slot table with its dummy; vocab: V, the width of the logits."""
+        self.vocab, self.device = vocab, device
+
+        def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((rows, *shape), value, dtype=dtype, device=device)
+
+        self.penalties = full(3, dtype=torch.float32)  # frequency, presence, repetition
+        self.penalties[:, 2] = 1
+        self.prompt_len = full()
+        self.bias_ids = full(MOST_BIASES)  # padded with (0, 0.0), which adds nothing
+        self.bias_values = full(MOST_BIASES, dtype=torch.float32)
+        # bad_before[r, s, j]: the token j + 1 before the word's last; -1 = any, past the word's beginning.
+        self.bad_before = full(MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS - 1, value=-1)
+        self.bad_last = full(MOST_BAD_WORDS, value=-1)
+        self.allowed: Tensor | None = None  # [R + 1, W] int32 bits, made when it is first asked for
+        self._features = [Features()] * rows
+        # Of every byte of a mask its 8 tokens' bans, a byte each: one look-up unpacks 8 tokens.
+        banned = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self._unpacked = torch.from_numpy(banned.view(np.int64).ravel()).to(device)
+
+    @torch.inference_mode()
+    def write(self, row: int, params: SamplingParams, prompt_len: int, bad_word_ids: Sequence[Sequence[int]]) -> None:
+        """A request with edits takes the row; all of the row's columns are set.
+
+        prompt_len: of the request, not counting output carried over a preemption. bad_word_ids: token sequences of
+        its bad words, none empty. Sizes and ids were checked at the border.
+        """
+        biases, words = params.logit_bias, bad_word_ids
+        assert len(biases) <= MOST_BIASES and len(words) <= MOST_BAD_WORDS
+        assert all(1 <= len(word) <= MOST_BAD_WORD_TOKENS for word in words)
+        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+        ids, values = np.zeros(MOST_BIASES, np.int64), np.zeros(MOST_BIASES, np.float32)
+        ids[: len(biases)] = [id_ for id_, _ in biases]
+        values[: len(biases)] = [value for _, value in biases]
+        before = np.full((MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS - 1), -1, np.int64)
+        last = np.full(MOST_BAD_WORDS, -1, np.int64)
+        for s, word in enumerate(words):
+            before[s, : len(word) - 1] = word[-2::-1]
+            last[s] = word[-1]
+        self.prompt_len[row] = prompt_len
+        columns = (self.penalties, self.bias_ids, self.bias_values, self.bad_before, self.bad_last)
+        for column, host in zip(columns, (np.asarray(penalties, np.float32), ids, values, before, last), strict=True):
+            column[row].copy_(torch.from_numpy(host))
+        self._write_allowed(row, params.allowed_token_ids)
+        self._features[row] = Features(
+            counts=bool(params.frequency_penalty or params.presence_penalty),
+            seen=params.repetition_penalty != 1.0,
+            biases=len(biases),
+            allowed=bool(params.allowed_token_ids),
+            bad_words=len(words),
+            bad_tokens=max(map(len, words), default=0),
+        )
+
+    def _write_allowed(self, row: int, ids: Sequence[int]) -> None:
+        words = -(-self.vocab // 32)
+        if self.allowed is None:
+            if not ids:
+                return
+            self.allowed = self.prompt_len.new_full((len(self.prompt_len), words), -1, dtype=torch.int32)
+        may = np.zeros(words * 32, bool)
+        may[list(ids) or slice(None)] = True
+        self.allowed[row].copy_(torch.from_numpy(np.packbits(may, bitorder="little").view(np.int32)))
+
+    def features(self, rows: Iterable[int], guided: bool = False) -> Features:
+        """What rows of the table use, together; guided: `apply` will be given masks."""
+        merged = Features(masks=guided)
+        for row in rows:
+            own = self._features[row]
+            merged = Features(
+                counts=merged.counts or own.counts,
+                seen=merged.seen or own.seen,
+                biases=max(merged.biases, own.biases),
+                allowed=merged.allowed or own.allowed,
+                bad_words=max(merged.bad_words, own.bad_words),
+                bad_tokens=max(merged.bad_tokens, own.bad_tokens),
+                masks=guided,
+            )
+        return merged
+
+    def apply(
+        self,
+        logits: Tensor,
+        features: Features,
+        rows: Tensor,
+        history: Tensor,
+        newest: Tensor,
+        bound: int,
+        drafts: Tensor,
+        path: Tensor,
+        path_len: Tensor,
+        masks: Tensor | None = None,
+    ) -> Edited:
+        """Edits the logits of every node.
+
+        logits [b, N, V] float32, not changed; rows [b] int64, of the table; history [R + 1, L] int64, the tokens of
+        all rows, those up to and including `newest` [b] valid: the position of the root (see the module's top for
+        prefill); bound: host bound of `newest`; drafts [b, N] int64, token 0 the root's; path [b, N, D + 1] and
+        path_len [b, N] int64 as in `spec.tree.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w is set
+        where token 32 * w + i may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
+        What a dead node gets is not defined.
+        """
+        assert (masks is not None) == features.masks
+        here = self._gather(features, rows, history, newest, bound, drafts, path, path_len, masks)
+        x = _edited(logits, here, here.counts, here.seen, here.bias)
+        if x is logits:
+            x = logits.clone()
+        if features.counts or features.seen:  # what is on the path below the root counts for that node alone
+            tokens = drafts.gather(1, path.flatten(1)).view_as(path)  # [b, N, D + 1]
+            if path.shape[-1] > 1:
+                own = _edited_at(logits.gather(-1, tokens), tokens, here._replace(bits=None, bad_active=None))
+                x.scatter_(-1, tokens, own)  # a token's duplicates are edited alike
+        if here.bits is not None:
+            x.masked_fill_(self._banned(here.bits), -torch.inf)
+        if here.bad_active is not None and here.bad_last is not None:
+            limit = torch.where(here.bad_active, -torch.inf, torch.inf)  # [b, N, S]; a minimum serves any order
+            x.scatter_reduce_(-1, here.bad_last.clamp(min=0)[:, None].expand_as(limit), limit, "amin")
+        return Edited(x, here)
+
+    def _gather(
+        self,
+        features: Features,
+        rows: Tensor,
+        history: Tensor,
+        newest: Tensor,
+        bound: int,
+        drafts: Tensor,
+        path: Tensor,
+        path_len: Tensor,
+        masks: Tensor | None,
+    ) -> _Rows:
+        count, seen, bias, below, bad_last, active = None, None, None, None, None, None
+        prompt_len = self.prompt_len.index_select(0, rows)[:, None]  # [b, 1]
+        if features.counts or features.seen:
+            known = history[:, : bound + 1].index_select(0, rows)  # [b, L]
+            position = torch.arange(known.shape[1], device=rows.device)
+            past = position <= newest[:, None]
+            zeros = torch.zeros(rows.shape[0], self.vocab, device=rows.device)
+            if features.counts:
+                count = zeros.scatter_add(1, known, ((position >= prompt_len) & past).float())
+            if features.seen:
+                seen = zeros.scatter_add(1, known, past.float()).clamp_(max=1)
+            level = torch.arange(1, path.shape[-1], device=rows.device)
+            below = drafts.gather(1, path[..., 1:].flatten(1)).view(*drafts.shape, -1)  # [b, N, D]
+            below = below.masked_fill(level >= path_len[..., None], -1)
+        if features.biases:
+            ids, values = (x[:, : features.biases].index_select(0, rows) for x in (self.bias_ids, self.bias_values))
+            bias = torch.zeros(rows.shape[0], self.vocab, device=rows.device).scatter_add_(1, ids, values)
+        if features.bad_words:
+            bad_last = self.bad_last[:, : features.bad_words].index_select(0, rows)  # [b, S]
+            active = (bad_last >= 0)[:, None].expand(-1, drafts.shape[1], -1)  # [b, N, S]
+            if features.bad_tokens > 1:
+                recent = _recent(
+                    features.bad_tokens - 1, history, rows, newest, prompt_len, drafts, path, path_len
+                )  # [b, N, J]
+                before = self.bad_before[:, : features.bad_words, : features.bad_tokens - 1].index_select(0, rows)
+                before = before[:, None]  # [b, 1, S, J]
+                active = active & ((before == recent[:, :, None]) | (before < 0)).all(-1)
+        bits = masks
+        if features.allowed and self.allowed is not None:
+            allowed = self.allowed.index_select(0, rows)[:, None]  # [b, 1, W]
+            bits = allowed if masks is None else masks & allowed
+        return _Rows(self.penalties.index_select(0, rows), count, seen, bias, bits, below, bad_last, active)
+
+    def _banned(self, bits: Tensor) -> Tensor:
+        """bits [b, n, W] int32 -> [b, n, V] bool, what may not come."""
+        octets = bits.contiguous().view(torch.uint8)  # [b, n, 4 * W], little-endian as every device is
+        banned = self._unpacked.index_select(0, octets.flatten().to(torch.int32)).view(torch.bool)
+        return banned.view(*bits.shape[:2], -1)[..., : self.vocab]
+
+
+class Edited:
+    """The edited logits of a sub-batch, and the same edits for single ids."""
+
+    def __init__(self, logits: Tensor, rows: _Rows) -> None:
+        self.logits = logits  # [b, N, V] float32, -inf where banned
+        self._rows = rows
+
+    def at(self, values: Tensor, ids: Tensor, only: Tensor | None = None) -> Tensor:
+        """The edits of chosen ids, bit for bit what they did to `logits` where values are equal.
+
+        values [b', N, K] float32, logits of ids [b', N, K] int64; only [b'] int64: which rows of the sub-batch these
+        are, None for all. Returns [b', N, K] float32.
+        """
+        rows = self._rows
+        if only is not None:
+            fields = (None if field is None else field.index_select(0, only) for field in rows[1:])
+            rows = _Rows(rows.penalties.index_select(0, only), *fields)
+        return _edited_at(values, ids, rows)
+
+
+def _edited(x: Tensor, rows: _Rows, count: Tensor | None, seen: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Penalties and biases. x [b, N, K] float32; the others [b, N, K], or [b, K] for all nodes alike."""
+    penalties = rows.penalties[:, None, :, None]  # [b, 1, 3, 1]
+
+    def wide(y: Tensor) -> Tensor:
+        return y if y.dim() == 3 else y[:, None]
+
+    if seen is not None:
+        # Exact arithmetic on zeros and ones instead of `where`, whose CPU kernel takes several times as long.
+        seen = wide(seen)
+        factor = (1 - seen).add_(seen * penalties[:, :, 2])  # the penalty, or 1
+        x = x.clamp(min=0).div_(factor).add_(x.clamp(max=0).mul_(factor))
+    delta = None if bias is None else wide(bias)
+    if count is not None:
+        count = wide(count)
+        # Products and sums one by one: a fused kernel's rounding may depend on the tensor's shape.
+        penalty = count.clamp(max=1).mul_(penalties[:, :, 1]).add_(count * penalties[:, :, 0])
+        delta = penalty.neg_() if delta is None else penalty.neg_().add_(delta)
+    return x if delta is None else x + delta
+
+
+def _edited_at(values: Tensor, ids: Tensor, rows: _Rows) -> Tensor:
+    """All edits of the nodes' own ids: values, ids [b, N, K] -> [b, N, K]."""
+    flat = ids.flatten(1)
+
+    def pick(dense: Tensor | None) -> Tensor | None:
+        return None if dense is None else dense.gather(1, flat).view_as(ids)
+
+    count, seen = pick(rows.counts), pick(rows.seen)
+    if rows.below is not None:
+        on_path = (ids[..., None] == rows.below[:, :, None]).sum(-1)  # [b, N, K]
+        count = None if count is None else count + on_path
+        seen = None if seen is None else (seen + on_path).clamp_(max=1)
+    x = _edited(values, rows, count, seen, pick(rows.bias))
+    if rows.bits is not None:
+        words = rows.bits.expand(-1, ids.shape[1], -1).gather(-1, ids >> 5)
+        x = x.masked_fill((words >> (ids & 31)) & 1 == 0, -torch.inf)
+    if rows.bad_active is not None and rows.bad_last is not None:
+        hit = (ids[..., None] == rows.bad_last[:, None, None]) & rows.bad_active[:, :, None]
+        x = x.masked_fill(hit.any(-1), -torch.inf)
+    return x
+
+
+def _recent(
+    length: int,
+    history: Tensor,
+    rows: Tensor,
+    newest: Tensor,
+    prompt_len: Tensor,
+    drafts: Tensor,
+    path: Tensor,
+    path_len: Tensor,
+) -> Tensor:
+    """The newest `length` answer tokens of every node's path, its own first: [b, N, length], `_BEFORE` before the
+    answer's beginning."""
+    back = torch.arange(length, device=rows.device)
+    level = (path_len - 1)[..., None] - back  # [b, N, J]: below the root where positive
+    position = level + newest[:, None, None]
+    committed = history[rows[:, None, None], torch.minimum(position, newest[:, None, None]).clamp_(min=0)]
+    nodes = path.gather(-1, level.clamp(0, path.shape[-1] - 1))
+    drafted = drafts.gather(1, nodes.flatten(1)).view_as(nodes)
+    return torch.where(level > 0, drafted, committed).masked_fill_(position < prompt_len[..., None], _BEFORE)

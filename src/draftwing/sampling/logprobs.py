@@ -1,0 +1,119 @@
+"""Log probabilities of tokens under the model's own distribution: log softmax of the logits, before edits and
+temperature, computed in float32.
+
+They leave the device packed as float64, in which values and token ids are both exact; `view(torch.int64)` takes them
+through a packed int64 download.
+
+Half-precision logits are rounded, by up to 0.06 at a logit of 25 in bfloat16. With `exact` the logits of the reported
+ids and of the best candidates are computed again in float32 and replace the rounded ones, in the normaliser too. What
+is left of the error is at most 1 - m of one rounding, m the candidates' mass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftwing.core import LogprobParams, TokenLogprobs
+from draftwing.sampling.argmax import top_candidates
+from draftwing.sampling.sampler import CANDIDATES
+
+PROMPT_SLICE: Final = 64  # prompt positions whose logits exist at once; 40 MB of float32 for a vocabulary of 152k
+
+
+def width(top: int, wanted: int) -> int:
+    """Packed numbers of a position: the token's own, `top` values and ids, `wanted` further tokens' values."""
+    return 1 + 2 * top + wanted
+
+
+def path_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    top: int,
+    token_ids: Tensor | None = None,
+    exact: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Log probabilities at positions of a path, for decoding the accepted one.
+
+    logits [b, P, V] of any float type, not changed, at the nodes; tokens [b, P] int64, what was committed after them
+    (any valid id past a row's count); top: the most that a row asked for; token_ids [b, T] int64: further tokens
+    (padded with any valid id) or None for none; exact: ids [b, P, K] -> their logits [b, P, K] float32, for half
+    types. Returns [b, P, width(top, T)] float64: value; the `top` best values, best first, the lower id first where
+    equal; their ids; the further tokens' values.
+    """
+    vocab = logits.shape[-1]
+    assert top <= vocab
+    ids = tokens[..., None]  # [b, P, 1 + T]
+    if token_ids is not None:
+        ids = torch.cat((ids, token_ids[:, None].expand(-1, tokens.shape[1], -1)), -1)
+    if exact is None:
+        x = logits.float()
+        candidates = top_candidates(_ordered(x), top) if top else ids[..., :0]
+    else:
+        # More than are reported: rounding may have put the best in another order.
+        candidates = top_candidates(logits, min(top + CANDIDATES, vocab))
+        settled = torch.cat((candidates, ids), -1)
+        x = logits.float().scatter(-1, settled, exact(settled))
+    logsumexp = x.logsumexp(-1, keepdim=True)  # [b, P, 1]
+    value = x.gather(-1, ids) - logsumexp
+    weighed = x.gather(-1, candidates)  # [b, P, K]
+    place = _ordered(weighed, candidates).sort(-1, descending=True).indices[..., :top]
+    best, best_ids = weighed.gather(-1, place) - logsumexp, candidates.gather(-1, place)
+    return torch.cat((value[..., :1].double(), best.double(), best_ids.double(), value[..., 1:].double()), -1)
+
+
+def prompt_logprobs(
+    hidden: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    next_ids: Tensor,
+    top: int,
+    token_ids: Tensor | None = None,
+    exact: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Log probabilities of a prompt's tokens, of one request's chunk, `PROMPT_SLICE` positions at a time.
+
+    hidden [M, H] after the final norm; logits: `model.logits`, [m, H] -> [m, V]; next_ids [M] int64: the token that
+    follows each query (position t's hidden state tells the log probability of token t + 1; position 0 has none);
+    token_ids [T] int64 or None; exact: `model.exact_logits` for half-precision logits, ([m, 1, H], [m, 1, K]) ->
+    [m, 1, K] float32. Returns [M, width(top, T)] float64 as `path_logprobs` packs it.
+    """
+    parts = []
+    for part, following in zip(hidden.split(PROMPT_SLICE), next_ids.split(PROMPT_SLICE), strict=True):
+        wanted = None if token_ids is None else token_ids.expand(part.shape[0], -1)
+        settle = None if exact is None else _of_queries(exact, part[:, None])
+        packed = path_logprobs(logits(part)[:, None], following[:, None], top, wanted, settle)
+        parts.append(packed.squeeze(1))
+    return torch.cat(parts)
+
+
+def unpack(packed: npt.NDArray[np.float64], top: int, params: LogprobParams) -> list[TokenLogprobs]:
+    """packed [P, width(top, T)] float64 on the host, of one request: its positions' log probabilities, as many top and
+    further tokens as `params` asks for; `top` and T are those of the whole batch and may be larger."""
+    assert params.top <= top and width(top, len(params.token_ids)) <= packed.shape[-1]
+    found = []
+    for row in packed.tolist():
+        best = [
+            (value, int(id_)) for value, id_ in zip(row[1 : 1 + params.top], row[1 + top : 1 + 2 * top], strict=False)
+        ]
+        wanted = row[1 + 2 * top : 1 + 2 * top + len(params.token_ids)]
+        found.append(TokenLogprobs(row[0], best, wanted))
+    return found
+
+
+def _of_queries(exact: Callable[[Tensor, Tensor], Tensor], hidden: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda ids: exact(hidden, ids)
+
+
+def _ordered(x: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Distinct int64 keys: the larger value first, of equal ones the lower id. x [..., K] float32, ids its token ids
+    [..., K], None for 0 .. K - 1."""
+    bits = (x + 0.0).view(torch.int32)  # -0.0 becomes 0.0, its equal
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float's pattern falls as its value rises
+    if ids is None:
+        ids = torch.arange(x.shape[-1], device=x.device)
+    return rising.to(torch.int64).bitwise_left_shift_(32).sub_(ids)

@@ -1,0 +1,40 @@
+"""Draft trees no larger than a request wants: what is beyond its limits is dead.
+
+Wiring: after `propose` (and `PredictedOutput.overlay`), before the target's batch is made of the draft. The drafter
+observes every row as ever, so that what it keeps stays complete. Depth 0 leaves the root alone, which is plain
+decoding; rows without limits of their own have those of the shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.spec.drafter import Draft
+
+
+def limit(draft: Draft, depth_max: int, max_depth: Tensor, max_topk: Tensor, max_nodes: Tensor) -> Draft:
+    """The draft with fewer live nodes; tokens and parents stay.
+
+    depth_max: of the shape, no node is deeper; max_depth, max_topk, max_nodes [B] int64, at least 0, 1, 1. A node is
+    dead if it is deeper than max_depth, if max_topk or more live siblings come before it, if an ancestor is dead, or if
+    max_nodes survivors of these rules, the root counted, come before it. Its parent is one of them, so what is left is
+    a tree.
+    """
+    tokens, parent, alive = draft
+    nodes = tokens.shape[1]
+    if nodes == 1:
+        return draft
+    node = torch.arange(nodes, device=tokens.device)
+    earlier = (node < node[:, None]) & (node > 0)  # [N, N]: column before row; the root is nobody's sibling
+    siblings = (parent[:, :, None] == parent[:, None]) & alive[:, None] & earlier
+    keeps = alive & (siblings.sum(-1) < max_topk[:, None])
+    keeps[:, 0] = True
+    # Depths and the worst of all ancestors, over twice the distance in every round; the root is its own parent.
+    depth = (node > 0).to(torch.int64).expand_as(parent)  # [B, N]
+    jump, reach = parent, 1
+    while reach < depth_max:
+        keeps, depth = keeps & keeps.gather(1, jump), depth + depth.gather(1, jump)
+        jump, reach = jump.gather(1, jump), 2 * reach
+    keeps = keeps & (depth <= max_depth[:, None])
+    return Draft(tokens, parent, keeps & (keeps.cumsum(1) <= max_nodes[:, None]))

@@ -1,0 +1,158 @@
+"""Drafts copied from the text that a request expects its answer to resemble (OpenAI's `prediction`).
+
+Wiring: `write` at admission of a request with a prediction. In a step, after the drafter's `propose` (or, without a
+drafter, with a draft of roots alone that has shape.nodes nodes), for the batch indices `which` of such rows:
+
+    draft = predicted.overlay(draft, slots, rows, which, shape, predicted.longest(host_rows))
+
+and at its end `predicted.outlook(slots, rows[which], ...)` beside the drafter's, so that a shape is chosen that has
+room for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftwing.core import TreeShape
+from draftwing.spec.drafter import Draft
+
+WINDOW: Final = 8  # newest tokens that are looked for; a longer match counts as this long
+
+
+class PredictionSlots(Protocol):
+    """What is read of the slot table; the last row is a dummy."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [R + 1, L] int64, valid at 0 .. kv_len
+    @property
+    def kv_len(self) -> Tensor: ...  # [R + 1] int64, index of the newest token
+
+
+class _Match(NamedTuple):
+    """Where the newest tokens of rows stand in their predictions."""
+
+    end: Tensor  # [b] int64: index of the newest token, -1 before the beginning
+    length: Tensor  # [b] int64 in [0, WINDOW]: tokens that agree
+    expected: Tensor  # [b] bool: where the answer would be had it gone on as predicted
+    found: Tensor  # [b] bool: it is there, and something follows it
+
+
+class PredictedOutput:
+    """Row-indexed predictions and how far into them the answers are; int64 tensors of [R + 1] rows.
+
+    Memory: the longest prediction so far, rounded up to a power of two, for every row.
+    """
+
+    def __init__(self, rows: int, length: int, device: torch.device) -> None:
+        """rows: R + 1, the rows of the slot table with its dummy; length: most tokens of a prediction that are kept."""
+        self.limit = length
+
+        def column(value: int) -> Tensor:
+            return torch.full((rows,), value, dtype=torch.int64, device=device)
+
+        self.tokens = column(0).new_empty(rows, 0)  # padded with -1
+        self.count = column(0)  # tokens of the prediction
+        self.prompt_len = column(0)
+        # The newest match: the token at position `seen` was the prediction's token `at`.
+        self.at, self.seen = column(-1), column(-1)
+        self._lengths = [0] * rows
+
+    @torch.inference_mode()
+    def write(self, row: int, ids: Sequence[int], prompt_len: int) -> None:
+        """A request with a prediction takes the row. ids: token ids of the prediction; prompt_len: of the request, not
+        counting output carried over a preemption."""
+        ids = ids[: self.limit]
+        columns = self.tokens.shape[1]
+        if len(ids) > columns:
+            more = min(1 << (len(ids) - 1).bit_length(), self.limit) - columns
+            self.tokens = pad(self.tokens, (0, more), value=-1)
+        self.tokens[row] = -1
+        self.tokens[row, : len(ids)] = torch.tensor(list(ids), dtype=torch.int64)
+        for column, value in (
+            (self.count, len(ids)),
+            (self.prompt_len, prompt_len),
+            (self.at, -1),
+            (self.seen, prompt_len - 1),
+        ):
+            column[row] = value
+        self._lengths[row] = len(ids)
+
+    def longest(self, rows: Iterable[int]) -> int:
+        """Tokens of the longest prediction among rows of the table, on the host."""
+        return max((self._lengths[row] for row in rows), default=0)
+
+    def outlook(self, slots: PredictionSlots, rows: Tensor, bound: int) -> Tensor:
+        """How promising the next `overlay` is for rows [b] of the table: [b] int64, 0 = it will find nothing, else the
+        length m of the match, or WINDOW + m if it goes on where the answer was following the prediction (at most 16;
+        m = 0 before the answer's first token).
+        """
+        if bound == 0:
+            return torch.zeros_like(rows)
+        match = self._match(slots, rows, bound)
+        return torch.where(match.expected, match.length + WINDOW, match.length).mul_(match.found)
+
+    def overlay(
+        self, draft: Draft, slots: PredictionSlots, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
+    ) -> Draft:
+        """The draft [B, N = shape.nodes] with the rows `which` that are found in their predictions replaced by a chain
+        of what follows there, at most shape.depth tokens; its other rows, and other nodes of these, as they were.
+
+        rows [B] int64, of the table; which [b] int64, batch indices of rows with a prediction, none twice; bound:
+        `longest` of them, or more. The longest suffix of the row's tokens (up to `WINDOW`) that the prediction has
+        decides; of equally long ones the place where the answer should be if it went on as it did in the last step,
+        then the first place after the last match, then the first of all. Before the answer's first token the
+        prediction's own beginning follows. Once a step: it moves the row's place in the prediction.
+        """
+        assert draft.tokens.shape[1] == shape.nodes
+        depth = min(shape.depth, shape.nodes - 1)
+        if depth == 0 or bound == 0 or which.shape[0] == 0:
+            return draft
+        table_rows = rows.index_select(0, which)
+        match = self._match(slots, table_rows, bound)
+        moved = torch.where(match.found, match.end, self.at.index_select(0, table_rows))
+        seen = torch.where(match.found, slots.kv_len.index_select(0, table_rows), self.seen.index_select(0, table_rows))
+        self.at.index_copy_(0, table_rows, moved)
+        self.seen.index_copy_(0, table_rows, seen)
+
+        node = torch.arange(shape.nodes, device=rows.device)
+        place = match.end[:, None] + node  # [b, N]; the root's own at node 0
+        on = (node <= depth) & (place < self.count.index_select(0, table_rows)[:, None])
+        predicted = self.tokens[:, :bound].index_select(0, table_rows).gather(1, place.clamp(0, bound - 1))
+        inner = Draft(*(x.index_select(0, which) for x in draft))
+        chain = Draft(
+            tokens=torch.where(on & (node > 0), predicted, inner.tokens[:, :1]),
+            parent=((node - 1).clamp_(min=0) * (node <= depth)).expand_as(place),
+            alive=on | (node == 0),
+        )
+        found = match.found[:, None]
+        replaced = (torch.where(found, x, y) for x, y in zip(chain, inner, strict=True))
+        return Draft(*(x.index_copy(0, which, y) for x, y in zip(draft, replaced, strict=True)))
+
+    def _match(self, slots: PredictionSlots, rows: Tensor, bound: int) -> _Match:
+        assert 0 < bound <= self.tokens.shape[1]
+        newest = slots.kv_len.index_select(0, rows)  # [b]
+        back = torch.arange(WINDOW - 1, -1, -1, device=rows.device)
+        position = newest[:, None] - back  # [b, WINDOW]
+        suffix = slots.tokens[rows[:, None], position.clamp(min=0)].masked_fill_(position < 0, -3)
+        # windows[:, i, e] is the token WINDOW - 1 - i before index e; -2 before the start, -1 past the end: no token.
+        predicted = pad(self.tokens[:, :bound].index_select(0, rows), (WINDOW - 1, 0), value=-2)
+        windows = predicted.unfold(1, predicted.shape[1] - WINDOW + 1, 1)
+        missing = ((windows != suffix[..., None]) * (WINDOW - back)[:, None]).amax(1)  # [b, P]
+        columns = missing.shape[1]
+        end = torch.arange(columns, device=rows.device)
+        at = self.at.index_select(0, rows)
+        expected = at + newest - self.seen.index_select(0, rows)  # [b]
+        later = (end - at[:, None] - 1).remainder_(columns).add_(1)  # 1 .. P: what comes after the last match first
+        later = later.masked_fill_(end == expected[:, None], 0)
+        best = (missing * (columns + 1) + later).min(1)
+        length = WINDOW - best.values.div(columns + 1, rounding_mode="floor")
+        begins = newest < self.prompt_len.index_select(0, rows)
+        where = torch.where(begins, -1, best.indices)
+        length.mul_(begins.logical_not())
+        found = ((length > 0) | begins) & (where + 1 < self.count.index_select(0, rows))
+        return _Match(where, length, begins | (where == expected), found)

@@ -1,0 +1,62 @@
+"""The engine on Triton's kernels, interpreted where there is no GPU: the text of the torch code, from graphs or not.
+
+(On a GPU every test of this folder runs on the kernels.)
+"""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.mtp_drafter import make_model_drafter
+
+pytest.importorskip("triton")
+TREE = TreeShape(3, 2, 5)
+
+
+@pytest.fixture
+def paged(harness, monkeypatch):
+    """All that asks whether to use Triton is told to."""
+    if harness.device != "cpu":
+        pytest.skip("there it is what runs")
+    from triton.runtime import interpreter
+
+    from draftwing.attn.paged import PagedAttention
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        """Triton 3.6 cannot loop to a number that a kernel computed, with numpy 2.4 or later."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("draftwing.") and name != "draftwing.kernels" and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+    return partial(PagedAttention, exact=True)
+
+
+@pytest.mark.parametrize(("drafter", "graph_size"), [(None, 1), ("ngram", 0), ("model", 0)])
+def test_the_text_is_the_same(harness, request, drafter, graph_size):
+    model = harness.tiny_model()
+    prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]]
+    params = [harness.greedy(5), harness.seeded(3, top_k=20, top_p=0.9)]
+    expected = harness.plain_answers(model, prompts, params)
+    attn = request.getfixturevalue("paged")
+    if drafter == "model":
+        head = DraftLM(harness.tiny_model(), harness.VOCAB)  # the target itself: all is accepted
+        drafter = make_model_drafter(head, 3, 2, torch.float32, torch.device("cpu"))
+    shapes = (TREE, PLAIN) if drafter else (PLAIN,)
+    rig = harness.Rig(model, shapes=shapes, drafter=drafter, rows=2, lag=1, attn=attn, graph_size=graph_size)
+    calls, run = [], rig.executor.graphs.run
+    rig.executor.graphs.run = lambda stage, key, *args, **kw: (calls.append(key), run(stage, key, *args, **kw))[1]
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+    assert any(key is None for key in calls) and any(key is not None for key in calls) == (graph_size > 0)
+    if rig.drafter is not None:
+        assert TREE in rig.stats.shapes

@@ -1,0 +1,121 @@
+"""Random weights: everything that has a config can be made without its tensors, and stays finite."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.models.eagle3_head import Eagle3Head
+from draftwing.models.eagle_head import EagleHead
+from draftwing.models.loader import load_model
+from draftwing.models.mtp_head import MTPHead
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return path
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q + v.repeat_interleave(2, 1)).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_from_a_config_alone(
+    tmp_path: Path, tied: bool, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        model = load_model(folder(tmp_path, tie_word_embeddings=tied), dtype, "cpu", dummy=True)
+    assert "random weights" in caplog.text and "dummy" in caplog.text
+    assert (model.lm_head.weight is model.embed.weight) == tied
+    assert not any(p.is_meta or p.requires_grad or p.dtype != dtype for p in model.parameters())
+    assert (model.norm.weight == 1).all() and (model.layers[0].qkv.bias == 0).all()
+    ids = torch.arange(50)
+    hidden, _ = model(ids, ids, attend)
+    logits = model.logits(hidden).float()
+    assert logits.isfinite().all() and 8 < logits.std() < 32
+    assert len(logits.argmax(-1).unique()) > 10, "the rows are alike"
+    again = load_model(tmp_path, dtype, "cpu", dummy=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    down = model.layers[0].down.weight
+    assert not torch.equal(down, model.layers[1].down.weight)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "kind"),
+    [
+        ("EAGLE", {"num_hidden_layers": 1, "bias": True}, EagleHead),
+        ("NEXTN", {"num_hidden_layers": 2}, EagleHead),
+        ("EAGLE3", {"num_hidden_layers": 1, "draft_vocab_size": 20, "bias": True}, Eagle3Head),
+        ("EAGLE3", {"num_hidden_layers": 2, "attention_bias": True}, Eagle3Head),
+        ("EAGLE3", {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [1, 4]}, Eagle3Head),
+        ("EAGLE3", {"num_hidden_layers": 1, "hidden_size": 16, "head_dim": 8, "target_hidden_size": 32}, Eagle3Head),
+        ("NEXTN", {"num_nextn_predict_layers": 2}, MTPHead),
+    ],
+)
+def test_heads_from_a_config_alone(
+    drafts: SimpleNamespace, tmp_path: Path, algorithm: str, changes: dict[str, Any], kind: type
+) -> None:
+    target: DecoderModel = drafts.make_target(torch.float32)
+    path = folder(tmp_path, **{"attention_bias": False, **changes})
+    head: Any = load_draft_head(path, target, algorithm, torch.float32, "cpu", dummy=True)
+    assert type(head) is kind
+    head.set_max_positions(64)
+    ids = torch.arange(9)
+    features = head.features(torch.randn(9, len(head.taps) * 32))
+    hidden = head.run(ids, ids, features, 0, attend)
+    logits = head.logits(hidden)
+    assert logits.isfinite().all() and logits.shape == (9, changes.get("draft_vocab_size", 50))
+    if "draft_vocab_size" in changes:
+        assert head.target_ids is not None
+        assert head.target_ids.unique().numel() == 20 and head.target_ids.max() < 50
+    else:
+        assert head.target_ids is None
+    if kind is not MTPHead:
+        assert len(head.layers if kind is EagleHead else [head.fusion, *head.later]) == changes["num_hidden_layers"]
+
+
+def test_prediction_layers_of_the_target_itself(drafts: SimpleNamespace, tmp_path: Path) -> None:
+    target: DecoderModel = drafts.make_target(torch.float32)
+    path = folder(tmp_path, num_nextn_predict_layers=3)
+    assert len(load_mtp_head(path, target, torch.float32, "cpu", dummy=True).layers) == 3
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
+        load_mtp_head(folder(tmp_path), target, torch.float32, "cpu", dummy=True)
+
+
+def test_a_config_that_does_not_fit_is_refused_as_ever(drafts: SimpleNamespace, tmp_path: Path) -> None:
+    target: DecoderModel = drafts.make_target(torch.float32)
+    for changes, expected in (
+        ({"vocab_size": 60}, "vocab_size: expected 50, found 60"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"draft_vocab_size": 70}, "exceeds"),
+    ):
+        with pytest.raises(CheckpointError, match=expected):
+            load_draft_head(
+                folder(tmp_path, num_hidden_layers=1, **changes), target, "EAGLE3", torch.float32, "cpu", dummy=True
+            )

@@ -1,0 +1,261 @@
+"""Edits at nodes of trees against plain sequences, edited token list by token list in float64."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftwing.core import SamplingParams
+from draftwing.sampling.edits import Edited, EditTable, Features
+from draftwing.sampling.sampler import SamplingRows, sample
+from draftwing.spec.tree import Tree, derive
+
+ROWS, LENGTH = 6, 40
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def reference(
+    logits: list[float], tokens: list[int], prompt_len: int, params: SamplingParams, bad: list[list[int]],
+    may: set[int] | None,
+) -> list[float]:  # fmt: skip
+    """The edited logits of what follows `tokens`, the prompt and the answer so far."""
+    answer = tokens[prompt_len:]
+    x = list(logits)
+    for i in set(tokens):
+        x[i] = x[i] / params.repetition_penalty if x[i] > 0 else x[i] * params.repetition_penalty
+    for i in set(answer):
+        x[i] -= params.frequency_penalty * answer.count(i) + params.presence_penalty
+    for i, value in params.logit_bias:
+        x[i] += value
+    for i in range(len(x)):
+        if (params.allowed_token_ids and i not in params.allowed_token_ids) or (may is not None and i not in may):
+            x[i] = -math.inf
+    for word in bad:
+        if len(word) == 1 or answer[-len(word) + 1 :] == word[:-1]:
+            x[word[-1]] = -math.inf
+    return x
+
+
+def random_trees(rng: random.Random, batch: int, nodes: int, depth: int) -> tuple[Tensor, Tensor]:
+    """Parents and which nodes are alive, no deeper than `depth`."""
+    parent, alive = torch.zeros(batch, nodes, dtype=torch.int64), torch.ones(batch, nodes, dtype=torch.bool)
+    for b in range(batch):
+        level = [0]
+        for n in range(1, nodes):
+            p = rng.choice([i for i in range(n) if level[i] < depth])
+            parent[b, n] = p
+            level.append(level[p] + 1)
+            alive[b, n] = bool(alive[b, p]) and rng.random() < 0.85
+    return parent, alive
+
+
+def path_of(parent: Tensor, b: int, n: int) -> list[int]:
+    up = []
+    while n:
+        up.append(n)
+        n = int(parent[b, n])
+    return up[::-1]
+
+
+def random_params(rng: random.Random, vocab: int, kind: str) -> tuple[SamplingParams, list[list[int]]]:
+    def has(name: str) -> bool:
+        return kind == name or (kind == "all" and rng.random() < 0.8)
+
+    words = [[rng.randrange(vocab // 4) for _ in range(rng.randint(1, 3))] for _ in range(12)] if has("bad") else []
+    params = SamplingParams(
+        frequency_penalty=rng.choice([0.3, -0.7]) if has("count") else 0.0,
+        presence_penalty=rng.choice([0.5, -1.1]) if has("count") else 0.0,
+        repetition_penalty=rng.choice([1.3, 0.8]) if has("repetition") else 1.0,
+        logit_bias=tuple((i, rng.uniform(-5, 5)) for i in rng.sample(range(vocab), 5)) if has("bias") else (),
+        allowed_token_ids=tuple(rng.sample(range(vocab), vocab // 2)) if has("allowed") else (),
+        bad_words=tuple("w" for _ in words),
+    )
+    return params, words
+
+
+def pack(may: list[list[set[int]]], vocab: int) -> Tensor:
+    bits = np.zeros((len(may), len(may[0]), -(-vocab // 32) * 32), bool)
+    for b, row in enumerate(may):
+        for n, ids in enumerate(row):
+            bits[b, n, list(ids)] = True
+    return torch.from_numpy(np.packbits(bits, axis=-1, bitorder="little").view(np.int32))
+
+
+class Case:
+    """A random sub-batch: `rows` of the table, small vocabularies so that tokens meet again and again."""
+
+    def __init__(self, seed: int, kind: str, vocab: int, nodes: int, depth: int, guided: bool) -> None:
+        rng = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab, self.nodes = vocab, nodes
+        self.table = EditTable(ROWS, vocab, torch.device("cpu"))
+        self.history = torch.randint(0, vocab // 4, (ROWS, LENGTH), generator=generator)
+        self.prompt_len = [rng.randint(1, 12) for _ in range(ROWS)]
+        self.newest = torch.tensor([self.prompt_len[r] - 1 + rng.randint(0, 12) for r in range(ROWS)])
+        self.params, self.words = {}, {}
+        for _ in range(2):  # what the first request of a row left must not be seen
+            for r in range(ROWS):
+                self.params[r], self.words[r] = random_params(rng, vocab, kind)
+                self.table.write(r, self.params[r], self.prompt_len[r], self.words[r])
+        self.rows = rng.sample(range(ROWS), 4)
+        batch = len(self.rows)
+        self.parent, self.alive = random_trees(rng, batch, nodes, depth)
+        self.tree: Tree = derive(self.parent, self.alive, depth)
+        self.drafts = torch.randint(0, vocab // 4, (batch, nodes), generator=generator)
+        self.drafts[:, 0] = self.history[self.rows, self.newest[self.rows]]
+        self.logits = torch.randn(batch, nodes, vocab, generator=generator) * 3
+        self.may = None
+        if guided:
+            everything = set(range(vocab))
+            self.may = [
+                [set(rng.sample(range(vocab), vocab // 3)) if b % 2 else everything for _ in range(nodes)]
+                for b in range(batch)
+            ]
+
+    def edit(self) -> Edited:
+        rows = torch.tensor(self.rows)
+        features = self.table.features(self.rows, self.may is not None)
+        masks = None if self.may is None else pack(self.may, self.vocab)
+        newest = self.newest[rows]
+        return self.table.apply(
+            self.logits, features, rows, self.history, newest, int(newest.max()), self.drafts, self.tree.path,
+            self.tree.path_len, masks,
+        )  # fmt: skip
+
+    def tokens(self, b: int, n: int) -> list[int]:
+        row = self.rows[b]
+        known = self.history[row, : int(self.newest[row]) + 1].tolist()
+        return known + [int(self.drafts[b, i]) for i in path_of(self.parent, b, n)]
+
+    def expected(self, b: int, n: int) -> list[float]:
+        row = self.rows[b]
+        may = None if self.may is None else self.may[b][n]
+        args = self.tokens(b, n), self.prompt_len[row], self.params[row], self.words[row], may
+        return reference(self.logits[b, n].double().tolist(), *args)
+
+
+KINDS = ["count", "repetition", "bias", "allowed", "bad", "none", "all"]
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "nodes", "depth"), [(40, 9, 3), (96, 1, 0), (71, 5, 4)])
+def test_every_node_is_edited_as_its_path(kind: str, guided: bool, vocab: int, nodes: int, depth: int) -> None:
+    changed = 0
+    for seed in range(4):
+        case = Case(seed, kind, vocab, nodes, depth, guided)
+        before = case.logits.clone()
+        edited = case.edit()
+        assert torch.equal(case.logits, before)
+        everything = torch.arange(vocab).expand(len(case.rows), nodes, vocab)
+        assert torch.equal(edited.at(case.logits, everything)[case.alive], edited.logits[case.alive])
+        for b in range(len(case.rows)):
+            for n in range(nodes):
+                if case.alive[b, n]:
+                    want = torch.tensor(case.expected(b, n))
+                    torch.testing.assert_close(edited.logits[b, n], want, rtol=1e-5, atol=1e-5)
+                    changed += not torch.equal(edited.logits[b, n], case.logits[b, n])
+    assert bool(changed) == (kind != "none" or guided)
+
+
+def test_a_node_equals_the_plain_sequence_bit_for_bit() -> None:
+    """The node's path as committed history, and one node: what decoding without drafts does."""
+    met = 0
+    for seed in range(6):
+        case = Case(seed, "all", 64, 8, 4, True)
+        edited = case.edit()
+        assert case.may is not None
+        for b, row in enumerate(case.rows):
+            for n in range(case.nodes):
+                if not case.alive[b, n]:
+                    continue
+                tokens = case.tokens(b, n)
+                history = torch.full((ROWS, LENGTH), 7)
+                history[row, : len(tokens)] = torch.tensor(tokens)
+                zero = torch.zeros(1, 1, dtype=torch.int64)
+                alone = case.table.apply(
+                    case.logits[b : b + 1, n : n + 1], case.table.features([row], True), torch.tensor([row]), history,
+                    torch.tensor([len(tokens) - 1]), len(tokens) + 3, zero, zero[..., None], zero + 1,
+                    pack([[case.may[b][n]]], case.vocab),
+                )  # fmt: skip
+                assert torch.equal(alone.logits[0, 0], edited.logits[b, n])
+                met += n > 0
+    assert met > 50
+
+
+def test_selected_rows_of_chosen_ids() -> None:
+    case = Case(3, "all", 64, 6, 3, True)
+    edited = case.edit()
+    only = torch.tensor([3, 1])
+    ids = torch.randint(0, 64, (2, 6, 9), generator=torch.Generator().manual_seed(0))
+    got = edited.at(case.logits[only].gather(-1, ids), ids, only)
+    alive = case.alive[only]
+    assert torch.equal(got[alive], edited.logits[only].gather(-1, ids)[alive])
+    assert got.isinf().any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sampling_with_exact_logits_of_half_precision(temperature: float) -> None:
+    """Rounded logits and edits of exact ones among the candidates choose what the exact logits choose."""
+    differs = 0
+    for seed in range(30):
+        case = Case(seed, "all", 128, 6, 3, False)
+        true = case.logits / 3 + 30
+        batch = len(case.rows)
+        none, noisy = NONE, torch.arange(batch) if temperature else NONE
+        params = SamplingRows(
+            seed=torch.arange(batch), temperature=torch.full((batch,), temperature), top_k=torch.full((batch,), -1),
+            top_p=torch.ones(batch), min_p=torch.zeros(batch), ban_until=torch.full((batch,), 99),
+            ban_ids=torch.tensor([[5, -1]] * batch),
+        )  # fmt: skip
+        positions = case.newest[torch.tensor(case.rows)][:, None] + case.tree.depth
+        picked = []
+        for logits in (true, true.bfloat16().float()):
+            case.logits = logits
+            edit = case.edit()
+
+            def exact(ids: Tensor, only: Tensor | None, edit: Edited = edit, true: Tensor = true) -> Tensor:
+                values = (true if only is None else true[only]).gather(-1, ids)
+                return edit.at(values, ids, only)
+
+            args = edit.logits, positions, case.tree.depth, 3, params, noisy, none, torch.arange(batch)
+            picked += [sample(*args), sample(*args, exact)]
+        plain, same, blurred, settled = picked
+        assert torch.equal(plain[case.alive], same[case.alive])
+        assert torch.equal(plain[case.alive], settled[case.alive])
+        assert not (settled[case.alive] == 5).any()
+        differs += int((blurred != settled)[case.alive].sum())
+    assert differs > 3
+
+
+def test_rows_without_edits_need_nothing() -> None:
+    table = EditTable(3, 50, torch.device("cpu"))
+    assert table.features([0, 2]) == Features()
+    table.write(1, SamplingParams(frequency_penalty=0.1, logit_bias=((3, 1.0), (4, 1.0))), 4, [])
+    table.write(2, SamplingParams(bad_words=("a",)), 4, [[1, 2, 3]])
+    assert table.features([0, 1, 2]) == Features(counts=True, biases=2, bad_words=1, bad_tokens=3)
+    table.write(1, SamplingParams(repetition_penalty=2.0), 4, [])
+    assert table.features([1], guided=True) == Features(seen=True, masks=True)
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (5, 2)])
+def test_runs_on_fake_tensors(nodes: int, depth: int) -> None:
+    every = Features(True, True, 3, True, 2, 3, True)
+    with FakeTensorMode():
+        table = EditTable(4, 100, torch.device("cpu"))
+        table.allowed = torch.zeros(4, 4, dtype=torch.int32)
+        zero = torch.zeros(2, nodes, dtype=torch.int64)
+        tree = derive(zero, zero == 0, depth)
+        for features in (every, Features()):
+            masks = torch.zeros(2, nodes, 4, dtype=torch.int32) if features.masks else None
+            edited = table.apply(
+                torch.randn(2, nodes, 100), features, zero[:, 0], torch.zeros(4, 30, dtype=torch.int64), zero[:, 0],
+                20, zero, tree.path, tree.path_len, masks,
+            )  # fmt: skip
+            assert edited.logits.shape == (2, nodes, 100)
+            ids = torch.zeros(1, nodes, 8, dtype=torch.int64)
+            assert edited.at(torch.randn(1, nodes, 8), ids, zero[:1, 0]).shape == (1, nodes, 8)

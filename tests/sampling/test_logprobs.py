@@ -1,0 +1,116 @@
+"""Log probabilities against log softmax in float64 and sorted Python lists."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftwing.core import LogprobParams, TokenLogprobs
+from draftwing.sampling.logprobs import PROMPT_SLICE, path_logprobs, prompt_logprobs, unpack, width
+
+
+def expected(logits: Tensor, token: int, top: int, wanted: list[int]) -> TokenLogprobs:
+    logp = logits.double().log_softmax(-1).tolist()
+    order = sorted(range(len(logp)), key=lambda i: (-logits[i].item(), i))[:top]
+    return TokenLogprobs(logp[token], [(logp[i], i) for i in order], [logp[i] for i in wanted])
+
+
+def check(got: TokenLogprobs, want: TokenLogprobs, tolerance: float) -> None:
+    assert [i for _, i in got.top] == [i for _, i in want.top]
+    for a, b in zip(
+        [got.value, *(v for v, _ in got.top), *got.wanted],
+        [want.value, *(v for v, _ in want.top), *want.wanted],
+        strict=True,
+    ):
+        assert a == pytest.approx(b, abs=tolerance)
+
+
+@pytest.mark.parametrize("vocab", [50, 1000, 4096])
+@pytest.mark.parametrize(("top", "wanted"), [(0, 0), (5, 0), (20, 3), (0, 2), (1, 1)])
+def test_float32(vocab: int, top: int, wanted: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(3, 4, vocab, generator=generator) * 4
+    logits[1] = torch.randint(-3, 3, (4, vocab), generator=generator).float()  # ties wherever one looks
+    logits[1, 0] *= 0.0  # both zeros
+    tokens = torch.randint(0, vocab, (3, 4), generator=generator)
+    ids = torch.randint(0, vocab, (3, wanted), generator=generator)
+    before = logits.clone()
+    packed = path_logprobs(logits, tokens, top, ids if wanted else None)
+    assert torch.equal(logits, before)
+    assert packed.shape == (3, 4, width(top, wanted)) and packed.dtype == torch.float64
+    for b in range(3):
+        got = unpack(packed[b].numpy(), top, LogprobParams(top, tuple(ids[b].tolist())))
+        for p in range(4):
+            check(got[p], expected(logits[b, p], int(tokens[b, p]), top, ids[b].tolist()), 2e-6 * 16)
+
+
+def test_rows_that_ask_for_less() -> None:
+    logits = torch.randn(2, 1, 300, generator=torch.Generator().manual_seed(0))
+    tokens, ids = torch.tensor([[4], [5]]), torch.tensor([[7, 0], [1, 2]])
+    packed = path_logprobs(logits, tokens, 6, ids)
+    check(unpack(packed[0].numpy(), 6, LogprobParams(2, (7,)))[0], expected(logits[0, 0], 4, 2, [7]), 1e-5)
+    check(unpack(packed[1].numpy(), 6, LogprobParams(0, (1, 2)))[0], expected(logits[1, 0], 5, 0, [1, 2]), 1e-5)
+    through = packed.view(torch.int64).view(torch.float64)  # as an int64 download carries it
+    assert torch.equal(through, packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("top", [0, 8])
+def test_exact_logits_of_half_precision(dtype: torch.dtype, top: int) -> None:
+    """Rounded logits around 25 lie up to 0.06 off and tie; what is reported does not."""
+    generator = torch.Generator().manual_seed(1)
+    true = torch.randn(4, 3, 2048, generator=generator) + 25
+    true[..., :300:50] += 6 + torch.arange(6) * 0.02  # near ties that hold nearly all of the mass
+    rounded = true.to(dtype)
+    tokens = torch.full((4, 3), 50)
+    ids = torch.tensor([[1999, 100]] * 4)
+    settled = path_logprobs(rounded, tokens, top, ids, lambda i: true.gather(-1, i))
+    blurred = path_logprobs(rounded, tokens, top, ids)
+    worst = {"settled": 0.0, "blurred": 0.0}
+    for b in range(4):
+        params = LogprobParams(top, (1999, 100))
+        for p in range(3):
+            want = expected(true[b, p], 50, top, [1999, 100])
+            got = unpack(settled[b].numpy(), top, params)[p]
+            check(got, want, 4e-3)  # a few percent of the mass keep roundings of 0.06
+            worst["settled"] = max(worst["settled"], abs(got.value - want.value))
+            worst["blurred"] = max(worst["blurred"], abs(unpack(blurred[b].numpy(), top, params)[p].value - want.value))
+    assert worst["settled"] * 5 < worst["blurred"]
+
+
+@pytest.mark.parametrize("length", [1, PROMPT_SLICE, 2 * PROMPT_SLICE + 5])
+@pytest.mark.parametrize("half", [False, True])
+def test_prompts_in_slices(length: int, half: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(length, 16, generator=generator), torch.randn(256, 16, generator=generator)
+    next_ids = torch.randint(0, 256, (length,), generator=generator)
+    most = 0
+
+    def logits(part: Tensor) -> Tensor:
+        nonlocal most
+        most = max(most, part.shape[0])
+        out = part @ weight.T
+        return out.bfloat16() if half else out
+
+    def exact(part: Tensor, ids: Tensor) -> Tensor:
+        return (weight[ids] * part.unsqueeze(-2)).sum(-1)
+
+    packed = prompt_logprobs(hidden, logits, next_ids, 3, torch.tensor([9, 8]), exact if half else None)
+    assert most <= PROMPT_SLICE
+    got = unpack(packed.numpy(), 3, LogprobParams(3, (9, 8), 0))
+    assert len(got) == length
+    for m in range(length):
+        check(got[m], expected(hidden[m] @ weight.T, int(next_ids[m]), 3, [9, 8]), 2e-2 if half else 1e-4)
+
+
+def test_runs_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        zero = torch.zeros(2, 3, dtype=torch.int64)
+        logits = torch.randn(2, 3, 512, dtype=torch.bfloat16)
+        exact = lambda ids: torch.zeros(ids.shape)  # noqa: E731
+        assert path_logprobs(logits, zero, 5, zero[:, :2], exact).shape == (2, 3, width(5, 2))
+        assert path_logprobs(logits, zero, 0).shape == (2, 3, 1)
+        hidden = torch.randn(100, 8)
+        weight = torch.randn(8, 512)
+        next_ids = torch.zeros(100, dtype=torch.int64)
+        assert prompt_logprobs(hidden, lambda x: x @ weight, next_ids, 2).shape == (100, 5)

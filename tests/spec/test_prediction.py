@@ -1,0 +1,171 @@
+"""Chains from predictions against a search in Python lists, and acceptance when an answer follows its prediction."""
+
+import random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftwing.core import TreeShape
+from draftwing.spec.drafter import Draft
+from draftwing.spec.prediction import WINDOW, PredictedOutput
+from draftwing.spec.tree import accept, derive
+
+LENGTH = 200
+
+
+class Slots(NamedTuple):
+    tokens: Tensor
+    kv_len: Tensor
+
+
+def slots_of(histories: list[list[int]]) -> Slots:
+    tokens = torch.full((len(histories), LENGTH), 3)  # stale tokens past the newest
+    for r, history in enumerate(histories):
+        tokens[r, : len(history)] = torch.tensor(history)
+    return Slots(tokens, torch.tensor([len(h) - 1 for h in histories]))
+
+
+def roots(slots: Slots, rows: Tensor, nodes: int) -> Draft:
+    last = slots.tokens[rows, slots.kv_len[rows]]
+    alive = torch.zeros(len(rows), nodes, dtype=torch.bool)
+    alive[:, 0] = True
+    return Draft(last[:, None].repeat(1, nodes), torch.zeros(len(rows), nodes, dtype=torch.int64), alive)
+
+
+class Follower:
+    """One row's prediction, searched in the open."""
+
+    def __init__(self, ids: list[int], prompt_len: int) -> None:
+        self.ids, self.prompt_len = ids, prompt_len
+        self.at, self.seen = -1, prompt_len - 1
+
+    def follow(self, history: list[int]) -> tuple[list[int] | None, int]:
+        """What follows the newest tokens, None without a match; and the outlook."""
+        newest = len(history) - 1
+        expected = self.at + newest - self.seen
+        best: tuple[int, int] | None = None
+        if newest < self.prompt_len:
+            end, length, best = -1, 0, (0, 0)
+            expected = -1
+        else:
+            for e in range(len(self.ids)):
+                n = 0
+                while n < min(WINDOW, e + 1, len(history)) and self.ids[e - n] == history[-1 - n]:
+                    n += 1
+                order = 0 if e == expected else 1 + (e - self.at - 1 if e > self.at else 10_000 + e)
+                if n and (best is None or (-n, order) < best):
+                    best, end, length = (-n, order), e, n
+        if best is None or end + 1 >= len(self.ids):
+            return None, 0
+        self.at, self.seen = end, newest
+        return self.ids[end + 1 :], length + (WINDOW if end == expected else 0)
+
+
+def chain_of(draft: Draft, b: int) -> list[int]:
+    live = [n for n in range(draft.tokens.shape[1]) if draft.alive[b, n]]
+    assert live == list(range(len(live))) and [int(draft.parent[b, n]) for n in live[1:]] == live[:-1]
+    return draft.tokens[b, 1 : len(live)].tolist()
+
+
+def test_random_predictions_step_by_step() -> None:
+    """Few tokens, so that most suffixes occur often; rows without a prediction keep their own draft."""
+    rng = random.Random(0)
+    found = missed = steady = 0
+    for _ in range(30):
+        shape = TreeShape(rng.randint(1, 6), 2, rng.randint(2, 9))
+        vocab = rng.choice([1, 2, 4, 40])  # 1: every place matches alike
+        histories = [[rng.randrange(vocab) for _ in range(rng.randint(1, 12))] for _ in range(5)]
+        predicted = PredictedOutput(5, 64, torch.device("cpu"))
+        followers: dict[int, Follower] = {}
+        for row in (0, 2, 3):
+            ids = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
+            predicted.write(row, [9] * rng.randint(1, 60), 1)
+            predicted.write(row, ids, len(histories[row]))
+            followers[row] = Follower(ids, len(histories[row]))
+        rows, which = torch.tensor([3, 1, 0, 4, 2]), torch.tensor([4, 0, 2])
+        bound = predicted.longest([0, 2, 3])
+        assert bound == max(len(f.ids) for f in followers.values())
+        for _ in range(6):
+            slots = slots_of(histories)
+            inner = roots(slots, rows, shape.nodes)
+            inner.alive[:, 1] = True
+            before = [x.clone() for x in inner]
+            outlook = predicted.outlook(slots, rows[which], bound)
+            draft = predicted.overlay(inner, slots, rows, which, shape, bound)
+            assert all(torch.equal(a, b) for a, b in zip(inner, before, strict=True))
+            hints = dict(zip(which.tolist(), outlook.tolist(), strict=True))
+            for b, row in enumerate(rows.tolist()):
+                following, hint = followers[row].follow(histories[row]) if row in followers else (None, 0)
+                if row in followers:
+                    assert hints[b] == hint
+                    steady += hint > WINDOW
+                if following is None:
+                    assert all(torch.equal(x[b], y[b]) for x, y in zip(draft, inner, strict=True))
+                    missed += row in followers
+                else:
+                    assert chain_of(draft, b) == following[: min(shape.depth, shape.nodes - 1)]
+                    found += 1
+                assert draft.tokens[b, 0] == histories[row][-1]
+                histories[row] += [rng.randrange(vocab) for _ in range(rng.randint(1, 3))]
+                if following and rng.random() < 0.6:  # the answer follows
+                    histories[row] = histories[row][: int(slots.kv_len[row]) + 1] + following[: rng.randint(1, 4)]
+    assert found > 200 and missed > 50 and steady > 50
+
+
+def test_an_answer_that_follows_is_accepted_whole() -> None:
+    """An answer equal to its prediction but for one replaced, one dropped and one added token, repetitions and all."""
+    text = [5, 6, 7, 8, 5, 6, 9, 1, 5, 6, 7, 8, 5, 6, 9, 2] * 5
+    answer = text.copy()
+    answer[20] = 33
+    del answer[41]
+    answer.insert(60, 44)
+    prompt, shape = [70, 71, 72], TreeShape(7, 1, 8)
+    predicted = PredictedOutput(2, 256, torch.device("cpu"))
+    predicted.write(0, text, len(prompt))
+    history, steps, row = prompt + answer[:1], 0, torch.tensor([0])
+    while len(history) < len(prompt) + len(answer):
+        slots = slots_of([history, [0]])
+        draft = predicted.overlay(roots(slots, row, shape.nodes), slots, row, row, shape, predicted.longest([0]))
+        tree = derive(draft.parent, draft.alive, shape.depth)
+        done = len(history) - len(prompt)
+        left = answer[done:] + [0] * shape.nodes
+        # The target's sample at a chain's node n is the answer's token after n drafts; accept stops where they part.
+        target = torch.tensor([left[: shape.nodes]])
+        accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
+        history += left[: int(accepted.count)]
+        steps += 1
+    assert history[len(prompt) : len(prompt) + len(answer)] == answer
+    assert steps <= len(answer) // 8 + 8
+
+
+def test_before_the_first_token_the_prediction_begins() -> None:
+    slots = slots_of([[1, 2, 3]])
+    predicted = PredictedOutput(1, 16, torch.device("cpu"))
+    predicted.write(0, [6, 7], 3)
+    row, shape = torch.tensor([0]), TreeShape(4, 1, 5)
+    draft = predicted.overlay(roots(slots, row, 5), slots, row, row, shape, 2)
+    assert chain_of(draft, 0) == [6, 7]
+
+
+def test_nothing_to_do() -> None:
+    slots, row = slots_of([[1, 2, 3]]), torch.tensor([0])
+    predicted = PredictedOutput(1, 4, torch.device("cpu"))
+    inner = roots(slots, row, 1)
+    assert predicted.overlay(inner, slots, row, row, TreeShape(0, 1, 1), 0) is inner
+    assert predicted.outlook(slots, row, predicted.longest([0])).tolist() == [0]
+    predicted.write(0, range(9), 1)
+    assert predicted.longest([0]) == 4 and predicted.tokens.shape == (1, 4)
+
+
+def test_runs_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        predicted = PredictedOutput(3, 64, torch.device("cpu"))
+        predicted.tokens = torch.zeros(3, 32, dtype=torch.int64)
+        slots = Slots(torch.zeros(3, 50, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+        rows, which = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        inner = Draft(*(torch.zeros(2, 5, dtype=d) for d in (torch.int64, torch.int64, torch.bool)))
+        draft = predicted.overlay(inner, slots, rows, which, TreeShape(4, 1, 5), 20)
+        assert [x.shape for x in draft] == [(2, 5)] * 3
+        assert predicted.outlook(slots, which, 20).shape == (1,)
