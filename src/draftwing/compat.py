@@ -33,9 +33,9 @@ _LOSSY = "it would change what the model says; leave it out"
 _ADAPTS = "the shape of a draft follows what was accepted already, up to --speculative-num-draft-tokens"
 _ONE_DEVICE = "a server of this version runs on one device; run one per device and balance the load in front"
 _QUANTIZATION = "weights are not quantized on the way; give a checkpoint that is quantized, such as a .gguf file"
-_METRICS = "there is no /metrics endpoint in this version; /server_info and the log tell how the engine does"
 
 NO_EFFECT = {
+    "grammar_backend": Foreign(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
     "attention_backend": Foreign(str, "this version has its own attention, chosen by the device"),
     "page_size": Foreign(int, "the KV pool is handed out by single tokens", neutral=(1,)),
     "cuda_graph_max_bs_prefill": Foreign(int, "prompts run without CUDA graphs"),
@@ -61,11 +61,9 @@ REFUSED = {
     "dp_size": Foreign(int, _ONE_DEVICE, True, (1,)),
     "data_parallel_size": Foreign(int, _ONE_DEVICE, True, (1,)),
     "quantization": Foreign(str, _QUANTIZATION, True, ("none",)),
-    "enable_metrics": Foreign(bool, _METRICS, True),
     "enable_dp_attention": Foreign(
         bool, "attention is not split over devices; run one server per device and balance the load in front", True
     ),
-    "reasoning_parser": Foreign(str, "reasoning is not separated; it stays in the text, as the model writes it", True),
     "speculative_accept_threshold_single": Foreign(float, _LOSSY, True, (1.0,)),
     "speculative_accept_threshold_acc": Foreign(float, _LOSSY, True, (1.0,)),
     "speculative_draft_load_format": Foreign(str, "weights are read as they are found", True, ("auto", "safetensors")),

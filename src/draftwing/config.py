@@ -21,11 +21,12 @@ from typing import Any
 from draftwing import compat
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.errors import ConfigError
+from draftwing.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 logger = logging.getLogger(__name__)
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
-CUDA = "CUDA"
+REQUESTS, CUDA = "requests", "CUDA"
 ALGORITHMS = ("none", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 # Trees when only an algorithm is given: chains, but for EAGLE heads of Llama models.
@@ -102,6 +103,41 @@ class Options:
         "seconds that running requests have after SIGTERM before they are aborted",
         minimum=0,
         maximum=86400,
+    )
+
+    enable_metrics: bool = _option(False, SERVER, "accepted; /metrics is always there")
+    log_requests: bool = _option(False, SERVER, "log a line of JSON for every request")
+    log_requests_level: int = _option(
+        0,
+        SERVER,
+        "0: sizes and times; 1: parameters too; 2: the beginning of texts; 3: texts",
+        minimum=0,
+        maximum=3,
+    )
+    otlp_traces_endpoint: str | None = _option(
+        None, SERVER, "send an OpenTelemetry span per request there (install draftwing[otel])"
+    )
+
+    sampling_defaults: str = _option(
+        "openai",
+        REQUESTS,
+        "where sampling fields that a request does not give come from: the model's generation_config.json, or openai",
+        choices=("model", "openai"),
+    )
+    reasoning_parser: str | None = _option(
+        None, REQUESTS, "how the model marks its reasoning, which is then answered apart", choices=REASONING_PARSERS
+    )
+    tool_call_parser: str | None = _option(
+        None, REQUESTS, "how the model writes its tool calls", choices=TOOL_CALL_PARSERS
+    )
+    logit_processor: str | None = _option(
+        None, REQUESTS, "module:attribute of a logit processor that requests may name; several with commas"
+    )
+    constrained_json_whitespace_pattern: str | None = _option(
+        None, REQUESTS, "regular expression of the white space in JSON that a schema asks for (default: any)"
+    )
+    constrained_json_disable_any_whitespace: bool = _option(
+        False, REQUESTS, "JSON that a schema asks for is written without white space"
     )
 
     mem_fraction_static: float | None = _option(
@@ -286,6 +322,10 @@ class Options:
     @property
     def deterministic(self) -> bool:
         return self.enable_deterministic_inference
+
+    @property
+    def logit_processors(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in (self.logit_processor or "").split(",") if name.strip())
 
     @property
     def dummy(self) -> bool:

@@ -160,6 +160,9 @@ class Admission(NamedTuple):
     prompt_len: int  # of the request, not counting output carried over a preemption
     stop_ids: tuple[int, ...]  # token ids that end it; the sampler bans them before `min_new_tokens`
     salt: int  # 63-bit hash of cache_salt; 0 without one
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    limits: SpecLimits | None = None
+    prediction: tuple[int, ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -169,6 +172,15 @@ class Chunk(NamedTuple):
     start: int
     length: int
     final: bool  # the last chunk of the prompt: its last row's logits are sampled
+
+
+class PromptPart(NamedTuple):
+    """Queries of a prefill chunk whose next tokens' log probabilities are wanted: `[first, first + length)` of it."""
+
+    chunk: int  # its number in the plan, which is also that of its row
+    first: int
+    length: int
+    params: LogprobParams
 
 
 @dataclass(frozen=True)
@@ -192,7 +204,25 @@ class Plan:
     noisy: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # batch indices with temperature > 0
     filtered: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of those, with top-k, top-p or min-p
     banning: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # batch indices below min_new_tokens
-    host_edits: bool = False
+    # What few plans have; a plan with any of it is `special`. All are batch indices of rows that draw.
+    edited: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # whose logits the device edits
+    guided: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # whose drafts and logits the host edits
+    limited: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # with limits of their own on drafts
+    predicted: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # with a predicted output
+    logprobs: tuple[tuple[int, LogprobParams], ...] = ()
+    prompt_parts: tuple[PromptPart, ...] = ()
+
+    @property
+    def special(self) -> bool:
+        """Whether it asks for more than drafting, sampling and filtering."""
+        return bool(
+            len(self.edited)
+            or len(self.guided)
+            or len(self.limited)
+            or len(self.predicted)
+            or self.logprobs
+            or self.prompt_parts
+        )
 
 
 @dataclass(frozen=True)
@@ -202,6 +232,7 @@ class StepResult:
     tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk).
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
     proposed[B]: live draft nodes, the root not counted.  hint[B]: the drafter's outlook for the next step.
+    logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     """
 
     tokens: IntArray
@@ -210,6 +241,8 @@ class StepResult:
     proposed: IntArray
     hint: IntArray
     seconds: float = 0.0
+    logprobs: tuple[list[TokenLogprobs], ...] = ()
+    prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()
 
 
 @dataclass

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from draftwing.attn.native import pick_attention
 from draftwing.attn.torch_ref import TorchAttention
 from draftwing.config import Options
-from draftwing.core import PLAIN
+from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
@@ -43,6 +43,7 @@ from draftwing.spec.token_map import load_token_map
 
 log = logging.getLogger("draftwing")
 
+PREDICTED = TreeShape(8, 1, 9)  # drafts copied from a predicted output, where there is no drafter
 SLOTS_AHEAD = 32  # see `SchedulerConfig.ahead`
 
 
@@ -139,6 +140,7 @@ def assemble(
             slots=pool_tokens,
             max_rows=rows,
             max_span=max_span,
+            vocab=config.vocab_size,
             chunk_tokens=chunk if chunk > 0 else pool_tokens,
             lookahead=drafter.lookahead if drafter is not None else 0,
             tail=drafter.tail if drafter is not None else 0,
@@ -155,7 +157,8 @@ def assemble(
 def capture(executor: Executor, policy: ShapePolicy) -> None:
     """Captures all graphs, and tells the policy how long each step took."""
     start, free = time.monotonic(), executor.device.free_memory()
-    for key, seconds in executor.capture(policy.menu).items():
+    menu = policy.menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    for key, seconds in executor.capture(menu).items():
         nothing = np.zeros(key.size, np.int64)
         policy.record(key.shape, nothing, nothing, seconds)
     took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
@@ -170,7 +173,7 @@ def make_drafter(
     shape, rows = options.speculative_shape, options.max_running_requests
     assert rows is not None, "for_device gives it a value"
     if options.speculative_algorithm == "none":
-        return None, FixedShape(PLAIN)
+        return None, FixedShape(PREDICTED)  # without a predicted output every step is plain
     if options.speculative_algorithm != "NGRAM":
         head = load_head(options, path, token_ids, target, dtype, device)
         drafter = make_model_drafter(head, rows + 1, shape.topk, dtype, device.device)

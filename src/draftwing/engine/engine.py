@@ -5,13 +5,15 @@ Everything but `step` may be called from any thread; `step` belongs to one threa
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import random
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from typing import Any
 
 from draftwing.config import Options
 from draftwing.core import GenRequest, Output, SamplingParams
@@ -22,14 +24,19 @@ from draftwing.engine.loop import Loop
 from draftwing.engine.report import Reporter
 from draftwing.engine.slots import BAN_IDS
 from draftwing.errors import ConfigError
+from draftwing.grammar import GrammarCompiler
+from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config
-from draftwing.models.stop import stop_ids
+from draftwing.processors import apply, find_processor, load_processors
+from draftwing.sched.guidance import Processor
 from draftwing.sched.request import Req
+from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
 log = logging.getLogger("draftwing")
+_PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
 class Engine:
@@ -49,7 +56,8 @@ class Engine:
         device = pick_device(self.options.device)
         self.options = self.options.for_device(device.device.type, device.total_memory())
         parts = build(self.options, path)
-        self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids))
+        defaults = sampling_defaults(path) if self.options.sampling_defaults == "model" else {}
+        self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
 
     @classmethod
     def from_parts(cls, options: Options, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int]) -> Engine:
@@ -59,9 +67,19 @@ class Engine:
         engine._start(tokenizer, parts, stop)
         return engine
 
-    def _start(self, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int]) -> None:
+    def _start(
+        self, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int], defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.parts = parts
+        self._processors = load_processors(self.options.logit_processors)
+        self._grammars = GrammarCompiler(
+            tokenizer,
+            parts.model.config.vocab_size,
+            stop,
+            not self.options.constrained_json_disable_any_whitespace,
+            self.options.constrained_json_whitespace_pattern,
+        )
         device = parts.executor.device.device
         self.info = EngineInfo(
             options=self.options,
@@ -73,6 +91,8 @@ class Engine:
             max_banned=BAN_IDS,
             dtype=str(parts.dtype).removeprefix("torch."),
             device=device.type,
+            processors=tuple(self._processors),
+            defaults=dict(defaults or {}),
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:
@@ -167,14 +187,22 @@ class Engine:
             stop_ids=terms.stop_ids,
             priority=request.priority,
             salt=salt_of(request.cache_salt),
-            scanner=self._scanner(params),
+            scanner=StopStringScanner.of(self.tokenizer, params),
             deadline=time.monotonic() + timeout if timeout else None,
+            bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
+            grammar=self._grammars.compile(params.grammar) if params.grammar is not None else None,
+            processor=self._processor(params),
+            logprobs=request.logprobs,
+            limits=request.limits,
+            prediction=request.prediction,
         )
 
-    def _scanner(self, params: SamplingParams) -> StopStringScanner | None:
-        if not params.stop:
+    def _processor(self, params: SamplingParams) -> Processor | None:
+        asked = params.logit_processor
+        if asked is None:
             return None
-        return StopStringScanner(self.tokenizer, params.stop, params.skip_special_tokens)
+        function, values = find_processor(self._processors, asked.name, _PROCESSOR), json.loads(asked.params)
+        return lambda tokens, logits: apply(function, tokens, logits, values, _PROCESSOR)
 
 
 def salt_of(cache_salt: str | None) -> int:

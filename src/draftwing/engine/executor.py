@@ -25,9 +25,11 @@ from draftwing.engine.commit import HINT, Committed, commit
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
 from draftwing.engine.slots import Drawing, SlotTable, Upload
+from draftwing.engine.special import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.kernels import use_triton
 from draftwing.models.decoder import DecoderModel
 from draftwing.sampling.sampler import sample
+from draftwing.sched.guidance import Guidance
 from draftwing.spec.drafter import Draft, Drafter
 from draftwing.spec.simulate import Simulation
 from draftwing.spec.tree import Tree, derive
@@ -48,6 +50,13 @@ class Verified(NamedTuple):
     taps: Tensor | None
 
 
+class Special(NamedTuple):
+    """A plan with special rows, and the host's part in it."""
+
+    plan: Plan
+    guidance: Guidance | None
+
+
 class TreeStep(NamedTuple):
     """A tree step on the device. With a key its graphs are replayed, on rows that are padded to the key's size."""
 
@@ -57,6 +66,7 @@ class TreeStep(NamedTuple):
     bound: int  # host bound of kv_len; the table's length in graphs, which run at any length
     drawing: Drawing  # nobody, where it is decided on the device row by row
     filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
+    special: Special | None = None  # never in graphs
 
 
 class Pending(NamedTuple):
@@ -69,15 +79,17 @@ class Pending(NamedTuple):
     batch: Batch | None = None
     step: TreeStep | None = None  # tree only
     drafted: Drafted | None = None
+    special: Special | None = None
 
 
 class InFlight:
     """A settled step whose result is on its way to the host."""
 
-    def __init__(self, plan: Plan, download: Download, started: float) -> None:
+    def __init__(self, plan: Plan, download: Download, started: float, logprobs: Logprobs | None = None) -> None:
         self.plan = plan
         self._download = download
         self._started = started
+        self._logprobs = logprobs
 
     def wait(self, previous_ready: float) -> tuple[StepResult, float]:
         """The result and the monotonic time it was ready; the step is charged from the later of its own launch and
@@ -88,6 +100,7 @@ class InFlight:
         shape = self.plan.shape
         commit, nodes = shape.max_commit, shape.nodes
         count, proposed, hint = packed[:, :3].T
+        rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
         result = StepResult(
             tokens=packed[:, 3 : 3 + commit],
             count=count,
@@ -95,6 +108,8 @@ class InFlight:
             proposed=proposed,
             hint=hint,
             seconds=ready - max(self._started, previous_ready),
+            logprobs=rows,
+            prompt_logprobs=parts,
         )
         return result, ready
 
@@ -125,25 +140,30 @@ class Executor:
         # Kernels look up themselves what each row asks of the sampler; the torch code is told by the host.
         self._by_value = use_triton(slots.kv_len)
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
+        self._special = SpecialRows(model, drafter, slots, device)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Pending:
+    def launch(self, plan: Plan, guidance: Guidance | None = None) -> Pending:
+        """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
         started = time.monotonic()
+        self._special.admit(plan)
+        special = Special(plan, guidance) if plan.special else None
         if plan.kind == "prefill":
-            return self._launch_prefill(plan, started)
-        step = self._tree_step(plan)
+            return self._launch_prefill(plan, started, special)
+        step = self._tree_step(plan, special)
         drafted, verified = self._forward(step, self.graphs.run)
-        return Pending(plan, started, verified, step=step, drafted=drafted)
+        return Pending(plan, started, verified, step=step, drafted=drafted, special=special)
 
     @torch.inference_mode()
     def settle(self, pending: Pending) -> InFlight:
-        plan, step = pending.plan, pending.step
+        plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
-            packed = self._settle_prefill(pending)
+            packed, logprobs = self._settle_prefill(pending)
+        elif pending.special is not None:
+            packed, logprobs = self._settle_special(pending, pending.special)
         else:
-            assert plan.kind == "tree"
             packed = self._finish(step, pending.drafted, pending.verified, self.graphs.run)[: len(plan.rows)]
-        return InFlight(plan, self.device.download(packed), pending.started)
+        return InFlight(plan, self.device.download(packed), pending.started, logprobs)
 
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 
@@ -168,14 +188,14 @@ class Executor:
         self.device.trim()  # what the first calls took
         return seconds
 
-    def _tree_step(self, plan: Plan) -> TreeStep:
+    def _tree_step(self, plan: Plan, special: Special | None) -> TreeStep:
         """Uploads a plan."""
-        known = self._by_value or not len(plan.noisy) + len(plan.banning)
+        known = special is None and (self._by_value or not len(plan.noisy) + len(plan.banning))
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
         filtered = len(plan.filtered) > 0
         if key is None:
             upload = self.slots.upload(plan)
-            return TreeStep(None, upload.rows, plan.shape, plan.max_bound, upload.drawing, filtered)
+            return TreeStep(None, upload.rows, plan.shape, plan.max_bound, upload.drawing, filtered, special)
         self.slots.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
@@ -197,24 +217,50 @@ class Executor:
         return packed
 
     def _draft(self, step: TreeStep) -> Drafted:
-        draft = self.propose(step.rows, step.shape, step.bound, step.drawing.noisy)
-        return Drafted(draft, *self.verify(step.rows, draft, step.shape, step.bound))
+        rows, shape, special = step.rows, step.shape, step.special
+        if special is not None and special.guidance is not None and shape != PLAIN:
+            self._special.constrain(special.plan, rows, special.guidance)
+        draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
+        if special is not None:
+            draft = self._special.adjust(special.plan, rows, draft, special.guidance)
+        return Drafted(draft, *self.verify(rows, draft, shape, step.bound))
 
     def _verify(self, drafted: Drafted) -> Verified:
         batch = drafted.batch
         return Verified(*self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps))
 
     def _settle(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
+        drawn = self._nodes(step, drafted, verified)
+        return self._accept(step, drafted, verified, self._sample(step.drawing, step.filtered, drawn))
+
+    def _settle_special(self, pending: Pending, special: Special) -> tuple[Tensor, Logprobs]:
+        plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
+        assert step is not None and drafted is not None and verified is not None
+        drawn = self._nodes(step, drafted, verified)
+        target = self._sample(step.drawing, step.filtered, drawn)
+        target = self._special.draw(plan, drawn, target, special.guidance)
+        packed = self._accept(step, drafted, verified, target)
+        packed[:, HINT] = self._special.outlook(plan, step.rows, packed[:, HINT])
+        width = step.shape.max_commit
+        tokens, nodes = packed[:, HINT + 1 : HINT + 1 + width], packed[:, HINT + 1 + width : HINT + 1 + 2 * width]
+        return packed, Logprobs(self._special.path_logprobs(plan, drawn, nodes, tokens), [])
+
+    def _nodes(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Drawn:
         draft, batch, tree = drafted
-        rows, shape = step.rows, step.shape
         size = draft.tokens.shape
         hidden = verified.hidden.view(*size, -1)  # [B, N, H]
-        at = batch.positions.view(size)
-        target = self._sample(step.drawing, step.filtered, rows, hidden, at, tree.depth, shape.depth)
+        return Drawn(
+            step.rows, self._logits(hidden), hidden, batch.positions.view(size), tree.depth, step.shape.depth,
+            draft.tokens, tree.path, tree.path_len,
+        )  # fmt: skip
+
+    def _accept(self, step: TreeStep, drafted: Drafted, verified: Verified, target: Tensor) -> Tensor:
+        """target [B, N]: what was drawn at every node -> the packed result."""
+        draft, batch, tree = drafted
         if self._simulation is not None:
-            target = self._simulation(draft, tree, target, rows, batch.prefix_len)
+            target = self._simulation(draft, tree, target, step.rows, batch.prefix_len)
         observed = self.drafter is not None and bool(self.drafter.kv_layers)
-        done = commit(self.slots, rows, draft, tree, target, batch.prefix_len, observed)
+        done = commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, observed)
         if self.drafter is not None:
             done.packed[:, HINT] = self._observe(step, done, batch.prefix_len, verified.taps)
         return done.packed
@@ -225,7 +271,10 @@ class Executor:
         if shape == PLAIN:
             root = self.slots.last[rows].unsqueeze(1)  # [B, 1]
             return Draft(root, *self._lone_roots(rows.shape[0])[0])
-        assert self.drafter is not None, "without a drafter every step is plain"
+        if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
+            tokens = self.slots.last[rows].unsqueeze(1).expand(-1, shape.nodes)
+            parent = torch.zeros_like(tokens)
+            return Draft(tokens, parent, (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(parent))
         return self.drafter.propose(self.slots, rows, shape, max_bound, noisy)
 
     def verify(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
@@ -280,18 +329,13 @@ class Executor:
             known = self._chains[size, width] = path.contiguous(), path_len.contiguous()
         return known
 
-    def _sample(
-        self,
-        drawing: Drawing,
-        filtered: bool,
-        rows: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        depth: Tensor,
-        depth_max: int,
-    ) -> Tensor:
-        """A token for every node: hidden [B, N, H], positions and depth [B, N] -> [B, N]."""
-        logits = self.model.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [B, N, H] -> [B, N, V]"""
+        return self.model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+    def _sample(self, drawing: Drawing, filtered: bool, drawn: Drawn) -> Tensor:
+        """A token for every node, [B, N]."""
+        rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         half = logits.dtype.itemsize < 4
         if use_triton(logits):
             from draftwing.kernels.sampling import draw
@@ -326,7 +370,7 @@ class Executor:
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: float) -> Pending:
+    def _launch_prefill(self, plan: Plan, started: float, special: Special | None) -> Pending:
         slots = self.slots
         upload = slots.upload(plan)
         ids = slots.tokens[upload.token_rows, upload.positions]  # [M]
@@ -341,9 +385,9 @@ class Executor:
             bound=plan.max_bound + self._tail,
         )
         verified = Verified(*self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps))
-        return Pending(plan, started, verified, upload, batch)
+        return Pending(plan, started, verified, upload, batch, special=special)
 
-    def _settle_prefill(self, pending: Pending) -> Tensor:
+    def _settle_prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
         """Result rows: one token for each final chunk, none for the last chunk if it is not. So the first rows draw,
         and batch indices of the plan's rows are also those of the rows that draw."""
         assert all(chunk.final for chunk in pending.plan.chunks[:-1])
@@ -354,15 +398,10 @@ class Executor:
         slots.kv_len.index_copy_(0, rows, upload.kv_len)
         zero = torch.zeros_like(rows)
         token, drawn, hint = zero, zero, zero
+        logprobs: Download | None = None
+        sent: Logprobs | None = None
         if upload.final.numel():
-            drawing = rows[: upload.final.numel()]
-            position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
-            hidden = verified.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
-            depth = torch.zeros_like(position)
-            filtered = len(plan.filtered) > 0
-            picked = self._sample(upload.drawing, filtered, drawing, hidden, position, depth, 0).squeeze(1)
-            slots.last.index_copy_(0, drawing, picked)
-            slots.tokens.index_put_((drawing, position.squeeze(1) + 1), picked)
+            picked, logprobs = self._draw_first(pending, plan, upload, verified)
             token = zero.index_copy(0, upload.final, picked)
             drawn = zero.index_fill(0, upload.final, 1)
         if self.drafter is not None:
@@ -370,7 +409,41 @@ class Executor:
             self.drafter.observe(slots, batch, verified.taps, next_ids, None, upload.drawing.noisy)
             if upload.final.numel():
                 hint = self.drafter.outlook(slots, rows, plan.max_bound)
-        return torch.stack((drawn, zero, hint, token, zero), 1)
+        if pending.special is not None:
+            hint = self._special.outlook(plan, rows, hint)
+            offsets = [chunk.offset for chunk in batch.chunks]
+            sent = Logprobs(logprobs, self._special.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
+        return torch.stack((drawn, zero, hint, token, zero), 1), sent
+
+    def _draw_first(
+        self, pending: Pending, plan: Plan, upload: Upload, verified: Verified
+    ) -> tuple[Tensor, Download | None]:
+        """The token after each final chunk [F], and the log probabilities that are wanted of them."""
+        slots, special = self.slots, pending.special
+        rows = upload.rows[: upload.final.numel()]
+        position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
+        hidden = verified.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
+        tree = self._lone_roots(rows.shape[0])[1]
+        tokens = slots.tokens[rows.unsqueeze(1), position]
+        nodes = Drawn(
+            rows,
+            self._logits(hidden),
+            hidden,
+            position,
+            torch.zeros_like(position),
+            0,
+            tokens,
+            tree.path,
+            tree.path_len,
+        )
+        picked = self._sample(upload.drawing, len(plan.filtered) > 0, nodes)  # [F, 1]
+        logprobs = None
+        if special is not None:
+            picked = self._special.draw(plan, nodes, picked, special.guidance)
+            logprobs = self._special.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
+        slots.last.index_copy_(0, rows, picked.squeeze(1))
+        slots.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
+        return picked.squeeze(1), logprobs
 
 
 def _spans(plan: Plan) -> Sequence[ChunkSpan]:

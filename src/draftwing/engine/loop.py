@@ -28,8 +28,14 @@ class Loop:
 
     def turn(self) -> None:
         """One step: plan and launch it, then commit the step before it (overlap) or itself (no overlap)."""
+        if self._flying is not None and self._sched.needs_results:
+            self._commit(self._flying)
+            self._flying = None
         plan = self._sched.plan()
-        flying = self._executor.settle(self._executor.launch(plan)) if plan is not None else None
+        flying = None
+        if plan is not None:
+            guidance = self._sched.guidance(plan)
+            flying = self._executor.settle(self._executor.launch(plan, guidance))
         if self._flying is not None:
             self._commit(self._flying)
             self._flying = None

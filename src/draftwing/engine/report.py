@@ -85,31 +85,33 @@ class Reporter:
         sched: Scheduler,
         interval: int = 40,
         simulated: str = "",
-        drafter: str | Callable[[Req], str] = "draft",
+        drafter: str = "none",
+        times: StepTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """simulated: what of the run is not real, in words.  drafter: who drafts, or who drafts for a request."""
+        """simulated: what of the run is not real, in words.  drafter: the algorithm, "none" without one.  times: that
+        the executor fills."""
         self._sched = sched
         self._mark = f" (SIMULATED: {simulated})" if simulated else ""
         self._interval = interval
         self._clock = clock
         self._admitted = self._cached = 0  # since the last prefill line: an admission may come with a decode step
         self.total_tokens = self.total_rows = 0  # committed tokens and verified rows of all tree steps
-        self.times = StepTimes()
+        self.times = times or StepTimes()
         self.steps = dict.fromkeys(KINDS, 0)
         self.seconds = dict.fromkeys(KINDS, 0.0)  # from a step's launch, or the end of the one before, to its result
         self.host_seconds = 0.0  # between a step's result and the launch of the next one
         self.queried_tokens = self.hit_tokens = self.prefilled_tokens = 0
         self.drafters: dict[str, DraftCounts] = {}
-        self._drafter_of = drafter if callable(drafter) else None
-        self._drafter = "" if callable(drafter) else drafter
-        depth = max(shape.depth for shape in sched.policy.menu)
-        if depth and self._drafter:  # so that its totals are there before its first draft
-            self._counts(self._drafter).grow(depth)
+        self._drafter = drafter
+        if drafter != "none":  # so that its totals are there before its first draft
+            self._counts(drafter).grow(max(shape.depth for shape in sched.policy.menu))
         self._watched: float | None = None  # when the last result was there; None after a pause
         self._plain_seconds: dict[int, float] = {}  # average of plain steps, by bit length of the batch size
         self.last = {"accept_length": 0.0, "accept_rate": 0.0, "gen_throughput": 0.0, "cache_hit_rate": 0.0}
-        self.speedup: float | None = None
+        # Decode steps of a batch size that plain steps were timed for: what those would have taken, what they took.
+        self.plain_seconds = self.timed_seconds = 0.0
+        self.speedup: float | None = None  # over the last interval
         self._reset()
 
     @property
@@ -121,7 +123,6 @@ class Reporter:
         """Totals over the engine's life; `last` are means over the last finished interval, as in the log lines."""
         sched = self._sched
         return {
-            "used_tokens": self._used(),
             "steps": dict(self.steps),
             "step_seconds": dict(self.seconds),
             "host_seconds": self.host_seconds,
@@ -143,6 +144,8 @@ class Reporter:
                 for name, counts in list(self.drafters.items())
             },
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
+            "plain_seconds": self.plain_seconds,
+            "timed_seconds": self.timed_seconds,
             "speedup": self.speedup,
         }
 
@@ -216,13 +219,13 @@ class Reporter:
         return committed / len(live)
 
     def _by_drafter(self, reqs: list[Req | None], live: list[int]) -> dict[str, list[int]]:
-        if self._drafter_of is None:
-            return {self._drafter: live}
+        """The rows that each drafted for. With a prediction only the device knows whether it was used."""
+        predicted = "prediction" if self._drafter == "none" else f"{self._drafter}+prediction"
         groups: dict[str, list[int]] = {}
         for i in live:
             req = reqs[i]
             assert req is not None
-            groups.setdefault(self._drafter_of(req), []).append(i)
+            groups.setdefault(predicted if req.prediction else self._drafter, []).append(i)
         return groups
 
     def _counts(self, name: str) -> DraftCounts:
@@ -234,8 +237,8 @@ class Reporter:
             self.plain_step(rows, seconds)
         known = self._plain_seconds.get(rows.bit_length())
         if known is not None and tokens:
-            self._saved += tokens * known
-            self._spent += seconds
+            self.plain_seconds += tokens * known
+            self.timed_seconds += seconds
 
     # -- log lines ----------------------------------------------------------------------------------------------------
 
@@ -256,14 +259,15 @@ class Reporter:
 
     def _decode(self, rows: int) -> None:
         sched = self._sched
-        used = self._used()
         if not self._rows:
             return
+        used = sched.config.slots - sched.pool.available - sched.radix.evictable
         accepted = self._tokens - self._rows
         self.last["accept_length"] = self._tokens / self._rows
         self.last["accept_rate"] = accepted / self._proposed if self._proposed else 0.0
         self.last["gen_throughput"] = self._tokens / max(self._busy, 1e-9)
-        self.speedup = self._saved / self._spent if self._spent else None
+        plain, timed = self.plain_seconds - self._plain_before, self.timed_seconds - self._timed_before
+        self.speedup = plain / timed if timed else None
         log.info(
             "decode batch: #running-req %d, #token %d, token usage %.2f, accept len %.2f, accept rate %.2f, "
             "gen throughput %.1f token/s, #queue-req %d%s",
@@ -277,12 +281,7 @@ class Reporter:
             self._mark,
         )
 
-    def _used(self) -> int:
-        """KV slots of running requests."""
-        sched = self._sched
-        return sched.config.slots - sched.pool.available - sched.radix.evictable
-
     def _reset(self) -> None:
         self._steps = self._rows = self._tokens = self._proposed = 0
         self._busy = 0.0  # seconds in steps, prefills included
-        self._saved = self._spent = 0.0  # seconds: of plain steps that were not needed, of those that ran instead
+        self._plain_before, self._timed_before = self.plain_seconds, self.timed_seconds

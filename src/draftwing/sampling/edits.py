@@ -37,12 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import SamplingParams
-
-# What a request may have at most; the engine refuses more at its border.
-MOST_BIASES: Final = 1024  # of distinct ids, finite
-MOST_BAD_WORDS: Final = 128  # token sequences
-MOST_BAD_WORD_TOKENS: Final = 16  # of one sequence
+from draftwing.core import MOST_BAD_WORD_TOKENS, MOST_BAD_WORDS, MOST_BIASES, SamplingParams
 
 _BEFORE: Final = -2  # the token before the beginning of an answer: equal to none, and to no padding
 
@@ -188,7 +183,7 @@ class EditTable:
                 own = _edited_at(logits.gather(-1, tokens), tokens, here._replace(bits=None, bad_active=None))
                 x.scatter_(-1, tokens, own)  # a token's duplicates are edited alike
         if here.bits is not None:
-            x.masked_fill_(self._banned(here.bits), -torch.inf)
+            x.masked_fill_(self.banned(here.bits), -torch.inf)
         if here.bad_active is not None and here.bad_last is not None:
             limit = torch.where(here.bad_active, -torch.inf, torch.inf)  # [b, N, S]; a minimum serves any order
             x.scatter_reduce_(-1, here.bad_last.clamp(min=0)[:, None].expand_as(limit), limit, "amin")
@@ -239,7 +234,7 @@ class EditTable:
             bits = allowed if masks is None else masks & allowed
         return _Rows(self.penalties.index_select(0, rows), count, seen, bias, bits, below, bad_last, active)
 
-    def _banned(self, bits: Tensor) -> Tensor:
+    def banned(self, bits: Tensor) -> Tensor:
         """bits [b, n, W] int32 -> [b, n, V] bool, what may not come."""
         octets = bits.contiguous().view(torch.uint8)  # [b, n, 4 * W], little-endian as every device is
         banned = self._unpacked.index_select(0, octets.flatten().to(torch.int32)).view(torch.bool)

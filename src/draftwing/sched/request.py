@@ -9,7 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from draftwing.core import IntArray, SamplingParams
+from draftwing.core import IntArray, LogprobParams, SamplingParams, SpecLimits, TokenLogprobs
+from draftwing.sched.guidance import GrammarState, Processor
 from draftwing.sched.radix import Node
 
 
@@ -29,6 +30,11 @@ class StopScanner(Protocol):
 
     def finish(self) -> str | None:
         """The same, once no token follows."""
+        ...
+
+    @property
+    def failed(self) -> str | None:
+        """Why the text cannot be watched any more, if so."""
         ...
 
 
@@ -53,6 +59,12 @@ class Req:
     scanner: StopScanner | None = None
     created: float = field(default_factory=time.monotonic)
     deadline: float | None = None  # monotonic seconds
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarState | None = None  # after the newest token
+    processor: Processor | None = None
+    logprobs: LogprobParams | None = None
+    limits: SpecLimits | None = None
+    prediction: tuple[int, ...] = ()
 
     state: ReqState = ReqState.WAITING
     prompt_len: int = 0
@@ -73,9 +85,26 @@ class Req:
     proposed: int = 0
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
     hint: int = 0  # the drafter's outlook, as of the last commit
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
+    failure: str | None = None  # why it cannot go on, if so; it ends with the step's result
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+        if self.logprobs is not None and self.logprobs.start == 0:
+            self.prompt_logprobs.append(None)  # nothing comes before the first token
+
+    @property
+    def guided(self) -> bool:
+        """Whether the host decides what may come next, for which it must know every token before."""
+        return self.grammar is not None or self.processor is not None
+
+    @property
+    def next_prompt_logprob(self) -> int | None:
+        """First position of the prompt whose token's log probability is still wanted."""
+        if self.logprobs is None or self.logprobs.start < 0:
+            return None
+        at = self.logprobs.start + len(self.prompt_logprobs)
+        return at if at < self.prompt_len else None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -12,13 +12,15 @@ import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from draftwing.core import PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TreeShape
+from draftwing.core import PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TokenLogprobs, TreeShape
 from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.guidance import Guidance
+from draftwing.sched.planning import make_plan
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.request import Req, ReqState
 from draftwing.sched.shapes import ShapePolicy
@@ -34,6 +36,7 @@ class SchedulerConfig:
     tail: int = 0  # page-table entries past a prompt's end that its last chunk may write
     radix: bool = True
     first_hint: int = 0  # the drafter's outlook, as long as no result has told it
+    vocab: int = 0  # width of the target's logits
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
 
 
@@ -57,6 +60,7 @@ class Scheduler:
         self._by_row: dict[int, Req] = {}
         self._by_uid: dict[str, Req] = {}
         self._deadlines: list[tuple[float, str]] = []  # heap; entries of requests that have ended are ignored
+        self._first_of_prompt: dict[tuple[int, bytes], Req] = {}  # prompts that are being prefilled, by salt and tokens
         self._reserve = self.RESERVE_MIN
         self._arrivals = self._admissions = self._steps = 0
         self._prefilled_last = False
@@ -85,6 +89,11 @@ class Scheduler:
     def take_outputs(self) -> list[Output]:
         out, self._news = self._news, []
         return out
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether the next step can only be planned when the results of all steps before it are known."""
+        return any(req.guided for req in self.running)
 
     @property
     def idle(self) -> bool:
@@ -117,7 +126,10 @@ class Scheduler:
         while self.waiting and self._free_rows:
             req = self.waiting[0]
             tokens = np.asarray(req.tokens, np.int64)
-            match = self.radix.match(tokens, req.salt, len(tokens) - max(1, self.config.lookahead))
+            match = self.radix.match(tokens, req.salt, self._may_reuse(req))
+            prompt = (req.salt, tokens.tobytes())
+            if self.radix.enabled and prompt in self._first_of_prompt:
+                return  # its KV is on its way: computed once for all who ask alike
             self.radix.lock(match.node)
             cached = len(match.slots)
             need = len(tokens) - cached + self._step_room()
@@ -141,10 +153,18 @@ class Scheduler:
                 req.cached_tokens = cached
             self._by_row[req.row] = req
             self.running.append(req)
+            if cached < self._may_reuse(req):
+                self._first_of_prompt[prompt] = req
             self._admits[req.row] = Admission(
                 req.row, list(req.tokens), match.slots, req.seed, req.params, req.prompt_len,
-                tuple(sorted(req.stop_ids)), req.salt,
+                tuple(sorted(req.stop_ids)), req.salt, req.bad_word_ids, req.limits, req.prediction,
             )  # fmt: skip
+
+    def _may_reuse(self, req: Req) -> int:
+        """Most cached positions that a request can use: it must run the last one, and those whose outcome it wants."""
+        most = len(req.tokens) - max(1, self.config.lookahead)
+        wanted = req.next_prompt_logprob
+        return most if wanted is None else min(most, max(wanted - 1, 0))
 
     def _plan_prefill(self) -> Plan | None:
         chunks: list[Chunk] = []
@@ -175,7 +195,7 @@ class Scheduler:
         ready = [req for req in self.running if req.state is ReqState.DECODE and req.may_grow]
         if not ready:
             return None
-        shape = self.policy.choose([req.hint for req in ready])
+        shape = self.policy.choose([req.hint if req.limits is None or req.limits.depth else 0 for req in ready])
         span = self.spans[shape]
         ahead = self._ahead(ready, span)
         chosen = []
@@ -193,29 +213,17 @@ class Scheduler:
         return self._make_plan("tree", shape, chosen, max_bound, [])
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_bound: int, chunks: list[Chunk]) -> Plan:
-        # Only the last chunk of a prompt draws a token; the others need no sampling.
-        drawing = [i for i, req in enumerate(reqs) if not chunks or chunks[i].final]
-
-        def where(test: Any) -> IntArray:
-            return np.asarray([i for i in drawing if test(reqs[i])], np.int64)
-
-        plan = Plan(
-            step=self._steps,
-            kind=kind,
-            rows=np.asarray([req.row for req in reqs], np.int64),
-            admission=np.asarray([req.admission for req in reqs], np.int64),
-            shape=shape,
-            max_bound=max_bound,
-            admits=tuple(self._admits.values()),
-            new_slots=tuple((row, start, slots) for row, parts in self._new_slots.items() for start, slots in parts),
-            chunks=tuple(chunks),
-            noisy=where(lambda r: r.params.temperature > 0),
-            filtered=where(lambda r: r.params.filtered),
-            banning=where(lambda r: r.completion_tokens < r.params.min_new_tokens),
-        )
+        admits = tuple(self._admits.values())
+        plan = make_plan(self._steps, kind, shape, reqs, max_bound, chunks, admits, self._new_slots)
         self._steps += 1
         self._admits, self._new_slots = {}, {}
         return plan
+
+    def guidance(self, plan: Plan) -> Guidance | None:
+        """For a plan just made: the host's part in it, if it has any."""
+        if not len(plan.guided):
+            return None
+        return Guidance([self._by_row[row] for row in plan.rows[plan.guided].tolist()], self.config.vocab)
 
     def _cover(self, req: Req, upto: int) -> bool:
         """Gives `req` slots for positions below `upto`, retracting worse-placed requests if it must; False when
@@ -256,6 +264,7 @@ class Scheduler:
         """The only function that frees: the committed prefix goes to the radix tree, all else that is owned back to
         the allocator, the row to the free rows."""
         assert req.running and req.node is not None
+        self._prompt_is_known(req)
         known = np.asarray(req.tokens[: req.kv + self.config.lookahead], np.int64)
         self.radix.insert(known, req.slots, req.owned, req.salt)
         self.radix.unlock(req.node)
@@ -268,6 +277,11 @@ class Scheduler:
         self.running.remove(req)
         req.row = req.admission = -1
 
+    def _prompt_is_known(self, req: Req) -> None:
+        """Nobody needs to wait for its prefill any more."""
+        for prompt in [prompt for prompt, first in self._first_of_prompt.items() if first is req]:
+            del self._first_of_prompt[prompt]
+
     # -- results ------------------------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> None:
@@ -277,16 +291,23 @@ class Scheduler:
         self.stale_results += sum(req is None for req in live)
         if plan.kind == "tree":
             self.policy.record(plan.shape, self._hints_before(live), result.count - 1, result.seconds)
+        logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
+        for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
+            if (req := live[part.chunk]) is not None:
+                req.prompt_logprobs += values
         for i, req in enumerate(live):
             if req is None:
+                continue
+            if req.failure is not None:
+                self._finish(req, [], {"type": "abort", "message": req.failure})
                 continue
             count = int(result.count[i])
             if count:  # a chunk that is not the last says nothing of drafts yet
                 req.hint = int(result.hint[i])
             if plan.kind == "prefill":
-                self._commit_chunk(req, plan.chunks[i], result.tokens[i, :count].tolist())
+                self._commit_chunk(req, plan.chunks[i], result.tokens[i, :count].tolist(), logprobs.get(i, []))
             else:
-                self._commit_path(req, plan.shape, result, i, count)
+                self._commit_path(req, plan.shape, result, i, count, logprobs.get(i, []))
 
     def _live(self, row: int, admission: int) -> Req | None:
         req = self._by_row.get(row)
@@ -295,12 +316,12 @@ class Scheduler:
     def _hints_before(self, live: Sequence[Req | None]) -> IntArray:
         return np.asarray([0 if req is None else req.hint for req in live], np.int64)
 
-    def _commit_chunk(self, req: Req, chunk: Chunk, tokens: list[int]) -> None:
+    def _commit_chunk(self, req: Req, chunk: Chunk, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         req.kv = chunk.start + chunk.length
         if not chunk.final:
             return
         req.inflight -= 1
-        self._emit(req, tokens)
+        self._emit(req, tokens, logprobs)
         if req.running:
             self._share(req)
 
@@ -311,6 +332,7 @@ class Scheduler:
         both pinned, a request could need twice its length. A step in flight still reads the old slots; whoever gets
         them is launched after it.
         """
+        self._prompt_is_known(req)
         known = np.asarray(req.tokens[: req.kv + self.config.lookahead], np.int64)
         node = self.radix.insert(known, req.slots, req.owned, req.salt)
         assert req.node is not None
@@ -326,7 +348,9 @@ class Scheduler:
             start, end = int(twice[0]), int(twice[-1]) + 1
             self._new_slots.setdefault(req.row, []).append((start, held[start:end]))
 
-    def _commit_path(self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int) -> None:
+    def _commit_path(
+        self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int, logprobs: list[TokenLogprobs]
+    ) -> None:
         window = slice(req.kv, req.kv + shape.nodes)
         req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
         req.kv += count
@@ -334,9 +358,9 @@ class Scheduler:
         req.inflight -= 1
         req.verify_steps += 1
         req.proposed += int(result.proposed[i])
-        self._emit(req, result.tokens[i, :count].tolist(), drafts=count - 1)
+        self._emit(req, result.tokens[i, :count].tolist(), logprobs, drafts=count - 1)
 
-    def _emit(self, req: Req, new: list[int], drafts: int | None = None) -> None:
+    def _emit(self, req: Req, new: list[int], logprobs: list[TokenLogprobs], drafts: int | None = None) -> None:
         """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: how many of the
         first tokens are accepted drafts; None for the token of a prefill."""
         reason = None
@@ -349,26 +373,37 @@ class Scheduler:
                 break
         if drafts is not None:
             req.note_accepted(min(drafts, len(kept)))
+        first = req.completion_tokens == len(kept)
+        output = Output(
+            req.uid, kept, logprobs=logprobs[: len(kept)], prompt_logprobs=req.prompt_logprobs if first else []
+        )
         if reason is not None:
-            self._finish(req, kept, reason)
+            self._finish(req, kept, reason, output)
         else:
-            self._news.append(Output(req.uid, kept))
+            self._news.append(output)
 
     def _ending(self, req: Req, token: int) -> dict[str, Any] | None:
         """Why the request ends with `token`, its newest; None if it goes on."""
         found = req.scanner.push(token) if req.scanner is not None else None
+        if req.scanner is not None and req.scanner.failed:
+            return {"type": "abort", "message": req.scanner.failed}
         if token in req.stop_ids:
             return {"type": "stop", "matched": token}
-        if found is None and len(req.tokens) < req.max_total:
+        complete = False
+        if req.grammar is not None:
+            legal = req.grammar.advance(token)
+            assert legal, f"token {token} is not what the grammar allowed"
+            complete = not req.stop_ids and req.grammar.done
+        if found is None and not complete and len(req.tokens) < req.max_total:
             return None
         if found is None and req.scanner is not None:
             # Text that is certain only now that nothing follows may hold a stop string.
             found = req.scanner.finish()
-        if found is not None:
+        if found is not None or complete:
             return {"type": "stop", "matched": found}
         return {"type": "length", "length": req.completion_tokens}
 
-    def _finish(self, req: Req, new: list[int], reason: dict[str, Any]) -> None:
+    def _finish(self, req: Req, new: list[int], reason: dict[str, Any], output: Output | None = None) -> None:
         if req.running:
             req.kv = min(req.kv, len(req.tokens) - 1)  # the device may have committed past a stop
             self._release(req)
@@ -376,7 +411,8 @@ class Scheduler:
             self.waiting.remove(req)
         req.state = ReqState.DONE
         del self._by_uid[req.uid]
-        self._news.append(Output(req.uid, new, reason, self._meta(req)))
+        output = Output(req.uid, new) if output is None else output
+        self._news.append(replace(output, finish_reason=reason, meta=self._meta(req)))
 
     def _meta(self, req: Req) -> dict[str, Any]:
         correct = sum(drafts * times for drafts, times in enumerate(req.accepted))

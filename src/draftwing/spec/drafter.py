@@ -81,6 +81,11 @@ class Drafter(Protocol):
         """
         ...
 
+    def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+        """Right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows [b],
+        banned [b, V] bool; noisy: among them."""
+        ...
+
     def flush(self) -> None:
         """Forgets what was learnt from past requests (the prefix cache is being flushed)."""
         ...

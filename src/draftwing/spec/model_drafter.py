@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from draftwing.kernels.grow import RowGrowth as DeviceGrowth
 
 
+_BANNED = -1e30  # a logit that nothing legal has
+
+
 class ModelDrafter:
     """A `Drafter` around a `DraftHead`."""
 
@@ -44,6 +47,8 @@ class ModelDrafter:
         self._first_ids = torch.zeros(rows, topk, dtype=torch.int64, device=device)
         self._first_logp = torch.zeros(rows, topk, dtype=torch.float32, device=device)
         self._seed_feature = torch.zeros(rows, head.width, dtype=dtype, device=device)
+        # What the root's continuations were read from, where that is not its feature: made when it is first known.
+        self._newest_hidden = torch.empty(rows, 0, dtype=dtype, device=device)
         self._attn: AttnBackend | None = None
         self._first_layer = 0
 
@@ -93,6 +98,16 @@ class ModelDrafter:
 
             return kernels.RowGrowth(slots, rows, shape, first, self.tail, self.lookahead, self.head.target_ids)
         return RowGrowth(slots, rows, shape, first, self.tail, self.lookahead)
+
+    def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+        hidden = (self._seed_feature if self.head.width else self._newest_hidden)[rows]
+        logits, ids = self.head.logits(hidden), self.head.target_ids
+        banned = banned[:, : self.head.vocab] if ids is None else banned[:, ids]
+        # Not minus infinity: where everything is banned the scores must still be numbers.
+        logits = logits.float().masked_fill(banned, _BANNED)
+        best, logp = self._best(slots, rows, logits.unsqueeze(1), 1, self.topk, noisy)
+        self._first_ids.index_copy_(0, rows, best.squeeze(1))
+        self._first_logp.index_copy_(0, rows, logp.squeeze(1))
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
@@ -146,6 +161,10 @@ class ModelDrafter:
 
     def _keep_first(self, slots: SlotTable, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
         """newest [B, H]: of the queries that the newest tokens are in."""
+        if not self.head.width:
+            if not self._newest_hidden.shape[1]:
+                self._newest_hidden = newest.new_zeros(self._newest_hidden.shape[0], newest.shape[1])
+            self._newest_hidden.index_copy_(0, rows, newest)
         following = self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy)
         if use_triton(newest):
             from draftwing.kernels import grow as kernels
@@ -175,7 +194,14 @@ class ModelDrafter:
             from draftwing.kernels import grow as kernels
 
             return kernels.continuations(logits, slots, rows, ahead, topk, ids)
-        z = logits.float().view(size, nodes, -1)
+        return self._best(slots, rows, logits.float().view(size, nodes, -1), ahead, topk, noisy)
+
+    def _best(
+        self, slots: SlotTable, rows: Tensor, z: Tensor, ahead: int, topk: int, noisy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """z [B, K, V] float32, which may be overwritten; otherwise as `_continuations`."""
+        size, nodes = z.shape[:2]
+        ids = self.head.target_ids
         if noisy.shape[0]:
             drawn = rows[noisy]
             key = (slots.seed[drawn], slots.kv_len[drawn].unsqueeze(1) + ahead)

@@ -206,6 +206,9 @@ class NGramDrafter:
         key.add_(gap != source, alpha=1 << _LEVEL)
         return key.topk(OWN, dim=1, largest=False).values  # keys are distinct
 
+    def constrain(self, slots: NGramSlots, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+        """What was found in texts either goes on as it should or is of no use."""
+
     def propose(
         self, slots: NGramSlots, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor | None = None
     ) -> Draft:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from draftwing.core import SamplingParams
+from draftwing.text.stop_regex import RegexScanner
 from draftwing.text.tokenizer import Tokenizer
 
 # Tokens that may wait for the rest of a character before a place to cut the window is searched. Valid UTF-8 needs
@@ -81,10 +83,12 @@ class IncrementalDetokenizer:
     """Text of one answer as its tokens arrive.
 
     stop: strings that end the answer. The one that is completed first counts; of several completed by the same
-    character, the longest. Text up to it (`no_stop_trim`: including it) is given out, nothing after it. Which one is
+    character, the longest. stop_regex: expressions that end it, see `draftwing.text.stop_regex`; against a string, what
+    ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing after it. Which one is
     found, and where, does not depend on how the tokens are split over calls.
     spaces_between_special_tokens: has no effect, as for every tokenizer that the `tokenizers` library runs: special
     tokens are decoded like others, with no space added around them.
+    track: keep `starts`, to tell which tokens a text is made of.
     """
 
     def __init__(
@@ -94,14 +98,19 @@ class IncrementalDetokenizer:
         spaces_between_special_tokens: bool = True,
         stop: Sequence[str] = (),
         no_stop_trim: bool = False,
+        stop_regex: Sequence[str] = (),
+        track: bool = False,
     ) -> None:
-        self.stopped: str | None = None  # the stop string that was met
+        self.stopped: str | None = None  # the text that met a stop
+        self.starts: list[int] | None = [] if track else None  # characters of certain text before each token
         self._source = _TokenText(tokenizer, skip_special_tokens)
         self._stop = tuple(s for s in stop if s)
+        self._regex = RegexScanner(stop_regex) if stop_regex else None
         self._no_stop_trim = no_stop_trim
         self._longest = max((len(s) for s in self._stop), default=0)
-        self._seen = ""  # the last certain characters that a stop string may still reach back to
-        self._held = 0  # how many of them were not given out
+        self._certain = 0  # characters of text that no later token can change
+        self._sent = 0  # how many of them were given out
+        self._recent = ""  # the last certain characters: those not given out, and those that a stop may reach back to
         self._parts: list[str] = []
 
     @property
@@ -111,34 +120,83 @@ class IncrementalDetokenizer:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
+    @property
+    def failed(self) -> str | None:
+        """Why stops are no longer looked for: an expression takes too long."""
+        return self._regex.failed if self._regex is not None else None
+
     def push(self, ids: Iterable[int], final: bool = False) -> str:
         """Takes the next tokens and returns the text that became certain; `final` says that no token follows."""
         if self.stopped is not None:
             return ""
-        new = "".join([self._source.push(token) for token in ids])
-        if final:
-            new += self._source.flush()
-        if self._stop and (new or final):
-            new = self._scan(new, final)
+        if self._regex is None and self.starts is None:
+            new = "".join([self._source.push(token) for token in ids])
+            if final:
+                new += self._source.flush()
+            if self._stop and (new or final):
+                new = self._scan(new, final)
+        else:
+            new = self._push_each(ids, final)
         if new:
             self._parts.append(new)
         return new
 
+    def end_at(self, matched: str | None) -> str:
+        """The rest of the text, where the search here `failed`: up to the stop that somebody else found, or all of
+        it. Nothing was given out since it failed."""
+        assert self.failed
+        self.stopped = matched
+        at = -1 if matched is None else self._recent.rfind(matched)
+        end = len(self._recent) if matched is None or at < 0 else at + len(matched) * self._no_stop_trim
+        rest = self._recent[len(self._recent) - (self._certain - self._sent) : end]
+        self._sent += len(rest)
+        if rest:
+            self._parts.append(rest)
+        return rest
+
+    def _push_each(self, ids: Iterable[int], final: bool) -> str:
+        """Token by token, since an expression is searched in the text after each of them."""
+        shown = ""
+        for token in ids:
+            if self.starts is not None:
+                self.starts.append(self._certain)
+            new = self._source.push(token)
+            if new:
+                shown += self._scan(new, False)
+                if self.stopped is not None:
+                    return shown
+        if final:
+            shown += self._scan(self._source.flush(), True)
+        return shown
+
     def _scan(self, new: str, final: bool) -> str:
-        buffer = self._seen + new
-        unsent = len(self._seen) - self._held
+        buffer, self._certain = self._recent + new, self._certain + len(new)
+        first = self._certain - len(buffer)  # where the buffer begins in the text
+        unsent = self._sent - first
         match = self._find(buffer)
+        hold = 0 if final or self._no_stop_trim else self._possible_start(buffer)
+        if self._regex is not None:
+            found = self._regex.push(new) if new else None
+            if found is not None and (match is None or (found.end, found.start) < (first + match[1], first + match[0])):
+                match = max(found.start - first, unsent), found.end - first, found.text
+            if self._regex.failed:
+                hold = len(buffer) - unsent  # until `end_at`
+            elif not final:
+                # Even where the match is shown: what a lookahead sees lies behind it.
+                hold = max(hold, min(self._regex.hold, len(buffer) - unsent))
         if match is not None:
             start, end, self.stopped = match
             # With trimming, what precedes the match was never sent beyond its start: it was held as its prefix.
-            return buffer[unsent : end if self._no_stop_trim else start]
-        hold = 0 if final or self._no_stop_trim else self._possible_start(buffer)
-        self._seen, self._held = buffer[max(0, len(buffer) - self._longest + 1) :], hold
-        return buffer[unsent : len(buffer) - hold]
+            shown = buffer[unsent : end if self._no_stop_trim else start]
+        else:
+            shown = buffer[unsent : len(buffer) - hold]
+        self._sent += len(shown)
+        self._recent = buffer[max(0, len(buffer) - max(self._longest - 1, hold)) :]
+        return shown
 
     def _find(self, buffer: str) -> tuple[int, int, str] | None:
-        """(start, end, string) of the first completed stop string. Only the longest - 1 last characters of earlier
-        text are in `buffer`, and no match ended in them, so the first occurrence of each string is the right one."""
+        """(start, end, string) of the first completed stop string. No match ended in earlier text, of which `buffer`
+        has the longest - 1 last characters, or more: so the first occurrence of each string is the right one."""
         best: tuple[int, int, str] | None = None
         for string in self._stop:
             start = buffer.find(string)
@@ -159,13 +217,32 @@ class IncrementalDetokenizer:
 
 
 class StopStringScanner:
-    """The scheduler's stop rule for requests with stop strings: the detokenizer of the stream, fed token by token."""
+    """The scheduler's stop rule for requests with stop strings or expressions: the detokenizer of the stream, fed token
+    by token."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], skip_special_tokens: bool = True) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, stop=stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        skip_special_tokens: bool = True,
+        stop_regex: Sequence[str] = (),
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, stop=stop, stop_regex=stop_regex)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> StopStringScanner | None:
+        """What watches an answer with these parameters; None where its text ends nothing."""
+        if not params.stop and not params.stop_regex:
+            return None
+        return cls(tokenizer, params.stop, params.skip_special_tokens, params.stop_regex)
+
+    @property
+    def failed(self) -> str | None:
+        """Why the answer cannot be watched any more, in words: an expression takes too long. It has to end then."""
+        return self._detokenizer.failed
 
     def push(self, token: int) -> str | None:
-        """The stop string that the text contains since this token, or None. Later calls repeat the answer."""
+        """The stop that the text contains since this token, or None. Later calls repeat the answer."""
         self._detokenizer.push((token,))
         return self._detokenizer.stopped
 

@@ -1,0 +1,211 @@
+"""Grammars to automata over a tokenizer's vocabulary, through the library llguidance.
+
+The library is imported when the first grammar comes, so a server without constrained requests never loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from draftwing.core import Grammar
+from draftwing.errors import RequestError
+from draftwing.grammar.ebnf import GrammarError, to_lark
+from draftwing.grammar.limits import MAX_CHARS, lark_regex, on_large_stack, schema_text
+from draftwing.grammar.state import GrammarState, Mask, Vocabulary
+from draftwing.grammar.structural import to_lark_grammar
+
+if TYPE_CHECKING:
+    from draftwing.text.tokenizer import Tokenizer
+
+_REASON_CHARS = 300  # of what the library says about an error
+_PARAMS = {"json_object": "response_format"}
+
+
+def json_options(any_whitespace: bool = True, whitespace_pattern: str | None = None) -> dict[str, Any]:
+    """How JSON may be written. `whitespace_pattern` is a regular expression of what may stand between its tokens."""
+    options: dict[str, Any] = {
+        "whitespace_flexible": any_whitespace,
+        "json_allow_general_unicode_escapes": True,
+        "lenient": False,
+        "coerce_one_of": False,
+    }
+    if whitespace_pattern is not None:
+        options["whitespace_pattern"] = whitespace_pattern
+    return options
+
+
+def translate(grammar: Grammar, special: Mapping[str, int], options: Mapping[str, Any]) -> str:
+    """The grammar in the library's own language. Raises GrammarError for what can be seen without the library."""
+    if len(grammar.text) > MAX_CHARS:
+        raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_CHARS} are allowed")
+    if grammar.kind == "json_object":
+        return _document(json_schema=schema_text({"type": "object"}, options))
+    if grammar.kind == "json_schema":
+        return _document(json_schema=schema_text(_parse(grammar.text), options))
+    if grammar.kind == "regex":
+        return _document(lark_grammar=f"start: /{lark_regex(grammar.text)}/")
+    if grammar.kind == "ebnf":
+        return _document(lark_grammar=to_lark(grammar.text))
+    assert grammar.kind == "structural_tag", grammar.kind
+    return _document(lark_grammar=to_lark_grammar(_parse(grammar.text), special, options))
+
+
+def _document(json_schema: str | None = None, lark_grammar: str | None = None) -> str:
+    if json_schema is not None:
+        return f'{{"grammars": [{{"json_schema": {json_schema}}}]}}'
+    return json.dumps({"grammars": [{"lark_grammar": lark_grammar}]}, ensure_ascii=False)
+
+
+def _parse(text: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise GrammarError("it is nested too deep") from None
+    except ValueError as error:
+        raise GrammarError(f"it is not valid JSON: {error}") from None
+
+
+def _refusal(grammar: Grammar, reason: str, param: str | None) -> RequestError:
+    name = param or _PARAMS.get(grammar.kind, grammar.kind)
+    lines = [line.strip() for line in reason.split("<state>")[0].splitlines() if line.strip()]
+    short = " ".join(lines)[:_REASON_CHARS]
+    return RequestError(f"{name}: the grammar cannot be used: {short}", name)
+
+
+def check(grammar: Grammar, special: Mapping[str, int] | None = None, param: str | None = None) -> None:
+    """Refuses a grammar that is invalid or not supported, without a vocabulary and in a few milliseconds.
+
+    special: ids of special tokens, for structural tags.  param: the request's field, if it is not named as the kind.
+    Raises RequestError. What only building the automaton can find is left to `GrammarCompiler.compile`.
+    """
+    import llguidance
+
+    try:
+        text = translate(grammar, special or {}, json_options())
+        reason = on_large_stack(lambda: llguidance.LLMatcher.validate_grammar(text, None, limits=_limits()))
+    except (GrammarError, RecursionError) as error:
+        raise _refusal(grammar, str(error), param) from None
+    if reason and not reason.startswith("WARNING"):
+        raise _refusal(grammar, reason, param)
+
+
+def _limits() -> Any:
+    """Bounds on the work of compiling and of one mask; the library counts steps, so they hold on every machine."""
+    import llguidance
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+class GrammarCompiler:
+    """Makes states of grammars for one vocabulary; one for each server. Safe to use from several threads.
+
+    tokenizer: the target's.  vocab_size: V, width of the logits, which may be padded.  stop_ids: tokens that end an
+    answer; they are allowed exactly where the grammar may end.
+    any_whitespace, whitespace_pattern: see `json_options`.  cache_size: compiled grammars to keep.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        stop_ids: Iterable[int],
+        any_whitespace: bool = True,
+        whitespace_pattern: str | None = None,
+        cache_size: int = 128,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stop_ids = sorted({i for i in stop_ids if 0 <= i < vocab_size})
+        self._options = json_options(any_whitespace, whitespace_pattern)
+        self._special = {str(tokenizer.piece(i)): i for i in sorted(tokenizer.special_ids)}
+        self._vocabulary: Vocabulary | None = None
+        self._cache: OrderedDict[Grammar, Any] = OrderedDict()
+        self._cache_size = cache_size
+        self._lock = threading.Lock()
+
+    def check(self, grammar: Grammar, param: str | None = None) -> None:
+        """As the function `check`, with the special tokens of this vocabulary."""
+        check(grammar, self._special, param)
+
+    def compile(self, grammar: Grammar, param: str | None = None) -> GrammarState:
+        """The state before the first token. Releases the interpreter's lock while the library works.
+
+        Raises RequestError, whose `param` is `param` or the grammar's kind ("response_format" for json_object), when
+        the grammar is invalid, not supported, too complex, or when no answer can fulfil it.
+        """
+        vocabulary = self._load()
+        with self._lock:
+            root = self._cache.get(grammar)
+            if root is not None:
+                self._cache.move_to_end(grammar)
+        if root is None:
+            root = self._build(vocabulary, grammar, param)
+            with self._lock:
+                self._cache[grammar] = root
+                while len(self._cache) > self._cache_size:
+                    self._cache.popitem(last=False)
+        return GrammarState(vocabulary, root.deep_copy())
+
+    def _build(self, vocabulary: Vocabulary, grammar: Grammar, param: str | None) -> Any:
+        import llguidance
+
+        try:
+            text = translate(grammar, self._special, self._options)
+        except (GrammarError, RecursionError) as error:
+            raise _refusal(grammar, str(error), param) from None
+        matcher = on_large_stack(lambda: llguidance.LLMatcher(vocabulary.tokens, text, log_level=0, limits=_limits()))
+        if matcher.is_error():
+            raise _refusal(grammar, matcher.get_error(), param)
+        # The first mask builds the automaton's start, which all copies then share, and shows whether it is too large.
+        state = GrammarState(vocabulary, matcher)
+        try:
+            empty = not state.mask().any()
+        except RequestError as error:
+            reason = "no text fulfils it" if "NoExtension" in matcher.get_error() else str(error)
+            raise _refusal(grammar, reason, param) from None
+        if empty and not state.done:
+            raise _refusal(grammar, "no text fulfils it", param)
+        return matcher
+
+    def _load(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def _make_vocabulary(self) -> Vocabulary:
+        import llguidance
+
+        size = self._tokenizer.vocab_size
+        # The library wants one token that ends a text. `GrammarState` decides about the stop ids by itself.
+        candidates = [*self._stop_ids, self._tokenizer.eos_id, size - 1]
+        end = next(i for i in candidates if i is not None and i < size)
+        tokens = llguidance.LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=size, eos_token=end)
+        reserved = {*self._stop_ids, end}
+        stop = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        stop[self._stop_ids] = 1
+        keep = np.zeros_like(stop)
+        keep[: self._vocab_size] = 1
+        keep[[i for i in reserved if i < self._vocab_size]] = 0
+        return Vocabulary(tokens, frozenset(self._stop_ids), frozenset(reserved), _packed(stop), _packed(keep))
+
+
+def _packed(bits: npt.NDArray[np.uint8]) -> Mask:
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)

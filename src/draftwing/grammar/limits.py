@@ -1,0 +1,119 @@
+"""What a request may ask of the grammar library, beside the limits that the library has itself.
+
+Its own limits count steps of some phases; a long expression, or repetitions of repetitions, cost seconds before any of
+them is looked at, and long chains of references cost stack, whose end kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from draftwing.grammar.ebnf import GrammarError
+
+MAX_CHARS = 400_000  # of a grammar's text
+MAX_REGEX_CHARS = 10_000
+MAX_REPETITION = 200_000  # atoms of an expression whose counted repetitions are written out
+_STACK = 512 << 20  # bytes of address space; pages that are not touched cost nothing
+
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_lock = threading.Lock()
+T = TypeVar("T")
+
+
+def check_regex(pattern: str) -> str:
+    """`pattern`, if it is not too large. Raises GrammarError."""
+    if len(pattern) > MAX_REGEX_CHARS:
+        raise GrammarError(f"the expression has {len(pattern)} characters, at most {MAX_REGEX_CHARS} are allowed")
+    if _written_out(pattern) > MAX_REPETITION:
+        raise GrammarError(f"the expression's repetitions stand for more than {MAX_REPETITION} characters")
+    return pattern
+
+
+def _written_out(pattern: str) -> int:
+    """Atoms after every x{n} was replaced by n times x; nothing else of the syntax matters for it."""
+    sizes, last, at = [0], 0, 0  # of the open groups, of the newest atom
+    while at < len(pattern):
+        count = _COUNT.match(pattern, at)
+        if count is not None:
+            factor = max(int(count[1]), int(count[2] or 0), 1)
+            sizes[-1] += last * (factor - 1)
+            last *= factor
+            at = count.end()
+            continue
+        atom = _ATOM.match(pattern, at)
+        assert atom is not None
+        at = atom.end()
+        if atom.group() == "(":
+            sizes.append(0)
+        elif atom.group() == ")":
+            last = sizes.pop() if len(sizes) > 1 else 0
+            sizes[-1] += last
+        elif atom.group() not in "*+?|^$":
+            last = 1
+            sizes[-1] += 1
+    return sum(sizes)
+
+
+def lark_regex(pattern: str) -> str:
+    """A regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large."""
+    check_regex(pattern)
+    written = re.sub(r"\\.|/", lambda m: r"\/" if m.group() == "/" else m.group(), pattern, flags=re.DOTALL)
+    return written.replace("\\\n", "\\n").replace("\n", "\\n")
+
+
+def schema_text(schema: Any, options: Mapping[str, Any]) -> str:
+    """A JSON schema with our options in it; those that the request may have written there itself are dropped, as they
+    could relax what the schema says. Raises GrammarError."""
+    if schema is False:
+        raise GrammarError("the schema false allows nothing")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
+    for pattern in _patterns(schema):
+        check_regex(pattern)
+    return json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """All that may be a regular expression in a schema."""
+    todo = [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("pattern"), str):
+                yield value["pattern"]
+            if isinstance(value.get("patternProperties"), dict):
+                yield from value["patternProperties"]
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+
+
+def on_large_stack(work: Callable[[], T]) -> T:
+    """`work()` on a thread with room for deep recursion: the library follows references by calling itself."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    with _lock:  # the size is the process's; other threads that start meanwhile only get more address space
+        before = threading.stack_size(_STACK)
+        try:
+            thread = threading.Thread(target=run, name="grammar-compiler")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,130 @@
+"""Where an answer stands in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from draftwing.errors import RequestError
+
+Mask = npt.NDArray[np.uint32]  # [W], W = ceil(V / 32): bit i % 32 of word i // 32 is token i, 1 when it is allowed
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What all states of a server share.
+
+    tokens: the library's tokenizer.  stop_ids: may end an answer.  reserved_ids: those, and the library's own end.
+    stop: mask of the stop ids.  keep: mask of the tokens that the grammar decides about.
+    """
+
+    tokens: Any
+    stop_ids: frozenset[int]
+    reserved_ids: frozenset[int]
+    stop: Mask
+    keep: Mask
+
+
+class GrammarState:
+    """State of one answer: the grammar after the tokens so far. Not for several threads at once, but different states
+    are independent of each other, and `mask` gives up the interpreter's lock.
+
+    A token is legal if it is in the mask. Where the grammar forces text, the mask is the one token that the tokenizer
+    itself would choose, so that the answer's tokens look like those that the model was trained on.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, matcher: Any, ended: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = matcher
+        self._ended = ended  # stop ids that came last
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text so far is a whole answer."""
+        return bool(self._ended or self._matcher.is_accepting())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing but a stop id may follow."""
+        if self._ended or (self._matcher.is_stopped() and not self._matcher.is_error()):
+            return True
+        return bool(self._matcher.is_accepting()) and not (self._own_mask() & self._vocabulary.keep).any()
+
+    def mask(self, out: Mask | None = None) -> Mask:
+        """The legal tokens, [W] uint32, written into `out` if it is given. All zeros when the answer must end but there
+        are no stop ids. Raises RequestError when the grammar becomes too complex here."""
+        out = np.empty_like(self._vocabulary.keep) if out is None else out
+        if self._ended:
+            out[:] = self._vocabulary.stop
+            return out
+        np.bitwise_and(self._own_mask(), self._vocabulary.keep, out=out)
+        if self._matcher.is_accepting():
+            out |= self._vocabulary.stop
+        return out
+
+    def _own_mask(self) -> Mask:
+        words = np.zeros_like(self._vocabulary.keep)
+        size = (self._vocabulary.tokens.vocab_size + 31) // 32
+        if size <= words.size:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, size * 4)
+        else:  # the logits are narrower than the vocabulary
+            wide = np.zeros(size, np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, size * 4)
+            words[:] = wide[: words.size]
+        self._raise_if_broken()
+        return words
+
+    def _raise_if_broken(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().split("<state>")[0].strip()[:300]
+            raise RequestError(f"the grammar became too complex: {reason}", "grammar")
+
+    def advance(self, token: int) -> bool:
+        """Takes `token`; False, and nothing changes, if it is illegal. Raises RequestError as `mask`."""
+        if token in self._vocabulary.reserved_ids:
+            legal = token in self._vocabulary.stop_ids and self.may_end
+            self._ended += legal
+            return legal
+        if self._ended or not 0 <= token < self._vocabulary.tokens.vocab_size:
+            return False
+        forced = self._matcher.compute_ff_tokens()
+        if forced and forced[0] != token:
+            return False
+        taken: int = self._matcher.try_consume_tokens([token])
+        if not taken:
+            self._raise_if_broken()
+        return taken == 1
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` tokens."""
+        stops = min(count, self._ended)
+        self._ended -= stops
+        if count > stops:
+            taken_back = self._matcher.rollback(count - stops)
+            self._raise_if_broken()
+            assert taken_back
+
+    def fork(self) -> GrammarState:
+        """An independent state at the same place."""
+        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._ended)
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow, one after the other; empty where there is a choice, stop ids not among them."""
+        if self._ended or self._matcher.is_stopped():
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        for i, token in enumerate(tokens):
+            if token in self._vocabulary.reserved_ids:
+                return tokens[:i]
+        return tokens
+
+    def run(self, tokens: Sequence[int]) -> int:
+        """Takes tokens up to the first illegal one; returns how many."""
+        for i, token in enumerate(tokens):
+            if not self.advance(token):
+                return i
+        return len(tokens)

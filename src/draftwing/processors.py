@@ -1,0 +1,89 @@
+"""Logit processors: functions of the server's owner that change the logits of a request that asks for them.
+
+`--logit-processor package.module:attribute` loads one; a request names it as `package.module:attribute`, or as the
+last part where that is unique, and gives it parameters.
+
+A processor is called `processor(tokens, logits, params)` for every live node of a draft tree, on the host, and returns
+the logits to sample from: float32 [V], the same tensor changed in place or another. `tokens` are the prompt, the answer
+so far and the node's own path. The text is the same with speculation on and off if the result depends on the three
+arguments only: no state of its own, no count of its calls, no randomness without a seed from `params`. It is called for
+nodes whose path is then not accepted, in any order. Minus infinity bans a token; one must stay.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftwing.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LogitProcessor = Callable[[Sequence[int], "Tensor", dict[str, Any]], "Tensor"]
+_OPTION = "--logit-processor"
+
+
+def load_processors(names: Iterable[str]) -> dict[str, LogitProcessor]:
+    """The processors that `names` say, by what requests may call them. A class is instantiated without arguments.
+
+    Modules are looked for in the working folder, too. Raises ConfigError for what cannot be imported or called.
+    """
+    full = {name: _load(name) for name in dict.fromkeys(names)}
+    short: dict[str, list[str]] = {}
+    for name in full:
+        short.setdefault(name.partition(":")[2], []).append(name)
+    return {**{s: full[found[0]] for s, found in short.items() if len(found) == 1}, **full}
+
+
+def find_processor(processors: Mapping[str, LogitProcessor], name: str, param: str) -> LogitProcessor:
+    """Raises RequestError, naming the field `param`, for a processor that the server did not load."""
+    if name not in processors:
+        known = ", ".join(repr(n) for n in sorted(processors)) or f"none; start the server with {_OPTION}"
+        raise RequestError(f"{param}: there is no logit processor {name!r} (loaded: {known})", param)
+    return processors[name]
+
+
+def apply(
+    processor: LogitProcessor, tokens: Sequence[int], logits: Tensor, params: Mapping[str, Any], param: str
+) -> Tensor:
+    """Calls a processor and looks at what comes back. Raises RequestError when it fails or returns another shape."""
+    try:
+        result = processor(tokens, logits, dict(params))
+    except Exception as error:  # code of the server's owner
+        raise RequestError(f"{param}: the logit processor failed: {type(error).__name__}: {error}", param) from error
+    found = getattr(result, "shape", None), getattr(result, "dtype", None)
+    if found != (logits.shape, logits.dtype):
+        raise RequestError(
+            f"{param}: the logit processor returned {type(result).__name__} of shape {found[0]} and type {found[1]}, "
+            f"expected shape {tuple(logits.shape)} and type {logits.dtype}",
+            param,
+        )
+    return result
+
+
+def _load(name: str) -> LogitProcessor:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{_OPTION}: expected module:attribute, found {name!r}")
+    here = str(Path.cwd())
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+        value = value() if isinstance(value, type) else value
+    except Exception as error:  # whatever importing somebody's module raises
+        raise ConfigError(f"{_OPTION} {name}: cannot be loaded: {type(error).__name__}: {error}") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    if not callable(value):
+        raise ConfigError(f"{_OPTION} {name}: expected a function or a class, found {type(value).__name__}")
+    processor: LogitProcessor = value
+    return processor

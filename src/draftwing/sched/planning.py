@@ -1,0 +1,61 @@
+"""A plan out of the requests that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from draftwing.core import Admission, Chunk, IntArray, Plan, PromptPart, TreeShape
+from draftwing.sched.request import Req
+
+
+def make_plan(
+    step: int,
+    kind: Literal["prefill", "tree"],
+    shape: TreeShape,
+    reqs: Sequence[Req],
+    max_bound: int,
+    chunks: Sequence[Chunk],
+    admits: Sequence[Admission],
+    new_slots: Mapping[int, Sequence[tuple[int, IntArray]]],
+) -> Plan:
+    """chunks: one for each request, none for a tree; new_slots: by row."""
+    # Only the last chunk of a prompt draws a token; the others need no sampling.
+    drawing = [i for i in range(len(reqs)) if not chunks or chunks[i].final]
+
+    def where(test: Callable[[Req], bool]) -> IntArray:
+        return np.asarray([i for i in drawing if test(reqs[i])], np.int64)
+
+    return Plan(
+        step=step,
+        kind=kind,
+        rows=np.asarray([req.row for req in reqs], np.int64),
+        admission=np.asarray([req.admission for req in reqs], np.int64),
+        shape=shape,
+        max_bound=max_bound,
+        admits=tuple(admits),
+        new_slots=tuple((row, start, slots) for row, parts in new_slots.items() for start, slots in parts),
+        chunks=tuple(chunks),
+        noisy=where(lambda r: r.params.temperature > 0),
+        filtered=where(lambda r: r.params.filtered),
+        banning=where(lambda r: r.completion_tokens < r.params.min_new_tokens),
+        edited=where(lambda r: r.params.edited or r.guided),
+        guided=where(lambda r: r.guided),
+        limited=where(lambda r: r.limits is not None),
+        predicted=where(lambda r: bool(r.prediction)),
+        logprobs=tuple((i, params) for i in drawing if (params := reqs[i].logprobs) is not None),
+        prompt_parts=tuple(part for i, chunk in enumerate(chunks) if (part := _prompt_part(i, chunk, reqs[i]))),
+    )
+
+
+def _prompt_part(index: int, chunk: Chunk, req: Req) -> PromptPart | None:
+    """What of a chunk tells log probabilities that are still wanted: those of the tokens after its queries."""
+    wanted = req.next_prompt_logprob
+    if wanted is None or req.logprobs is None:
+        return None
+    # Chunks are planned before the result of the chunk before them is known.
+    begin = max(wanted - 1, chunk.start)
+    end = min(chunk.start + chunk.length, req.prompt_len - 1)
+    return PromptPart(index, begin - chunk.start, end - begin, req.logprobs) if end > begin else None

@@ -1,0 +1,204 @@
+"""Grammars of what the parsers read: answers that are tool calls, and answers that begin with reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftwing.core import Grammar
+from draftwing.server.parsers.reasoning import ReasoningStyle, Start
+from draftwing.server.parsers.tools import ToolStyle
+
+# Keywords of JSON schema whose values are data, and those whose values map names to schemas.
+_DATA = ("const", "enum", "default", "examples")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+@dataclass(frozen=True)
+class Function:
+    """What a request offers the model to call. parameters: the JSON schema of an object; None for any object."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object", **(self.parameters or {})}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """mode "named": the function `name` must be called, "required": any of them, "auto": the model decides."""
+
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str = ""
+
+
+def grammar_for(
+    functions: Sequence[Function],
+    choice: ToolChoice,
+    style: ToolStyle,
+    parallel: bool = True,
+    otherwise: Grammar | None = None,
+) -> Grammar | None:
+    """What the answer must be for `choice`; None where it may be anything.
+
+    "required" and "named": calls alone, written as the model's family does, with arguments of each function's schema.
+    "auto", where a function is strict: any text, but calls are of functions that exist, with such arguments; those of
+    functions that are not strict are any objects. parallel: whether there may be several calls.
+    otherwise: what an answer must be that is not calls alone.
+    """
+    if choice.mode == "none":
+        return otherwise
+    if choice.mode == "auto":
+        loose = [f if f.strict else Function(f.name) for f in functions]
+        if otherwise is not None:
+            return _structural({"type": "or", "elements": [_calls(loose, style, parallel), _form(otherwise)]})
+        strict = any(function.strict for function in functions)
+        return _structural(_text_or_calls(loose, style, parallel)) if strict else None
+    if choice.mode == "named":
+        functions, parallel = [f for f in functions if f.name == choice.name], False
+    form = _calls(functions, style, parallel)
+    if form["type"] == "json_schema":
+        return Grammar("json_schema", json.dumps(form["json_schema"]))
+    return _structural(form)
+
+
+def after_reasoning(grammar: Grammar, style: ReasoningStyle, start: Start) -> Grammar:
+    """The grammar of an answer that may reason before it gives what `grammar` asks for."""
+    if start == "closed":
+        return grammar
+    begin = "" if start == "open" else style.begin
+    space = {"type": "regex", "pattern": r"\s{0,4}"}
+    block = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": style.end}
+    if start == "open":
+        return _structural(_sequence(block, space, _form(grammar)))
+    return _structural(_sequence({"type": "optional", "content": _sequence(block, space)}, _form(grammar)))
+
+
+def _form(grammar: Grammar) -> dict[str, Any]:
+    """The grammar as a format of a structural tag. Its text may be wrong: compiling it says so."""
+    match grammar.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.text}
+    value = json.loads(grammar.text)
+    if grammar.kind == "json_schema":
+        return {"type": "json_schema", "json_schema": value}
+    if "format" in value:
+        form: dict[str, Any] = value["format"]
+        return form
+    tags = [_tag(s["begin"], s["schema"], s["end"]) for s in value["structures"]]
+    return {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
+
+
+def _structural(form: dict[str, Any]) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _tag(begin: str, schema: Any, end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+
+
+def _calls(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
+    """Calls and nothing else."""
+    if style.begin is not None and style.end is not None:
+        return {
+            "type": "tags_with_separator",
+            "tags": _tags(functions, style),
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+    if style.separator is not None:
+        marker = {"type": "const_string", "value": style.begin}
+        return _sequence(marker, {"type": "json_schema", "json_schema": _array(functions, style, parallel)})
+    # Only an array can hold several calls; families without one are known to make a single call.
+    several = parallel and "[" in style.bare
+    schema = _array(functions, style, parallel) if several else _object(functions, style)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _text_or_calls(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
+    if style.bare:
+        starts = "".join(f"\\{char}" for char in style.bare)
+        text = {"type": "regex", "pattern": rf"(\s*[^\s{starts}](?s:.*))?"}
+        return {"type": "or", "elements": [_calls(functions, style, parallel), text]}
+    tags = _tags(functions, style)
+    if style.separator is not None:
+        assert style.begin is not None
+        tags = [_tag(style.begin, _array(functions, style, parallel), "")]
+    once = not parallel or style.separator is not None  # an array holds all calls
+    return {"type": "triggered_tags", "triggers": [style.begin], "tags": tags, "stop_after_first": once}
+
+
+def _tags(functions: Sequence[Function], style: ToolStyle) -> list[dict[str, Any]]:
+    """One for each function, as the family's chat templates write calls."""
+    return [
+        _tag(
+            f'{style.begin}\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{style.arguments}": ',
+            function.schema,
+            f"}}\n{style.end}",
+        )
+        for function in functions
+    ]
+
+
+def _array(functions: Sequence[Function], style: ToolStyle, parallel: bool) -> dict[str, Any]:
+    item = _object(functions, style)
+    definitions = item.pop("$defs", None)
+    array = {"type": "array", "items": item, "minItems": 1} | ({} if parallel else {"maxItems": 1})
+    return array | ({"$defs": definitions} if definitions else {})
+
+
+def _object(functions: Sequence[Function], style: ToolStyle) -> dict[str, Any]:
+    """Schema of one call of any of the functions."""
+    calls, definitions = [], {}
+    for number, function in enumerate(functions):
+        schema = function.schema
+        moved = _moved(schema, f"#/$defs/f{number}")
+        if moved != schema:  # references inside of it are of its own root, which has to have a place of its own
+            definitions[f"f{number}"], moved = moved, {"$ref": f"#/$defs/f{number}"}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function.name}, style.arguments: moved},
+                "required": ["name", style.arguments],
+                "additionalProperties": False,
+            }
+        )
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def _moved(schema: Any, root: str, names: bool = False) -> Any:
+    """The schema with references to its own root turned into references to `root`.
+
+    names: the keys are names of the user's, not keywords.
+    """
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if names:
+            moved[key] = _moved(value, root)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = root + value[1:]
+        elif key in _DATA:
+            moved[key] = value
+        else:
+            moved[key] = _moved(value, root, key in _MAPS)
+    return moved

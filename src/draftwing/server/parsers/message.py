@@ -1,0 +1,103 @@
+"""An answer as a message: reasoning, text and tool calls, in the order in which they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from draftwing.server.parsers.reasoning import ReasoningParser, ReasoningStyle, Start, count_reasoning
+from draftwing.server.parsers.tools import CallPiece, ToolParser, ToolStyle
+
+if TYPE_CHECKING:
+    from draftwing.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Reasoning."""
+
+    text: str
+
+
+Part = Thought | str | CallPiece
+
+
+@dataclass
+class Call:
+    """A tool call; `arguments` is JSON, cut where the answer is."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class MessageStyle:
+    """How the answers to one request are read; without styles everything is text.
+
+    start: where answers begin.  names: of the functions that may be called.  parallel: whether calls after the first
+    are given out.  separate: False leaves reasoning in the text, with its markers.  stream_reasoning: False gives it
+    out at once, when it is complete.
+    """
+
+    reasoning: ReasoningStyle | None = None
+    start: Start = "closed"
+    tools: ToolStyle | None = None
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+    separate: bool = True
+    stream_reasoning: bool = True
+
+
+class MessageReader:
+    """Reads one answer.
+
+    reasoning, content, calls: what was given out so far.  reasoning_tokens: as of `count_reasoning`.
+    """
+
+    def __init__(self, style: MessageStyle, tokenizer: Tokenizer) -> None:
+        self.reasoning, self.content = "", ""
+        self.calls: list[Call] = []
+        self.reasoning_tokens = 0
+        self._style, self._tokenizer = style, tokenizer
+        self._thoughts = None if style.reasoning is None else ReasoningParser(style.reasoning, style.start)
+        self._tools = None if style.tools is None else ToolParser(style.tools, style.names, style.parallel)
+        self._held = ""  # reasoning that is not streamed
+        self._counted = False
+
+    def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
+        """What became certain with the next piece of text. ids: all tokens of the answer so far."""
+        thought, content = ("", text) if self._thoughts is None else self._thoughts.push(text, final)
+        self._count(ids)
+        if not self._style.separate:
+            thought, content = "", text
+        elif not self._style.stream_reasoning and self._thoughts is not None:
+            self._held += thought
+            whole = final or self._thoughts.closed
+            thought, self._held = (self._held, "") if whole else ("", self._held)
+        parts: list[Part] = [Thought(thought)] if thought else []
+        if self._tools is not None:
+            parts += self._tools.push(content, final)
+        elif content:
+            parts.append(content)
+        for part in parts:
+            self._keep(part)
+        return parts
+
+    def _count(self, ids: Sequence[int]) -> None:
+        if self._thoughts is not None and not self._counted:
+            assert self._style.reasoning is not None
+            self.reasoning_tokens = count_reasoning(self._thoughts, self._style.reasoning, ids, self._tokenizer)
+            self._counted = self._thoughts.closed
+
+    def _keep(self, part: Part) -> None:
+        if isinstance(part, Thought):
+            self.reasoning += part.text
+        elif isinstance(part, str):
+            self.content += part
+        elif part.name is not None:
+            assert part.id is not None
+            self.calls.append(Call(part.id, part.name, part.arguments))
+        else:
+            self.calls[-1].arguments += part.arguments

@@ -1,0 +1,18 @@
+"""Names of the parsers, for options: imports nothing. `-` and `_` spellings are those of SGLang's and vLLM's users."""
+
+REASONING_PARSERS = (
+    "deepseek-r1",
+    "deepseek_r1",
+    "deepseek-v3",
+    "deepseek_v3",
+    "glm45",
+    "interns1",
+    "kimi",
+    "kimi_k2",
+    "mimo",
+    "mistral",
+    "qwen3",
+    "qwen3-thinking",
+    "step3",
+)
+TOOL_CALL_PARSERS = ("hermes", "json", "llama3", "llama3_json", "mistral", "qwen", "qwen25", "qwen3")

@@ -1,0 +1,134 @@
+"""Reasoning models write `<think>why</think>answer`: this takes the two apart while the text grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from draftwing.server.parsers.text import partial_end
+
+if TYPE_CHECKING:
+    from draftwing.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ReasoningStyle:
+    """begin, end: the markers.  always: the model reasons without being told, whether or not it writes `begin`."""
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
+
+
+_THINK, _ALWAYS = ReasoningStyle(), ReasoningStyle(always=True)
+REASONING_STYLES = {
+    "deepseek-r1": _ALWAYS,
+    "deepseek_r1": _ALWAYS,
+    "deepseek-v3": _THINK,
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "interns1": _THINK,
+    "kimi": ReasoningStyle("◁think▷", "◁/think▷"),
+    "kimi_k2": _THINK,
+    "mimo": _THINK,
+    "mistral": ReasoningStyle("[THINK]", "[/THINK]"),
+    "qwen3": _THINK,
+    "qwen3-thinking": _ALWAYS,
+    "step3": _ALWAYS,
+}
+
+# Where an answer begins: inside of a block, after one, or where the model may open one.
+Start = Literal["open", "closed", "free"]
+
+
+def start_of(style: ReasoningStyle, prompt: str, continued: str | None = None) -> Start:
+    """Where the answer to a rendered `prompt` begins: templates open the block, or close an empty one.
+
+    continued: the text of the assistant's message that the answer goes on with, if it does.
+    """
+    if continued is not None:
+        begin, end = continued.rfind(style.begin), continued.rfind(style.end)
+        if begin != end:  # not both missing
+            return "open" if begin > end else "closed"
+        if continued.strip():
+            return "closed"
+    tail = prompt.rstrip()
+    if tail.endswith(style.end):
+        return "closed"
+    return "open" if style.always or tail.endswith(style.begin) else "free"
+
+
+class ReasoningParser:
+    """Splits one answer.
+
+    A block is at the start of the answer or nowhere, and ends with the first end marker. Markers belong to neither
+    part, nor does the whitespace at both ends of the reasoning and before the content that follows. An answer without
+    a block is content as it is, a block without an end is all reasoning.
+    """
+
+    def __init__(self, style: ReasoningStyle, start: Start) -> None:
+        self._style = style
+        self._may_begin = start != "closed"
+        self._inside = start == "open"  # also when no marker was written
+        self._trim = self._inside  # whether whitespace that comes next is dropped
+        self._held = ""
+        self.opened = self._inside
+        self.closed = start == "closed"
+
+    def push(self, delta: str, final: bool = False) -> tuple[str, str]:
+        """(reasoning, content) that became certain: only what may be a marker, and whitespace before it, waits."""
+        text, self._held = self._held + delta, ""
+        if self._may_begin:
+            body = text.lstrip()
+            begin = self._style.begin
+            if body.startswith(begin):
+                text, self._may_begin = body[len(begin) :], False
+                self._inside = self._trim = self.opened = True
+            elif begin.startswith(body) and not final:
+                self._held = text
+                return "", ""
+            else:
+                self._may_begin = False
+        return self._reasoning(text, final) if self._inside else ("", self._content(text))
+
+    def _reasoning(self, text: str, final: bool) -> tuple[str, str]:
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        end = self._style.end
+        at = text.find(end)
+        if at >= 0:
+            self._inside, self._trim, self.closed = False, True, True
+            return text[:at].rstrip(), self._content(text[at + len(end) :])
+        if final:
+            return text.rstrip(), ""
+        sure = text[: len(text) - partial_end(text, end)].rstrip()
+        self._held = text[len(sure) :]
+        return sure, ""
+
+    def _content(self, text: str) -> str:
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        return text
+
+
+def count_reasoning(parser: ReasoningParser, style: ReasoningStyle, ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Reasoning tokens of an answer whose text `parser` has taken: its first tokens, up to the one that completes the
+    end marker, that one included. All of them while the block is open, none without a block."""
+    if not parser.opened:
+        return 0
+    if not parser.closed:
+        return len(ids)
+    marker = tokenizer.backend.token_to_id(style.end)
+    if marker is not None and marker in ids:
+        return ids.index(marker) + 1
+    low, high = 1, len(ids)  # the marker is text of several tokens: the shortest beginning of the answer that has it
+    while low < high:
+        middle = (low + high) // 2
+        if style.end in tokenizer.decode(ids[:middle], skip_special_tokens=False):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,36 @@
+"""Token sequences of words that an answer must not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftwing.core import MOST_BAD_WORD_TOKENS, MOST_BAD_WORDS
+from draftwing.errors import RequestError
+from draftwing.text.tokenizer import Tokenizer
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenized at the start of a text and after a space, where the two differ.
+
+    Raises RequestError for a word of too many tokens, or of none, and for too many sequences.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        forms = {word: None, " " + word.lstrip(): None}
+        for form in forms:
+            ids = tokenizer.encode(form, add_special_tokens=False)
+            if not ids:
+                raise RequestError(f"bad_words: {word!r} gives no tokens", "bad_words")
+            if len(ids) > MOST_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words takes words of at most {MOST_BAD_WORD_TOKENS} tokens; {word[:80]!r} has {len(ids)}",
+                    "bad_words",
+                )
+            found[tuple(ids)] = None
+    if len(found) > MOST_BAD_WORDS:
+        raise RequestError(
+            f"bad_words takes at most {MOST_BAD_WORDS} token sequences, of which a word gives up to two; found "
+            f"{len(found)}",
+            "bad_words",
+        )
+    return tuple(found)

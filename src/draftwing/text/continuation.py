@@ -1,0 +1,31 @@
+"""Prompts that end inside of the assistant's last message, for the model to go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from draftwing.errors import RequestError
+from draftwing.text.chat_template import Message
+from draftwing.text.tokenizer import Tokenizer
+
+_MARK = "QcontinuedZ"  # plain letters, which no filter of a template changes
+
+
+def render_continued(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> str:
+    """The prompt text up to the end of the last message, which has to be the assistant's; spaces at its end are kept,
+    whatever the template does to those of finished messages. kwargs: as of `Tokenizer.render_chat`.
+
+    Raises RequestError, also where the template does not show the message's end.
+    """
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(content, str):
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant, with a text", "continue_final_message"
+        )
+    marked = [*messages[:-1], {**last, "content": content + _MARK}]
+    text, mark, _ = tokenizer.render_chat(marked, add_generation_prompt=False, **kwargs).rpartition(_MARK)
+    if not mark:
+        raise RequestError("the chat template does not show the last message", "continue_final_message")
+    return text

@@ -1,0 +1,62 @@
+"""Loading and calling logit processors."""
+
+import sys
+
+import pytest
+import torch
+
+from draftwing.errors import ConfigError, RequestError
+from draftwing.processors import apply, find_processor, load_processors
+
+SOURCE = """
+def ban(tokens, logits, params):
+    logits[params["token"]] = float("-inf")
+    return logits
+
+class Repeat:
+    def __call__(self, tokens, logits, params):
+        return logits + torch.nn.functional.one_hot(torch.tensor(tokens[-1]), logits.numel()) * 9.0
+
+def wrong(tokens, logits, params):
+    return logits[:2]
+
+def broken(tokens, logits, params):
+    raise KeyError("x")
+
+number = 3
+import torch
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "my_processors.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    yield "my_processors"
+    sys.modules.pop("my_processors", None)
+
+
+def test_functions_and_classes(module):
+    loaded = load_processors([f"{module}:ban", f"{module}:Repeat"])
+    assert set(loaded) == {"ban", "Repeat", f"{module}:ban", f"{module}:Repeat"}
+    logits = torch.zeros(4)
+    assert apply(find_processor(loaded, "ban", "p"), [1], logits.clone(), {"token": 2}, "p").argmin() == 2
+    assert apply(loaded["Repeat"], [1, 3], logits, {}, "p").argmax() == 3
+
+
+@pytest.mark.parametrize("name", ["nowhere", "no_such_module:f", "my_processors:missing", "my_processors:number", ":f"])
+def test_what_cannot_be_loaded(module, name):
+    with pytest.raises(ConfigError, match="--logit-processor"):
+        load_processors([name])
+
+
+def test_unknown_and_failing_processors(module):
+    loaded = load_processors([f"{module}:wrong", f"{module}:broken"])
+    for call in [
+        lambda: find_processor(loaded, "other", "custom_logit_processor"),
+        lambda: apply(loaded["wrong"], [1], torch.zeros(4), {}, "custom_logit_processor"),
+        lambda: apply(loaded["broken"], [1], torch.zeros(4), {}, "custom_logit_processor"),
+    ]:
+        with pytest.raises(RequestError, match="custom_logit_processor") as error:
+            call()
+        assert error.value.param == "custom_logit_processor"

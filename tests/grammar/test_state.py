@@ -1,0 +1,335 @@
+"""States of grammars: masks, ends, forced text, against `re`, the instances of MaskBench, and brute force."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draftwing.core import Grammar
+from draftwing.errors import RequestError
+from draftwing.grammar import GrammarCompiler, check
+
+DATA = Path(__file__).parent / "data"
+CASES = [json.loads(line) for line in (DATA / "maskbench_sample.jsonl").read_text(encoding="utf8").splitlines()]
+REGEXES = [
+    *(DATA / "regexes.txt").read_text().splitlines(),
+    "(?:[0-9]{1,3}\\.){3}[0-9]{1,3}",
+    "(yes|no|maybe)( [a-z]+){2,4}",
+    "[^a-z]{3}|é+€?",
+    "a*",
+    "https?://[a-z]+/x",
+]
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def start(vocab, kind, text):
+    return vocab.compiler.compile(Grammar(kind, text if isinstance(text, str) else json.dumps(text)))
+
+
+def accepts(vocab, state, text):
+    state = state.fork()
+    tokens = vocab.encode(text)
+    return state.run(tokens) == len(tokens) and state.may_end
+
+
+def walk(vocab, state, rng, hints=(), limit=90):
+    """A random legal answer; now and then, where it is legal, one of the words `hints`. None if it did not end."""
+    tokens = []
+    while len(tokens) < limit:
+        if hints and rng.random() < 0.5:
+            for token in vocab.encode(rng.choice(hints)):
+                if not state.advance(token):
+                    break
+                tokens.append(token)
+        allowed = vocab.bits(state.mask())
+        assert allowed.size, "a mask without any token"
+        assert (vocab.eos in allowed) == state.may_end
+        if state.may_end and (state.done or rng.random() < 0.3):
+            return tokens
+        token = int(rng.choice(allowed[allowed != vocab.eos]))
+        assert state.advance(token)
+        tokens.append(token)
+    return None
+
+
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_every_random_walk_matches_the_regex(vocab, pattern):
+    root = start(vocab, "regex", pattern)
+    rng = random.Random(pattern)
+    words = re.findall(r"[A-Za-z :/']+", re.sub(r"\[.*?\]", "", pattern))
+    hints = [*words, *(word * 8 for word in words), "".join(words[:2]), "a", "7", "A"]
+    finished = 0
+    for _ in range(8):
+        tokens = walk(vocab, root.fork(), rng, hints)
+        if tokens is None:
+            continue
+        data = b"".join(vocab.bytes[t] for t in tokens)
+        assert re.fullmatch(pattern, data.decode()), data
+        finished += 1
+    assert finished
+
+
+def test_masks_are_exactly_the_prefixes(vocab):
+    """Against all tokens, one by one: legal if some string of the language begins with the text and the token."""
+    words = ["cat", "cats", "catalogue", "dog and cat", "do", "é€", "e"]
+    state = start(vocab, "regex", "|".join(words))
+    prefixes = {w.encode()[:i] for w in words for i in range(1, len(w.encode()) + 1)}
+    whole = {w.encode() for w in words}
+    rng = random.Random(0)
+    for _ in range(30):
+        at, text = state.fork(), b""
+        while True:
+            legal = {i for i, b in enumerate(vocab.bytes) if b and text + b in prefixes}
+            allowed = set(vocab.bits(at.mask()).tolist()) - {vocab.eos}
+            # Where text is forced, the mask is the tokenizer's choice; otherwise all that is legal.
+            forced = at.forced()
+            assert allowed == ({forced[0]} if forced else legal)
+            assert allowed <= legal
+            assert at.may_end == (text in whole)
+            assert at.done == (not legal)
+            if not allowed:
+                break
+            token = rng.choice(sorted(allowed))
+            assert at.advance(token)
+            text += vocab.bytes[token]
+
+
+def test_advance_agrees_with_the_mask(vocab):
+    rng = random.Random(1)
+    for kind, text in [("json_schema", OBJECT), ("regex", "ab(cd|ce)+f"), ("ebnf", 'root ::= "(" root ")" | "xy"')]:
+        state = start(vocab, kind, text)
+        for _ in range(12):
+            allowed = set(vocab.bits(state.mask()).tolist())
+            for token in range(vocab.size):
+                before = state.may_end
+                if state.advance(token):
+                    assert token in allowed
+                    state.rollback(1)
+                else:
+                    assert token not in allowed
+                assert state.may_end == before
+            assert set(vocab.bits(state.mask()).tolist()) == allowed
+            choices = sorted(allowed - {vocab.eos})
+            if not choices:
+                break
+            state.advance(rng.choice(choices))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_json_schema_instances(vocab, case):
+    if not case["supported"]:
+        with pytest.raises(RequestError) as error:
+            start(vocab, "json_schema", case["schema"])
+        assert error.value.param == "json_schema"
+        return
+    root = start(vocab, "json_schema", case["schema"])
+    for test in case["tests"]:
+        text = json.dumps(test["data"], ensure_ascii=False)
+        if not test["valid"]:
+            assert not accepts(vocab, root, text), text
+            continue
+        state = root.fork()
+        for token in vocab.encode(text):
+            # A forced stretch may be cut differently from the whole text: take the same bytes the forced way.
+            if token not in vocab.bits(state.mask()):
+                break
+            assert state.advance(token)
+        else:
+            assert state.may_end and vocab.eos in vocab.bits(state.mask())
+            continue
+        assert by_bytes(vocab, root.fork(), text.encode()), text
+
+
+def by_bytes(vocab, state, data):
+    """Whether some tokenization of `data` is legal: at each place the forced token, or the longest legal one."""
+    while data:
+        fits = [t for t in vocab.bits(state.mask()) if t != vocab.eos and data.startswith(vocab.bytes[t])]
+        if not fits:
+            return False
+        token = max(fits, key=lambda t: len(vocab.bytes[t]))
+        state.advance(int(token))
+        data = data[len(vocab.bytes[token]) :]
+    return state.may_end
+
+
+def test_forced_text_is_legal_and_leaves_no_choice(vocab):
+    compact = GrammarCompiler(vocab.tokenizer, vocab.size, vocab.tokenizer.stop_ids, any_whitespace=False)
+    schema = {**OBJECT, "properties": {"an_unusual_name": {"const": "value"}, "b": {"type": "null"}}}
+    schema["required"] = ["an_unusual_name", "b"]
+    state = compact.compile(Grammar("json_schema", json.dumps(schema)))
+    forced = []
+    while chain := state.forced():
+        for token in chain:
+            assert vocab.bits(state.mask()).tolist() == [token]
+            assert state.advance(token)
+            forced.append(token)
+    text = '{"an_unusual_name":"value","b":null}'
+    assert text.startswith(vocab.text(forced)) and len(vocab.text(forced)) > 15
+
+
+def test_the_end(vocab):
+    state = start(vocab, "regex", "[0-9]{2}")
+    assert not state.advance(vocab.eos)
+    for char in "42":
+        assert not state.may_end and not state.done and vocab.eos not in vocab.bits(state.mask())
+        assert state.advance(vocab.encode(char)[0])
+    assert state.may_end and state.done and state.forced() == []
+    assert vocab.bits(state.mask()).tolist() == [vocab.eos]
+    assert not state.advance(vocab.encode("1")[0])
+    assert state.advance(vocab.eos) and state.done and vocab.bits(state.mask()).tolist() == [vocab.eos]
+    assert state.advance(vocab.eos)
+    state.rollback(3)
+    assert not state.may_end and vocab.eos not in vocab.bits(state.mask())
+
+
+def test_several_stop_ids_and_none(byte_vocab):
+    tokenizer = byte_vocab.tokenizer
+    plain = byte_vocab.encode("b")[0]
+    both = GrammarCompiler(tokenizer, byte_vocab.size, [byte_vocab.eos, plain, 10**6])
+    state = both.compile(Grammar("regex", "a*b?"))
+    assert {byte_vocab.eos, plain} <= set(byte_vocab.bits(state.mask()))
+    state = both.compile(Grammar("regex", "ab"))  # a stop id is no text, so this answer cannot be completed with it
+    assert plain not in byte_vocab.bits(state.mask())
+    none = GrammarCompiler(tokenizer, byte_vocab.size, [])
+    state = none.compile(Grammar("regex", "a"))
+    assert state.advance(byte_vocab.encode("a")[0])
+    assert state.done and not state.mask().any()
+
+
+def test_narrow_logits(byte_vocab):
+    narrow = GrammarCompiler(byte_vocab.tokenizer, 1001, byte_vocab.tokenizer.stop_ids)
+    mask = narrow.compile(Grammar("regex", ".*")).mask()
+    assert mask.shape == (32,)
+    wide = byte_vocab.bits(start(byte_vocab, "regex", ".*").mask())
+    found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert found.tolist() == wide[wide < 1001].tolist()
+
+
+def test_rollback_and_fork_give_the_same_masks(vocab):
+    rng = random.Random(2)
+    for kind, text in [("json_schema", OBJECT), ("regex", "(ab|a(bc)*){2,9}x"), ("json_object", "")]:
+        state = start(vocab, kind, text)
+        path = [state.mask()]
+        tokens = []
+        for _ in range(15):
+            allowed = vocab.bits(path[-1])
+            token = int(rng.choice(allowed))
+            if token == vocab.eos:
+                break
+            tokens.append(token)
+            assert state.advance(token)
+            path.append(state.mask())
+        copy = state.fork()
+        for back in range(len(tokens)):
+            assert (state.mask() == path[len(tokens) - back]).all()
+            state.rollback(1)
+        assert (state.mask() == path[0]).all()
+        assert (copy.mask() == path[-1]).all()
+        fresh = start(vocab, kind, text)
+        assert fresh.run(tokens) == len(tokens) and (fresh.mask() == path[-1]).all()
+
+
+def test_json_object_and_free_schemas(vocab):
+    for text, schema in [("", "json_object"), ("true", "json_schema"), ("{}", "json_schema")]:
+        state = start(vocab, schema, text)
+        assert accepts(vocab, state, '{"a": [1, null]}') and not accepts(vocab, state, '{"a": [1, null}')
+        assert accepts(vocab, state, "[1]") == (schema == "json_schema")
+
+
+def test_whitespace_options(byte_vocab):
+    tokenizer, stop = byte_vocab.tokenizer, byte_vocab.tokenizer.stop_ids
+    texts = ['{"name":"x","age":1}', '{"name": "x", "age": 1}', '{ "name" :\n"x" ,"age":1}']
+    results = []
+    for options in [{}, {"any_whitespace": False}, {"whitespace_pattern": " ?"}]:
+        compiler = GrammarCompiler(tokenizer, byte_vocab.size, stop, **options)
+        state = compiler.compile(Grammar("json_schema", json.dumps(OBJECT)))
+        results.append([accepts(byte_vocab, state, text) for text in texts])
+    assert results == [[True, True, True], [True, False, False], [True, True, False]]
+
+
+def test_a_schema_cannot_relax_itself(vocab):
+    schema = {"not": {"type": "string"}, "x-guidance": {"lenient": True}}
+    with pytest.raises(RequestError, match="not"):
+        start(vocab, "json_schema", schema)
+
+
+@pytest.mark.parametrize(
+    "kind, text, reason",
+    [
+        ("regex", "(a", "unclosed"),
+        ("regex", "a(?=b)", "look"),
+        ("regex", "x" * 500_000, "at most"),
+        ("regex", "(?:a{1000}){1000}", "repetitions"),
+        ("json_schema", json.dumps({"items": {"pattern": "a?" * 9000}}), "characters"),
+        ("json_schema", "{", "JSON"),
+        ("json_schema", "3", "expected an object"),
+        ("json_schema", '{"const": NaN}', "NaN"),
+        ("json_schema", "false", "nothing"),
+        ("json_schema", '{"type": "wrong"}', "wrong"),
+        ("json_schema", "[" * 100_000, "nested"),
+        ("json_schema", '{"items":' * 300 + "{}" + "}" * 300, "recursion"),
+        ("ebnf", "root ::= x", "not defined"),
+        ("ebnf", 'root ::= "a" root', "never ends"),
+        ("structural_tag", "[]", "object"),
+        ("structural_tag", '{"format": {"type": "made_up"}}', "made_up"),
+    ],
+)
+def test_refusals_name_the_field(vocab, kind, text, reason):
+    for attempt in (vocab.compiler.compile, vocab.compiler.check, check):
+        with pytest.raises(RequestError, match=reason) as error:
+            attempt(Grammar(kind, text))
+        assert error.value.param == kind and len(str(error.value)) < 500
+        with pytest.raises(RequestError) as error:
+            attempt(Grammar(kind, text), param="response_format")
+        assert error.value.param == "response_format"
+
+
+def test_long_chains_of_references_do_no_harm(byte_vocab):
+    """They recurse in the library, far beyond an ordinary stack."""
+    chain = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(3500)}
+    schema = {"$defs": {**chain, "a3500": {"type": "null"}}, "$ref": "#/$defs/a0"}
+    state = start(byte_vocab, "json_schema", schema)
+    assert accepts(byte_vocab, state, '{"x": {"x": {}}}')
+
+
+def test_a_language_without_strings_is_refused(vocab):
+    with pytest.raises(RequestError, match="no text fulfils it"):
+        start(vocab, "regex", r"[^\x00-\x{10ffff}]")
+
+
+def test_threads_share_a_compiler(byte_vocab):
+    grammars = [Grammar("regex", f"[a-z]{{{n}}}[0-9]") for n in range(1, 6)]
+    compiler = GrammarCompiler(byte_vocab.tokenizer, byte_vocab.size, byte_vocab.tokenizer.stop_ids, cache_size=2)
+    expected = [compiler.compile(g).mask().tolist() for g in grammars]
+    failures = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(30):
+            i = rng.randrange(len(grammars))
+            if compiler.compile(grammars[i]).mask().tolist() != expected[i]:
+                failures.append(i)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and len(compiler._cache) == 2
+
+
+def test_the_library_is_loaded_by_the_first_grammar_only():
+    code = "import sys, draftwing.grammar; print('llguidance' in sys.modules, 'torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]
