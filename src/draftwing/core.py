@@ -160,6 +160,7 @@ class Admission(NamedTuple):
     prompt_len: int  # of the request, not counting output carried over a preemption
     stop_ids: tuple[int, ...]  # token ids that end it; the sampler bans them before `min_new_tokens`
     salt: int  # 63-bit hash of cache_salt; 0 without one
+    edited: bool = False  # whether its logits are
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     limits: SpecLimits | None = None
     prediction: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftwing.attn.torch_ref import TorchAttention
-from draftwing.core import MAX_HINT, PLAIN, Output, SamplingParams
+from draftwing.core import MAX_HINT, PLAIN, Output, SamplingParams, TokenLogprobs
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
@@ -97,6 +97,9 @@ class OracleDrafter:
     def outlook(self, slots, rows, max_bound):
         return torch.full_like(rows, MAX_HINT)
 
+    def constrain(self, slots, rows, banned, noisy):
+        self.constrained = True  # it knows the answers, which are legal
+
     def flush(self):
         pass
 
@@ -112,6 +115,8 @@ class OracleDrafter:
 @dataclass
 class Answers:
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     final: dict[str, Output] = field(default_factory=dict)
 
 
@@ -150,7 +155,9 @@ class Rig:
         if drafter is not None:
             drafter.attach(backend, len(layers), length)
             lookahead, tail, first_hint = drafter.lookahead, drafter.tail, drafter.first_hint
-        config = SchedulerConfig(slots, rows, max_span, chunk, lookahead, tail, radix, first_hint, ahead)
+        config = SchedulerConfig(
+            slots, rows, max_span, chunk, lookahead, tail, radix, first_hint, ahead, model.config.vocab_size
+        )
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)
         self.loop = Loop(self.sched, self.executor, lag == 1, self._watch)
@@ -172,13 +179,13 @@ class Rig:
     def accept_length(self):
         return self.stats.tokens / max(self.stats.rows, 1)
 
-    def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None):
+    def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None, **more):
         room = CONTEXT - len(prompt)
         wanted = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
         req = Req(
             uid=uid, tokens=list(prompt), params=params, seed=params.sampling_seed or 0,
             max_total=len(prompt) + wanted, stop_ids=frozenset((*stop_ids, *params.stop_token_ids)),
-            priority=priority, salt=salt, scanner=scanner, deadline=deadline,
+            priority=priority, salt=salt, scanner=scanner, deadline=deadline, **more,
         )  # fmt: skip
         self.sched.submit(req)
         return req
@@ -193,6 +200,9 @@ class Rig:
             self.sched.check_integrity()
             for out in self.sched.take_outputs():
                 answers.tokens.setdefault(out.uid, []).extend(out.token_ids)
+                answers.logprobs.setdefault(out.uid, []).extend(out.logprobs)
+                if out.prompt_logprobs:
+                    answers.prompt_logprobs[out.uid] = out.prompt_logprobs
                 if out.finish_reason:
                     answers.final[out.uid] = out
             if between is not None:

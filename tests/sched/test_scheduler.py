@@ -115,17 +115,45 @@ def test_a_result_for_a_row_that_was_given_away_is_dropped():
     assert [out.token_ids for out in sched.take_outputs()] == [[55]]
 
 
-def test_two_equal_prompts_prefilled_at_once_end_up_sharing_one_copy():
+def test_prompts_with_a_common_beginning_prefilled_at_once_end_up_sharing_one_copy():
     sched = make(chunk=64)
-    for uid in ("a", "b"):
-        sched.submit(req(uid, length=30))
+    for uid, last in (("a", 100), ("b", 101)):
+        one = req(uid, length=30)
+        one.tokens[-1] = last
+        sched.submit(one)
     turn(sched)
     owned = [int(r.owned[: r.covered].sum()) for r in sched.running]
-    assert owned == [0, 0] and sched.radix.size == 30
+    assert owned == [0, 0] and sched.radix.size == 31
     plan = sched.plan()  # b's row is told of the slots that it shares now
     b = next(r for r in sched.running if r.uid == "b")
-    assert any(row == b.row and start == 0 and len(slots) == 30 for row, start, slots in plan.new_slots)
-    assert np.array_equal(sched.running[0].slots[:30], sched.running[1].slots[:30])
+    assert any(row == b.row and start == 0 and len(slots) == 29 for row, start, slots in plan.new_slots)
+    assert np.array_equal(sched.running[0].slots[:29], sched.running[1].slots[:29])
+
+
+def test_equal_prompts_are_prefilled_once():
+    sched = make(chunk=64)
+    for uid in "abc":
+        sched.submit(req(uid, length=30, new=1))
+    first = turn(sched)
+    assert [chunk.length for chunk in first.chunks] == [30], "the others wait for its KV"
+    second = turn(sched)
+    assert [chunk.length for chunk in second.chunks] == [1, 1]
+    assert sched.idle
+    cached = {out.uid: out.meta["cached_tokens"] for out in sched.take_outputs() if out.finish_reason}
+    assert cached == {"a": 0, "b": 29, "c": 29}
+
+
+def test_who_waits_for_a_prefill_that_is_aborted_goes_on_by_itself():
+    sched = make(chunk=8)
+    for uid in "ab":
+        sched.submit(req(uid, length=30, new=1))
+    plan = sched.plan()
+    assert len(plan.rows) == 1
+    sched.abort("a")
+    sched.commit(plan, result(plan))
+    for _ in range(6):
+        turn(sched)
+    assert sched.idle and [out.uid for out in sched.take_outputs() if out.finish_reason] == ["a", "b"]
 
 
 def test_salts_do_not_share_prefixes():
@@ -148,6 +176,7 @@ def test_stop_id_in_the_first_token():
 def test_stop_strings_end_a_request_where_the_scanner_says():
     class Scanner:
         seen = 0
+        failed = None
 
         def push(self, token):
             self.seen += 1

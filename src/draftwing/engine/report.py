@@ -21,26 +21,49 @@ STAGES = ("draft", "verify", "settle")  # of a tree step: propose, the target's 
 class StepTimes:
     """Seconds of a tree step's stages, summed over the steps that were measured.
 
-    The executor asks `due` once for each step and calls `add` when it knows. On the CPU every step can be measured; on
-    CUDA a measurement needs events, and what they say is known once the step's result is there.
+    With CUDA, `mark` records an event, and `between` may be asked only when both have come to pass: a measured step is
+    added when the next one to measure begins, so `every` must be more than the steps in flight.
     """
 
-    def __init__(self, every: int = 1) -> None:
-        """every: one step of how many is measured."""
-        self.every = every
+    def __init__(
+        self,
+        every: int = 1,
+        mark: Callable[[], Any] = time.perf_counter,
+        between: Callable[[Any, Any], float] = lambda begin, end: end - begin,
+    ) -> None:
+        """every: one step of how many is measured.  mark: a point of time.  between: two of them, in seconds."""
         self.steps = 0  # measured
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._asked = 0
+        self._every, self._mark, self._between = every, mark, between
+        self._begun = 0
+        self._marks: list[Any] = []  # of the newest measured step: its begin, and the ends of its stages
 
-    def due(self) -> bool:
-        """Whether the step that begins now is to be measured."""
-        self._asked += 1
-        return (self._asked - 1) % self.every == 0
+    def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run(stage, ...)`, called for the stages of a step in turn, with measurements. A step of which some stage
+        runs in another way is not measured."""
 
-    def add(self, draft: float, verify: float, settle: float) -> None:
-        self.steps += 1
-        for stage, seconds in zip(STAGES, (draft, verify, settle), strict=True):
-            self.seconds[stage] += seconds
+        def timed(stage: str, *args: Any, **options: Any) -> Any:
+            number = STAGES.index(stage)
+            if number == 0:
+                self._begin()
+            done = run(stage, *args, **options)
+            if len(self._marks) == number + 1:
+                self._marks.append(self._mark())
+            return done
+
+        return timed
+
+    def _begin(self) -> None:
+        self._begun += 1
+        if (self._begun - 1) % self._every:
+            if len(self._marks) <= len(STAGES):
+                self._marks = []  # of a step that went another way: the stages of this one are not to complete it
+            return
+        if len(self._marks) == len(STAGES) + 1:
+            self.steps += 1
+            for stage, begin, end in zip(STAGES, self._marks, self._marks[1:], strict=False):
+                self.seconds[stage] += self._between(begin, end)
+        self._marks = [self._mark()]
 
 
 @dataclass
@@ -78,7 +101,7 @@ class DraftCounts:
 
 
 class Reporter:
-    PLAIN_RATE = 0.1  # weight of the newest plain step in the average of its batch size
+    PLAIN_RATE = 0.1  # least weight of the newest plain step in the average of its batch size
 
     def __init__(
         self,
@@ -107,7 +130,10 @@ class Reporter:
         if drafter != "none":  # so that its totals are there before its first draft
             self._counts(drafter).grow(max(shape.depth for shape in sched.policy.menu))
         self._watched: float | None = None  # when the last result was there; None after a pause
-        self._plain_seconds: dict[int, float] = {}  # average of plain steps, by bit length of the batch size
+        # Plain steps and their average seconds, by bit length of the batch size. The first step of a size is left out:
+        # it pays for caches and allocations.
+        self._plain: dict[int, tuple[int, float]] = {}
+        self._met: set[int] = set()
         self.last = {"accept_length": 0.0, "accept_rate": 0.0, "gen_throughput": 0.0, "cache_hit_rate": 0.0}
         # Decode steps of a batch size that plain steps were timed for: what those would have taken, what they took.
         self.plain_seconds = self.timed_seconds = 0.0
@@ -181,9 +207,10 @@ class Reporter:
     def plain_step(self, rows: int, seconds: float) -> None:
         """What a step without drafts takes for a batch of `rows`: measured in passing, or at start."""
         size = rows.bit_length()
-        old = self._plain_seconds.get(size, seconds)
-        # A first step pays for caches and allocations, and now and then one is held up: neither is to count in full.
-        self._plain_seconds[size] = old + self.PLAIN_RATE * (min(seconds, 3 * old) - old)
+        steps, mean = self._plain.get(size, (0, seconds))
+        weight = max(self.PLAIN_RATE, 1 / (steps + 1))
+        # Now and then a step is held up: that is not to count in full.
+        self._plain[size] = steps + 1, mean + weight * (min(seconds, 3 * mean) - mean)
 
     # -- totals -------------------------------------------------------------------------------------------------------
 
@@ -233,11 +260,13 @@ class Reporter:
 
     def _estimate(self, rows: int, tokens: float, seconds: float, plain: bool) -> None:
         """Adds a step to the estimated speed-up: the time that plain steps would have taken for its tokens."""
-        if plain:
+        size = rows.bit_length()
+        if plain and size in self._met:
             self.plain_step(rows, seconds)
-        known = self._plain_seconds.get(rows.bit_length())
-        if known is not None and tokens:
-            self.plain_seconds += tokens * known
+        elif plain:
+            self._met.add(size)
+        if size in self._plain and tokens:
+            self.plain_seconds += tokens * self._plain[size][1]
             self.timed_seconds += seconds
 
     # -- log lines ----------------------------------------------------------------------------------------------------

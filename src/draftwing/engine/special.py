@@ -68,10 +68,9 @@ class SpecialRows:
     def admit(self, plan: Plan) -> None:
         """Takes note of what the plan's new requests ask for."""
         for admit in plan.admits:
-            params = admit.params
             self._limits[admit.row] = admit.limits or _UNLIMITED
-            if params.edited or params.guided:
-                self.edits.write(admit.row, params, admit.prompt_len, admit.bad_word_ids)
+            if admit.edited:
+                self.edits.write(admit.row, admit.params, admit.prompt_len, admit.bad_word_ids)
             if admit.prediction:
                 self.predicted.write(admit.row, admit.prediction, admit.prompt_len)
 

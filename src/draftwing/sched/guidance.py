@@ -73,6 +73,8 @@ class Guidance:
             except RequestError as error:
                 req.failure = str(error)
                 continue
+            if req.limits is not None:
+                tree.alive &= tree.alive.cumsum() <= req.limits.nodes
             self._trees[i] = tree
             tokens[i], parent[i], alive[i] = tree.tokens, tree.parent, tree.alive
         self._drafted = tokens, parent, alive

@@ -41,7 +41,7 @@ def make_plan(
         noisy=where(lambda r: r.params.temperature > 0),
         filtered=where(lambda r: r.params.filtered),
         banning=where(lambda r: r.completion_tokens < r.params.min_new_tokens),
-        edited=where(lambda r: r.params.edited or r.guided),
+        edited=where(lambda r: r.edited),
         guided=where(lambda r: r.guided),
         limited=where(lambda r: r.limits is not None),
         predicted=where(lambda r: bool(r.prediction)),

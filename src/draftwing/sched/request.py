@@ -93,10 +93,23 @@ class Req:
         if self.logprobs is not None and self.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 
+    def conflict(self) -> str | None:
+        """Why the newest token is not one that the request allows, if so: everything was forbidden there."""
+        allowed, words = self.params.allowed_token_ids, self.bad_word_ids
+        answer = self.tokens[self.prompt_len :]
+        if (allowed and answer[-1] not in allowed) or any(tuple(answer[-len(word) :]) == word for word in words):
+            return "allowed_token_ids and bad_words together leave no token that may come next"
+        return None
+
     @property
     def guided(self) -> bool:
         """Whether the host decides what may come next, for which it must know every token before."""
         return self.grammar is not None or self.processor is not None
+
+    @property
+    def edited(self) -> bool:
+        """Whether its logits are, by the device or by the host."""
+        return self.params.edited or self.guided
 
     @property
     def next_prompt_logprob(self) -> int | None:

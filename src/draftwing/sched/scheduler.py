@@ -36,8 +36,8 @@ class SchedulerConfig:
     tail: int = 0  # page-table entries past a prompt's end that its last chunk may write
     radix: bool = True
     first_hint: int = 0  # the drafter's outlook, as long as no result has told it
-    vocab: int = 0  # width of the target's logits
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
+    vocab: int = 0  # width of the target's logits
 
 
 class Scheduler:
@@ -157,7 +157,7 @@ class Scheduler:
                 self._first_of_prompt[prompt] = req
             self._admits[req.row] = Admission(
                 req.row, list(req.tokens), match.slots, req.seed, req.params, req.prompt_len,
-                tuple(sorted(req.stop_ids)), req.salt, req.bad_word_ids, req.limits, req.prediction,
+                tuple(sorted(req.stop_ids)), req.salt, req.edited, req.bad_word_ids, req.limits, req.prediction,
             )  # fmt: skip
 
     def _may_reuse(self, req: Req) -> int:
@@ -385,14 +385,17 @@ class Scheduler:
     def _ending(self, req: Req, token: int) -> dict[str, Any] | None:
         """Why the request ends with `token`, its newest; None if it goes on."""
         found = req.scanner.push(token) if req.scanner is not None else None
-        if req.scanner is not None and req.scanner.failed:
+        if req.scanner is not None and req.scanner.failed is not None:
             return {"type": "abort", "message": req.scanner.failed}
+        if req.params.edited and (conflict := req.conflict()):
+            return {"type": "abort", "message": conflict}
         if token in req.stop_ids:
             return {"type": "stop", "matched": token}
         complete = False
         if req.grammar is not None:
-            legal = req.grammar.advance(token)
-            assert legal, f"token {token} is not what the grammar allowed"
+            if not req.grammar.advance(token):
+                message = "the request's other parameters forbid everything that its grammar allows next"
+                return {"type": "abort", "message": message}
             complete = not req.stop_ids and req.grammar.done
         if found is None and not complete and len(req.tokens) < req.max_total:
             return None

@@ -1,0 +1,289 @@
+"""What requests may ask for beside sampling: the same tokens with speculation on and off, in float32, for random
+requests over everything there is; and what each of them means."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from draftwing.core import PLAIN, LogprobParams, SpecLimits, TreeShape
+
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
+NEW = 24
+
+
+class ToyGrammar:
+    """What may come next is a function of the last three tokens; sometimes a single token, so that text is forced."""
+
+    def __init__(self, seed: int, vocab: int, tokens: tuple[int, ...] = ()) -> None:
+        self.seed, self.vocab, self.tokens = seed, vocab, list(tokens)
+
+    def _allowed(self) -> set[int]:
+        draw = random.Random(f"{self.seed} {self.tokens[-3:]}")
+        count = 1 if draw.random() < 0.3 else draw.randint(2, 20)
+        return set(draw.sample(range(self.vocab), count))
+
+    done = False
+
+    def mask(self, out=None):
+        words = np.zeros(-(-self.vocab // 32), np.uint32)
+        for token in self._allowed():
+            words[token // 32] |= np.uint32(1 << (token % 32))
+        if out is None:
+            return words
+        out[:] = words
+        return out
+
+    def advance(self, token: int) -> bool:
+        legal = token in self._allowed()
+        if legal:
+            self.tokens.append(token)
+        return legal
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
+    def forced(self) -> list[int]:
+        ahead = ToyGrammar(self.seed, self.vocab, tuple(self.tokens))
+        chain: list[int] = []
+        while len(allowed := ahead._allowed()) == 1 and len(chain) < 6:
+            chain += allowed
+            ahead.tokens += allowed
+        return chain
+
+
+def favourite(tokens, logits):
+    """A logit processor: likes a token that depends on the path."""
+    logits[(sum(tokens[-4:]) * 7 + len(tokens)) % len(logits)] += 4.0
+    return logits
+
+
+def random_request(h, draw: random.Random, number: int):
+    """(sampling parameters, what else the request has)"""
+
+    def maybe(probability, value, otherwise):
+        return value() if draw.random() < probability else otherwise
+
+    def some_ids(count):
+        return draw.sample(range(h.VOCAB), count)
+
+    fields = dict(
+        frequency_penalty=maybe(0.3, lambda: draw.uniform(-1, 2), 0.0),
+        presence_penalty=maybe(0.3, lambda: draw.uniform(-1, 2), 0.0),
+        repetition_penalty=maybe(0.3, lambda: draw.uniform(0.7, 1.6), 1.0),
+        logit_bias=maybe(0.3, lambda: tuple((i, draw.uniform(-8, 8)) for i in sorted(some_ids(5))), ()),
+        allowed_token_ids=maybe(0.2, lambda: tuple(some_ids(20)), ()),
+        bad_words=maybe(0.3, lambda: ("named by ids",), ()),
+    )
+    if draw.random() < 0.5:
+        fields |= dict(
+            top_k=draw.choice((-1, 5)), top_p=draw.choice((1.0, 0.7)), min_p=draw.choice((0.0, 0.1)),
+            temperature=draw.choice((0.5, 1.0)),
+        )  # fmt: skip
+        params = h.seeded(NEW, seed=number, **fields)
+    else:
+        params = h.greedy(NEW, **fields)
+    more = {}
+    guided = draw.random() < 0.4 and not params.allowed_token_ids
+    if params.bad_words and not guided:
+        more["bad_word_ids"] = tuple(tuple(some_ids(draw.choice((1, 1, 2, 3)))) for _ in range(6))
+    if draw.random() < 0.3:
+        more["logprobs"] = LogprobParams(
+            draw.choice((0, 3)), tuple(some_ids(draw.choice((0, 2)))), draw.choice((-1, 0, 2))
+        )
+    return params, more, guided, draw.random() < 0.2
+
+
+def submit(h, rig, case, number, limits=None, prediction=()):
+    prompt, (params, more, guided, processed) = case
+    grammar = ToyGrammar(number, h.VOCAB) if guided else None
+    rig.submit(
+        str(number), prompt, params, grammar=grammar, processor=favourite if processed else None, limits=limits,
+        prediction=prediction, **more,
+    )  # fmt: skip
+
+
+def same_logprobs(got, expected):
+    assert got.logprobs.keys() == expected.logprobs.keys()
+    for uid, values in expected.logprobs.items():
+        assert len(values) == len(got.logprobs[uid])
+        for a, b in zip(values, got.logprobs[uid], strict=True):
+            assert a.value == pytest.approx(b.value, abs=1e-4)
+            assert [token for _, token in a.top] == [token for _, token in b.top]
+            assert [value for value, _ in a.top] == pytest.approx([value for value, _ in b.top], abs=1e-4)
+            assert a.wanted == pytest.approx(b.wanted, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def cases(harness):
+    h = harness
+    draw = random.Random(11)
+    prompts = h.prompts_for(24, seed=2)
+    every = [(prompt, random_request(h, draw, i)) for i, prompt in enumerate(prompts)]
+    model = h.tiny_model(seed=4)
+    plain = h.Rig(model, rows=1, radix=False)
+    for i, case in enumerate(every):
+        submit(h, plain, case, i)
+    expected = plain.run()
+    early = {uid: out.finish_reason for uid, out in expected.final.items() if out.finish_reason["type"] != "length"}
+    assert not early
+    return model, every, expected, h.make_book(prompts, expected)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
+    model, every, expected, book = cases
+    rig = harness.Rig(model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag)
+    for i, case in enumerate(every):
+        submit(harness, rig, case, i)
+    got = rig.run()
+    assert got.tokens == expected.tokens
+    assert rig.accept_length > 1.8
+    same_logprobs(got, expected)
+
+
+def test_random_requests_under_preemption_and_small_chunks(harness, cases):
+    model, every, expected, book = cases
+    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, slots=150, chunk=7)
+    for i, case in enumerate(every):
+        submit(harness, rig, case, i)
+    got = rig.run()
+    assert got.tokens == expected.tokens and rig.sched.retractions > 0
+    same_logprobs(got, expected)
+    for uid, values in expected.prompt_logprobs.items():
+        assert [v and v.value for v in got.prompt_logprobs[uid]] == pytest.approx(
+            [v and v.value for v in values], abs=1e-4
+        )
+
+
+def test_limits_of_requests_mixed_in_a_batch(harness, cases):
+    model, every, expected, book = cases
+    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=0)
+    limits = [None, SpecLimits(0, 1, 1), SpecLimits(2, 3, 11), SpecLimits(4, 3, 2)]
+    for i, case in enumerate(every):
+        submit(harness, rig, case, i, limits=limits[i % 4])
+    got = rig.run()
+    assert got.tokens == expected.tokens
+    deepest = {i: len(got.final[str(i)].meta["spec_correct_drafts_histogram"]) - 1 for i in range(len(every))}
+    for i, most in enumerate([4, 0, 2, 1] * 6):
+        assert deepest[i] <= most, f"request {i} was drafted deeper than it allows"
+    assert max(deepest[i] for i in range(0, 24, 4)) == 4 and max(deepest[i] for i in range(2, 24, 4)) == 2
+
+
+@pytest.mark.parametrize("drafter", [None, "oracle"])
+def test_predicted_outputs(harness, cases, drafter):
+    model, every, expected, book = cases
+    rig = harness.Rig(model, shapes=(TreeShape(6, 1, 7),), drafter=drafter, book=book, miss=7)
+    for i, case in enumerate(every):
+        text = expected.tokens[str(i)]
+        # the answer with an error in it, or something else altogether
+        prediction = (*text[:9], (text[9] + 1) % harness.VOCAB, *text[10:]) if i % 3 else tuple(range(20))
+        submit(harness, rig, case, i, prediction=prediction)
+    got = rig.run()
+    assert got.tokens == expected.tokens
+    right = [got.final[str(i)].meta["spec_accept_length"] for i in range(len(every)) if i % 3]
+    assert np.mean(right) > 2.0
+
+
+def test_a_guided_request_beside_unguided_ones_with_overlap(harness, cases):
+    model, every, expected, book = cases
+    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, lag=1, rows=24)
+    for i, case in enumerate(every):
+        submit(harness, rig, case, i)
+    assert rig.run().tokens == expected.tokens
+    assert rig.drafter.constrained
+
+
+def test_forced_text_is_accepted_without_a_good_draft(harness):
+    """The oracle is always wrong: what is accepted was put there by the host."""
+    h = harness
+    model, prompt = h.tiny_model(seed=4), [1, 2, 3]
+    plain = h.Rig(model)
+    plain.submit("0", prompt, h.greedy(60), grammar=ToyGrammar(5, h.VOCAB))
+    expected = plain.run()
+    wrong = h.make_book([prompt], expected)
+    rig = h.Rig(model, shapes=(TREE,), drafter="oracle", book=(wrong + 1) % h.VOCAB, miss=0)
+    rig.submit("0", prompt, h.greedy(60), grammar=ToyGrammar(5, h.VOCAB))
+    assert rig.run().tokens == expected.tokens
+    forced = sum(
+        len(ToyGrammar(5, h.VOCAB, tuple(expected.tokens["0"][:i]))._allowed()) == 1
+        for i in range(len(expected.tokens["0"]))
+    )
+    assert forced > 10 and rig.stats.tokens - rig.stats.rows >= forced // 2
+
+
+def test_prompt_logprobs_are_those_of_the_answer(harness):
+    """A text as an answer, token by token, and the same text as a prompt."""
+    h = harness
+    model, prompt = h.tiny_model(seed=4), [5, 6, 7, 8]
+    rig = h.Rig(model)
+    wanted = LogprobParams(4, (3, 9), 0)
+    rig.submit("a", prompt, h.greedy(20), logprobs=wanted)
+    first = rig.run()
+    rig = h.Rig(model, chunk=6)
+    whole = [*prompt, *first.tokens["a"]]
+    rig.submit("cached", whole, h.greedy(1))  # leaves its KV in the prefix cache
+    rig.run()
+    rig.submit("b", whole, h.greedy(1), logprobs=wanted)
+    second = rig.run()
+    values = second.prompt_logprobs["b"]
+    assert len(values) == len(whole) and values[0] is None
+    assert [v.value for v in values[1:4]] == pytest.approx([v.value for v in first.prompt_logprobs["a"][1:]], abs=1e-4)
+    for a, b in zip(values[4:], first.logprobs["a"], strict=True):
+        assert a.value == pytest.approx(b.value, abs=1e-4) and [t for _, t in a.top] == [t for _, t in b.top]
+        assert a.top[0][0] == pytest.approx(b.value, abs=1e-4), "greedy text is the most probable"
+
+
+def test_what_the_edits_do(harness):
+    h = harness
+    rig = h.Rig(h.tiny_model(seed=4), shapes=(PLAIN,))
+    rig.submit("allowed", [1, 2], h.seeded(40, allowed_token_ids=(3, 9, 11)))
+    rig.submit("bias", [1, 2], h.greedy(10, logit_bias=((7, 100.0),)))
+    free = h.Rig(h.tiny_model(seed=4))
+    free.submit("free", [1, 2], h.seeded(60))
+    text = free.run().tokens["free"]
+    one, pair = text[3], (text[10], text[11])
+    before = text.index(one)
+    rig.submit("words", [1, 2], h.seeded(60, bad_words=("x",)), bad_word_ids=((one,), pair))
+    rig.submit(
+        "never twice", [1, 2], h.greedy(h.VOCAB - 3, presence_penalty=2.0, repetition_penalty=2.0), bad_word_ids=()
+    )
+    got = rig.run().tokens
+    assert set(got["allowed"]) <= {3, 9, 11} and len(set(got["allowed"])) > 1
+    assert got["bias"] == [7] * 10
+    words = got["words"]
+    assert words[:before] == text[:before], "nothing changes before the first bad word"
+    assert one not in words and pair not in set(itertools.pairwise(words))
+    assert len(words) == 60
+
+
+def test_a_processor_that_fails_ends_its_request_alone(harness):
+    from draftwing.errors import RequestError
+
+    def broken(tokens, logits):
+        if len(tokens) > 8:
+            raise RequestError("it broke", "custom_logit_processor")
+        return logits
+
+    h = harness
+    rig = h.Rig(h.tiny_model(seed=4))
+    rig.submit("bad", [1, 2, 3], h.greedy(20), processor=broken)
+    rig.submit("good", [1, 2, 3, 4], h.greedy(20))
+    got = rig.run()
+    assert got.final["bad"].finish_reason == {"type": "abort", "message": "it broke"}
+    assert len(got.tokens["good"]) == 20
+
+
+def test_a_request_that_forbids_everything_is_told_so(harness):
+    h = harness
+    rig = h.Rig(h.tiny_model(seed=4))
+    rig.submit("words", [1, 2], h.greedy(20, allowed_token_ids=(3,), bad_words=("x",)), bad_word_ids=((3, 3),))
+    rig.submit("grammar", [1, 2], h.greedy(20, allowed_token_ids=(0,)), grammar=ToyGrammar(1, h.VOCAB))
+    got = rig.run()
+    for uid, field in (("words", "bad_words"), ("grammar", "grammar")):
+        reason = got.final[uid].finish_reason
+        assert reason["type"] == "abort" and field in reason["message"]
