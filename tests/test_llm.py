@@ -89,7 +89,11 @@ def test_unseeded_answers_repeat_with_the_engines_seed() -> None:
     [
         ({"bogus": 1}, "bogus"), ({"temperature": -1}, "temperature"), ({"temperature": float("nan")}, "temperature"),
         ({"stop": ["a", 1]}, "stop"), ({"stop": "\ud800"}, "stop"), ({"seed": 1.5}, "seed"), ({"n": 0}, "n"),
-        ({"frequency_penalty": 1}, "frequency_penalty"), ({"json_schema": "{}"}, "json_schema"),
+        ({"frequency_penalty": 3}, "frequency_penalty"), ({"json_schema": 5}, "json_schema"),
+        ({"json_schema": "{}", "regex": "a"}, "regex"), ({"stop_regex": "("}, "stop_regex"),
+        ({"grammar": "a"}, "grammar"),
+        ({"custom_params": {"a": 1}}, "custom_params"), ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"beam_width": 2}, "beam_width"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"), ({"top_p": 10**400}, "top_p"),
     ],
 )  # fmt: skip
@@ -104,6 +108,64 @@ def test_sampling_params_are_values() -> None:
     assert (params.stop, params.sampling_seed, params.top_k, params.temperature) == (("a", "b"), 3, -1, 0.0)
     assert params == SamplingParams(stop=("a", "b"), sampling_seed=3, temperature=0)
     assert dataclasses.replace(params, n=2).n == 2 and isinstance(params, core.SamplingParams)
+
+
+def test_log_probabilities(llm: LLM, engine: FakeEngine) -> None:
+    ids = engine.tokenizer.encode("ab")
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1, "return_text_in_logprobs": True}
+    (done,) = llm.generate("ab", **asked)  # type: ignore[arg-type]
+    info = done.meta_info
+    assert info["input_token_logprobs"] == [[None, ids[0], "a"], [-ids[1] / 100, ids[1], "b"]]
+    assert [entry[1:] for entry in info["output_token_logprobs"]] == [[ids[0], "a"], [ids[1], "b"], [EOS, "<eos>"]]
+    assert len(info["output_top_logprobs"]) == 3
+    (plain,) = llm.generate("ab")
+    assert "output_token_logprobs" not in plain.meta_info
+    with pytest.raises(RequestError, match="return_logprob"):
+        llm.generate("ab", top_logprobs_num=1)
+    with pytest.raises(TypeError, match="bogus"):
+        llm.generate("ab", bogus=1)  # type: ignore[call-arg]
+
+
+def test_speculation_and_prediction() -> None:
+    options = draftwing.config.Options(
+        speculative_algorithm="EAGLE", speculative_num_steps=5, speculative_eagle_topk=4, speculative_num_draft_tokens=8
+    )
+    engine = FakeEngine(options)
+    llm = LLM.from_engine(engine)  # type: ignore[arg-type]
+    (off,) = llm.generate("ab", speculative="off")
+    assert off.meta_info["speculative"]["algorithm"] == "none" and off.meta_info["spec_num_proposed_drafts"] == 0
+    (small,) = llm.generate("ab", speculative={"num_steps": 2}, prediction="xyz")
+    assert small.meta_info["speculative"]["num_steps"] == 2
+    (whole,) = llm.generate("ab")
+    assert whole.meta_info["speculative"] == {"algorithm": "EAGLE", "num_steps": 5, "topk": 4, "num_draft_tokens": 8}
+    limits = [request.limits for request in engine.requests]
+    assert limits == [core.SpecLimits(0, 1, 1), core.SpecLimits(2, 4, 8), None]
+    assert engine.requests[1].prediction == tuple(engine.tokenizer.encode("xyz"))
+    for wishes in ({"speculative": {"num_steps": 9}}, {"speculative": "off", "prediction": "a"}, {"prediction": 5}):
+        with pytest.raises(RequestError, match=r"speculative|prediction"):
+            llm.generate("ab", **wishes)  # type: ignore[arg-type]
+
+
+def test_chats_go_on(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one "}]
+    assert texts(llm.chat(messages, continue_final_message=True)) == ["user:count\nassistant:one "]
+    assert texts(llm.chat(messages, chat_template_kwargs={"shout": "HEY"})) == ["user:count\nassistant:one \nHEY"]
+    with pytest.raises(RequestError, match="last message"):
+        llm.chat(messages[:1], continue_final_message=True)
+
+
+def test_defaults_of_the_model() -> None:
+    engine = FakeEngine(defaults={"top_k": 20, "temperature": 0.6})
+    llm = LLM.from_engine(engine)  # type: ignore[arg-type]
+    for params in (None, {"top_k": 5}, SamplingParams()):
+        llm.generate("a", params)
+    assert [(r.params.top_k, r.params.temperature) for r in engine.requests] == [(20, 0.6), (5, 0.6), (-1, 1.0)]
+
+
+def test_words_that_are_too_long_are_refused(llm: LLM, engine: FakeEngine) -> None:
+    with pytest.raises(RequestError) as info:
+        llm.generate("a", {"bad_words": ["a" * 17]})
+    assert info.value.param == "bad_words" and not engine.requests
 
 
 def test_core_params_are_checked_too(llm: LLM) -> None:

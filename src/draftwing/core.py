@@ -32,6 +32,7 @@ class TreeShape(NamedTuple):
 
 
 PLAIN = TreeShape(0, 1, 1)
+PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, where there is no other drafter
 # What a request may ask of the edits of its logits.
 MOST_BIASES = 1024  # distinct token ids
 MOST_BAD_WORDS = 128  # token sequences

@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from draftwing import core
 from draftwing.answer import Answer
 from draftwing.config import Options
 from draftwing.errors import RequestError
-from draftwing.params import answers, as_params, check_text, fit_default, show
+from draftwing.logprobs import meta_logprobs
+from draftwing.params import answers, as_params, check_text, fit_default, sampling_params, show
+from draftwing.request import Speculation, logprob_params, speculation
+from draftwing.text.bad_words import bad_word_ids
+from draftwing.text.continuation import render_continued
+from draftwing.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -31,6 +36,25 @@ class Completion:
     token_ids: list[int]
     finish_reason: dict[str, Any]
     meta_info: dict[str, Any]
+
+
+class Wishes(TypedDict, total=False):
+    """What a request may ask beside sampling, for all of its prompts; as in the server's APIs.
+
+    cache_salt: requests with different ones share no cache.  return_logprob and the fields after it: log probabilities
+    in `meta_info`, as /generate has them.  speculative: "off", or the largest drafts that are wanted, by `algorithm`,
+    `num_steps`, `topk` and `num_draft_tokens`.  prediction: a text that the answers are expected to resemble.
+    """
+
+    priority: int
+    cache_salt: str | None
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: Sequence[int] | None
+    return_text_in_logprobs: bool
+    speculative: str | Mapping[str, Any] | None
+    prediction: str | None
 
 
 class LLM:
@@ -62,9 +86,7 @@ class LLM:
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         params: Params | Sequence[Params] | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **wishes: Unpack[Wishes],
     ) -> list[Completion]:
         """Completes prompts, each a text or a list of token ids; `params` is one for all or one per prompt.
 
@@ -73,22 +95,33 @@ class LLM:
         """
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
         ids = [self._encode(item, i) for i, item in enumerate(items)]
-        return self._run(ids, _spread(params, len(ids)), priority, cache_salt)
+        return self._run(ids, self._spread(params, len(ids)), wishes)
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params | Sequence[Params] | None = None,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        **wishes: Unpack[Wishes],
     ) -> list[Completion]:
-        """Answers one conversation, a list of {"role", "content"}, or a list of them. Otherwise as `generate`."""
+        """Answers one conversation, a list of {"role", "content"}, or a list of them. Otherwise as `generate`.
+
+        chat_template_kwargs: further variables of the chat template.  continue_final_message: the answers go on with
+        the last messages, which have to be the assistant's.
+        """
         if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
         every: Sequence[Any] = [conversations] if isinstance(conversations[0], Mapping) else conversations
-        ids = [self.engine.tokenizer.encode_chat(_messages(conversation)) for conversation in every]
-        return self._run(ids, _spread(params, len(ids)), priority, cache_salt)
+        tokenizer, extra = self.engine.tokenizer, dict(chat_template_kwargs or {})
+        render = tokenizer.render_chat
+        texts = [
+            render_continued(tokenizer, messages, **extra) if continue_final_message else render(messages, **extra)
+            for messages in map(_messages, every)
+        ]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self._run(ids, self._spread(params, len(ids)), wishes)
 
     def close(self) -> None:
         """Gives the model's memory back. Safe to call twice."""
@@ -117,30 +150,24 @@ class LLM:
         return ids
 
     def _run(
-        self,
-        prompts: list[list[int]],
-        params: list[tuple[core.SamplingParams, bool]],
-        priority: int,
-        salt: str | None,
+        self, prompts: list[list[int]], params: list[tuple[core.SamplingParams, bool]], wishes: Wishes
     ) -> list[Completion]:
-        if salt is not None:
-            if not isinstance(salt, str):
-                raise RequestError(f"cache_salt must be a string; found {show(salt)}", "cache_salt")
-            check_text(salt, "cache_salt")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
+        asked = _Asked(self.engine, wishes)
         if self._closed:
             raise RuntimeError("this LLM is closed")
-        order: list[Answer] = []
+        order: list[tuple[Answer, list[int]]] = []
         waiting: dict[str, Answer] = {}
+        info, tokenizer = self.engine.info, self.engine.tokenizer
+        used = asked.speculation.used if asked.told else None
         try:
-            for prompt, (asked, given) in zip(prompts, params, strict=True):
-                fitted = asked if given else fit_default(asked, self.engine.info.context_length - len(prompt))
+            for prompt, (wanted, given) in zip(prompts, params, strict=True):
+                fitted = wanted if given else fit_default(wanted, info.context_length - len(prompt))
+                bad_word_ids(tokenizer, fitted.bad_words)  # refuses
                 for one in answers(fitted, self._draw):
-                    uid = uuid.uuid4().hex
-                    answer = Answer(self.engine.tokenizer, one, len(order), uid, len(prompt))
-                    self.engine.submit(core.GenRequest(uid, prompt, one, priority, salt))
-                    order.append(answer)
+                    uid, label = uuid.uuid4().hex, self.engine.options.label
+                    answer = Answer(tokenizer, one, len(order), uid, len(prompt), label, asked.logprobs, used)
+                    self.engine.submit(asked.request(uid, prompt, one))
+                    order.append((answer, prompt))
                     waiting[uid] = answer
             while waiting:
                 for output in self.engine.step():
@@ -150,7 +177,23 @@ class LLM:
                         del waiting[output.uid]
         finally:
             self._abort(waiting)
-        return [_completion(answer) for answer in order]
+        texts = TokenTexts(tokenizer) if asked.with_text else None
+        return [_completion(answer, prompt, texts) for answer, prompt in order]
+
+    def _spread(self, params: Params | Sequence[Params] | None, count: int) -> list[tuple[core.SamplingParams, bool]]:
+        """Checked parameters of each prompt, and whether they say how long the answer may be."""
+        if not isinstance(params, Sequence):
+            return [self._checked(params)] * count
+        if len(params) != count:
+            raise RequestError(f"params must be one or one per prompt; found {len(params)} for {count}", "params")
+        return [self._checked(one) for one in params]
+
+    def _checked(self, params: Params | None) -> tuple[core.SamplingParams, bool]:
+        """Fields that a mapping does not have are the model's defaults; an object has all of them."""
+        if params is None or isinstance(params, Mapping):
+            fields = params or {}
+            return sampling_params({**self.engine.info.defaults, **fields}), "max_new_tokens" in fields
+        return as_params(params), True
 
     def _abort(self, waiting: Mapping[str, Answer]) -> None:
         """After an exception or Ctrl-C: leaves an engine with nothing to do, whose next outputs are new ones."""
@@ -184,20 +227,43 @@ def _messages(conversation: Any) -> list[Message]:
     return list(conversation)
 
 
-def _spread(params: Params | Sequence[Params] | None, count: int) -> list[tuple[core.SamplingParams, bool]]:
-    """Checked parameters of each prompt, and whether they say how long the answer may be."""
-    if isinstance(params, Sequence):
-        if len(params) != count:
-            raise RequestError(f"params must be one or one per prompt; found {len(params)} for {count}", "params")
-        return [_checked(one) for one in params]
-    return [_checked(params)] * count
+class _Asked:
+    """Checked wishes."""
+
+    def __init__(self, engine: Engine, wishes: Wishes) -> None:
+        unknown = next((name for name in wishes if name not in Wishes.__annotations__), None)
+        if unknown is not None:
+            raise TypeError(f"unexpected keyword argument {unknown!r}")
+        self._salt, self._priority = wishes.get("cache_salt"), wishes.get("priority", 0)
+        if self._salt is not None:
+            if not isinstance(self._salt, str):
+                raise RequestError(f"cache_salt must be a string; found {show(self._salt)}", "cache_salt")
+            check_text(self._salt, "cache_salt")
+        if not isinstance(self._priority, int) or isinstance(self._priority, bool):
+            raise RequestError(f"priority must be an integer; found {show(self._priority)}", "priority")
+        self.logprobs = logprob_params(
+            wishes.get("return_logprob"),
+            wishes.get("logprob_start_len"),
+            wishes.get("top_logprobs_num"),
+            wishes.get("token_ids_logprob"),
+        )
+        self.with_text = wishes.get("return_text_in_logprobs", False)
+        predicted = wishes.get("prediction")
+        if predicted is not None and not isinstance(predicted, str):
+            raise RequestError(f"prediction must be a string; found {show(predicted)}", "prediction")
+        check_text(predicted or "", "prediction")
+        self._prediction = tuple(engine.tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
+        self.speculative, info = wishes.get("speculative"), engine.info
+        self.speculation: Speculation = speculation(self.speculative, *info.drafting(bool(predicted)))
+        self.told = bool(self.speculative or predicted or info.speculates)
+
+    def request(self, uid: str, prompt: list[int], params: core.SamplingParams) -> core.GenRequest:
+        return core.GenRequest(
+            uid, prompt, params, self._priority, self._salt, self.logprobs, self.speculation.limits, self._prediction
+        )
 
 
-def _checked(params: Params | None) -> tuple[core.SamplingParams, bool]:
-    given = params is not None and (not isinstance(params, Mapping) or "max_new_tokens" in params)
-    return as_params(params), given
-
-
-def _completion(answer: Answer) -> Completion:
+def _completion(answer: Answer, prompt: list[int], texts: TokenTexts | None) -> Completion:
     assert answer.finish_reason is not None
-    return Completion(answer.text, answer.token_ids, answer.finish_reason, answer.meta_info())
+    meta = answer.meta_info() | meta_logprobs(answer, prompt, texts)
+    return Completion(answer.text, answer.token_ids, answer.finish_reason, meta)

@@ -34,10 +34,13 @@ def meta_logprobs(answer: Answer, prompt_ids: Sequence[int], texts: TokenTexts |
     prompt = list(prompt_ids[wanted.start :]) if wanted.start >= 0 else []
     before = answer.prompt_logprobs
     # Nothing is known of the prompt before the first token has come.
-    sides = {"input": (prompt[: len(before)], before), "output": (answer.token_ids, answer.logprobs)}
+    sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = [
+        ("input", prompt[: len(before)], before),
+        ("output", answer.token_ids, answer.logprobs),
+    ]
     found: dict[str, Any] = {}
-    for side, (tokens, entries) in sides.items():
-        known: list[tuple[int, TokenLogprobs | None]] = list(zip(tokens, entries, strict=True))
+    for side, tokens, entries in sides:
+        known = list(zip(tokens, entries, strict=True))
         found[f"{side}_token_logprobs"] = [entry(one and one.value, token) for token, one in known]
         if wanted.top:
             found[f"{side}_top_logprobs"] = [one and [entry(*best) for best in one.top] for _, one in known]

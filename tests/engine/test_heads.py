@@ -5,12 +5,14 @@ The heads are the constructed exact ones, for a target whose layers have been gi
 text depends on the whole context, and the head, which knows nothing of that, is still right often enough.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from reference import exact_heads
 from reference.checkpoints import Checkpoint, Maker
+from toy_grammar import ToyGrammar
 
 from draftwing.core import TreeShape
 from draftwing.models.draft_loader import load_draft_head, load_mtp_head
@@ -138,3 +140,19 @@ def test_a_continued_conversation_loses_no_cached_token_and_a_divergence_at_most
     assert cached["plain"] == [len(whole) - 1, cut]
     lookahead = LOOKAHEAD[case.kind]
     assert cached["spec"] == [len(whole) - lookahead, cut - lookahead]
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_with_grammars_and_penalties(case, shape):
+    def submit(rig):
+        for i, (prompt, param) in enumerate(zip(case.prompts, case.params, strict=True)):
+            grammar = ToyGrammar(i, case.h.VOCAB) if i % 3 == 0 else None
+            if i % 3 == 1:
+                param = replace(param, frequency_penalty=0.6, repetition_penalty=1.2)
+            rig.submit(str(i), prompt, param, grammar=grammar)
+        return rig.run()
+
+    expected = submit(case.h.Rig(case.target, rows=1, radix=False))
+    rig = case.rig(shape)
+    assert submit(rig).tokens == expected.tokens
+    assert rig.accept_length > 1.3

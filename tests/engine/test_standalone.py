@@ -2,6 +2,7 @@
 or KV between the two would show at once."""
 
 import pytest
+from toy_grammar import ToyGrammar
 
 from draftwing.core import TreeShape
 from draftwing.spec.heads import DraftLM
@@ -111,3 +112,21 @@ def test_a_draft_with_a_padded_vocabulary(harness, case):
     rig = rig_with_draft(harness, case[0], case[0], CHAIN, vocab=harness.VOCAB - 5)
     answer(rig, case)
     assert rig.accept_length > 2
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_drafts_begin_with_what_the_grammar_allows(harness, case, shape):
+    """The first draft of an own draft is the target's choice, if both choose among the same tokens."""
+    model, prompts, params, _ = case
+
+    def submit(rig):
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            rig.submit(str(i), prompt, param, grammar=ToyGrammar(i, harness.VOCAB))
+        return rig.run()
+
+    expected = submit(harness.Rig(model, rows=1, radix=False))
+    got = submit(rig_with_draft(harness, model, model, shape))
+    assert got.tokens == expected.tokens
+    for final in got.final.values():
+        histogram = final.meta["spec_correct_drafts_histogram"]
+        assert histogram[0] <= 1 < sum(histogram), "a first draft was rejected"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draftwing.config import Options
-from draftwing.core import GenRequest, TreeShape
+from draftwing.core import PREDICTED, GenRequest, TreeShape
 from draftwing.errors import RequestError
 
 
@@ -52,6 +52,13 @@ class EngineInfo:
     @property
     def speculates(self) -> bool:
         return self.shape.depth > 0
+
+    def drafting(self, predicted: bool) -> tuple[str, TreeShape]:
+        """By what, and in which largest trees, a request is drafted for; predicted: whether it brings a prediction,
+        which is a way of drafting of its own."""
+        if predicted and not self.speculates:
+            return "prediction", PREDICTED
+        return self.options.speculative_algorithm, self.shape
 
     def admit(self, request: GenRequest) -> Terms:
         """Raises RequestError, naming the field as `/generate` does, for a request that can never run.
@@ -123,7 +130,7 @@ class EngineInfo:
             )
 
     def _check_drafts(self, request: GenRequest) -> None:
-        limits, shape = request.limits, self.shape
+        limits, (_, shape) = request.limits, self.drafting(bool(request.prediction))
         if limits is not None:
             for name, value, most in (
                 ("num_steps", limits.depth, shape.depth),
@@ -136,9 +143,8 @@ class EngineInfo:
                         f"speculative.{name}",
                     )
         if request.prediction:
-            if not self.speculates or (limits is not None and limits.depth == 0):
-                reason = "the request switches it off" if self.speculates else "the server was started without it"
-                raise RequestError(f"prediction needs speculative decoding: {reason}", "prediction")
+            if limits is not None and limits.depth == 0:
+                raise RequestError("prediction is a way of drafting, which the request switches off", "prediction")
             self._check_ids(request.prediction, "prediction")
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from draftwing.attn.native import pick_attention
 from draftwing.attn.torch_ref import TorchAttention
 from draftwing.config import Options
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import PLAIN, PREDICTED
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
@@ -43,7 +43,6 @@ from draftwing.spec.token_map import load_token_map
 
 log = logging.getLogger("draftwing")
 
-PREDICTED = TreeShape(8, 1, 9)  # drafts copied from a predicted output, where there is no drafter
 SLOTS_AHEAD = 32  # see `SchedulerConfig.ahead`
 
 

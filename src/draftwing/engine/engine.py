@@ -73,13 +73,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.parts = parts
         self._processors = load_processors(self.options.logit_processors)
-        self._grammars = GrammarCompiler(
-            tokenizer,
-            parts.model.config.vocab_size,
-            stop,
-            not self.options.constrained_json_disable_any_whitespace,
-            self.options.constrained_json_whitespace_pattern,
-        )
+        self._grammars = GrammarCompiler.of(self.options, tokenizer, parts.model.config.vocab_size, stop)
         device = parts.executor.device.device
         self.info = EngineInfo(
             options=self.options,

@@ -22,6 +22,7 @@ from draftwing.grammar.state import GrammarState, Mask, Vocabulary
 from draftwing.grammar.structural import to_lark_grammar
 
 if TYPE_CHECKING:
+    from draftwing.config import Options
     from draftwing.text.tokenizer import Tokenizer
 
 _REASON_CHARS = 300  # of what the library says about an error
@@ -139,6 +140,12 @@ class GrammarCompiler:
         self._cache: OrderedDict[Grammar, Any] = OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, options: Options, tokenizer: Tokenizer, vocab_size: int, stop_ids: Iterable[int]) -> GrammarCompiler:
+        """As the server's options say; the processes of a server must agree."""
+        whitespace = not options.constrained_json_disable_any_whitespace
+        return cls(tokenizer, vocab_size, stop_ids, whitespace, options.constrained_json_whitespace_pattern)
 
     def check(self, grammar: Grammar, param: str | None = None) -> None:
         """As the function `check`, with the special tokens of this vocabulary."""

@@ -59,9 +59,31 @@ def _written_out(pattern: str) -> int:
     return sum(sizes)
 
 
+_ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
+
+
+def with_ascii_classes(pattern: str) -> str:
+    """The expression with \\d, \\w and \\s as the ASCII characters that their users mean, not as the hundreds of digits
+    of all scripts, from which a hot sampler would choose. Whatever matches it matches the original, too."""
+
+    def inside(match: re.Match[str]) -> str:
+        return _ASCII.get(match[0][1], match[0])
+
+    def replaced(match: re.Match[str]) -> str:
+        atom = match[0]
+        if atom.startswith("[^"):
+            return atom  # fewer characters less are more characters
+        if atom.startswith("["):
+            return re.sub(r"\\.", inside, atom, flags=re.DOTALL)
+        kind = _ASCII.get(atom[1:]) if atom.startswith("\\") else None
+        return atom if kind is None else f"[{kind}]"
+
+    return _ATOM.sub(replaced, pattern)
+
+
 def lark_regex(pattern: str) -> str:
     """A regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large."""
-    check_regex(pattern)
+    pattern = with_ascii_classes(check_regex(pattern))
     written = re.sub(r"\\.|/", lambda m: r"\/" if m.group() == "/" else m.group(), pattern, flags=re.DOTALL)
     return written.replace("\\\n", "\\n").replace("\n", "\\n")
 
@@ -77,7 +99,26 @@ def schema_text(schema: Any, options: Mapping[str, Any]) -> str:
         raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
     for pattern in _patterns(schema):
         check_regex(pattern)
-    return json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
+    return json.dumps({**_with_ascii_patterns(schema), "x-guidance": dict(options)}, ensure_ascii=False)
+
+
+def _with_ascii_patterns(value: Any) -> Any:
+    """A part of a schema with its expressions rewritten. Values that a document is compared with stay as they are."""
+    if isinstance(value, list):
+        return [_with_ascii_patterns(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    out = {}
+    for key, item in value.items():
+        if key in ("const", "enum", "default", "examples"):
+            out[key] = item
+        elif key == "pattern" and isinstance(item, str):
+            out[key] = with_ascii_classes(item)
+        elif key == "patternProperties" and isinstance(item, dict):
+            out[key] = {with_ascii_classes(name): _with_ascii_patterns(one) for name, one in item.items()}
+        else:
+            out[key] = _with_ascii_patterns(item)
+    return out
 
 
 def _patterns(schema: Any) -> Iterator[str]:

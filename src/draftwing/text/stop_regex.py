@@ -7,13 +7,25 @@ how many of them arrive at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import regex
 
 MAX_PATTERN: Final = 1000  # characters
+MAX_UNROLLED: Final = 10_000  # parts of a pattern; the library writes out what must be repeated, about 1 KB for each
 SEARCH_SECONDS: Final = 0.1  # of processor time, for one search
+
+_VERBOSE = re.compile(r"\(\?(?:#|[a-zA-Z0-9-]*x)")
+_PARTS = re.compile(
+    r"""\\(?:[pPN]\{[^}]*\}|.)             # an escape
+    | \[\^?\]?(?:\\.|[^\]\\])*\]       # a set
+    | \{(?P<least>\d+)(?:,\d*)?\}       # a repeat
+    | (?P<flags>\(\?[a-zA-Z0-9-]+\))    # a repeat that follows is of the part before them
+    | .""",
+    re.DOTALL | re.VERBOSE,
+)
 
 
 class Match(NamedTuple):
@@ -28,6 +40,11 @@ def compile_stop(pattern: str) -> Any:
     """The compiled pattern. Raises ValueError, saying what is wrong, for one that cannot be used."""
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"has {len(pattern)} characters, at most {MAX_PATTERN} are allowed")
+    if _VERBOSE.search(pattern):
+        raise ValueError("must have neither comments nor the flag x")
+    size = _unrolled(pattern)
+    if size > MAX_UNROLLED:
+        raise ValueError(f"repeats up to {size} parts, at most {MAX_UNROLLED} are allowed")
     try:
         compiled = regex.compile(pattern)
     except RecursionError:
@@ -43,6 +60,30 @@ def compile_stop(pattern: str) -> Any:
     if empty is not None:
         raise ValueError("must not match the empty text: every answer would end at once")
     return compiled
+
+
+def _unrolled(pattern: str) -> int:
+    """How many parts a pattern has when each is written out as often as it must occur; too many rather than too few.
+
+    Compiling takes that much memory, so it is found out before.
+    """
+    sizes, last = [0], 0  # of the groups that are open, and of the newest part
+    for part in _PARTS.finditer(pattern):
+        if part["least"] is not None:
+            more = last * (min(int(part["least"]), MAX_UNROLLED + 1) - 1)
+            sizes[-1] += max(more, 0)
+            last += max(more, 0)
+        elif part["flags"] is not None:
+            continue
+        elif part[0] == "(":
+            sizes.append(0)
+        elif part[0] == ")":
+            last = sizes.pop() if len(sizes) > 1 else sizes[0]
+            sizes[-1] += last
+        else:
+            last = 1
+            sizes[-1] += last
+    return sum(sizes)
 
 
 class RegexScanner:

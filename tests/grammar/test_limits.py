@@ -1,0 +1,28 @@
+"""Expressions as the grammar library gets them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from draftwing.grammar.limits import schema_text, with_ascii_classes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"\d{4}-\d", r"[0-9]{4}-[0-9]"),
+        (r"[\d\-x]+\w*", r"[0-9\-x]+[A-Za-z0-9_]*"),
+        (r"\\d\s?", r"\\d[ \t\n\r\f\v]?"),
+        (r"[^\s\d]\D", r"[^\s\d]\D"),
+    ],
+)
+def test_short_classes_are_ascii(pattern: str, expected: str) -> None:
+    assert with_ascii_classes(pattern) == expected
+
+
+def test_patterns_of_schemas_are_rewritten_and_values_are_not() -> None:
+    schema = {"properties": {"pattern": {"pattern": r"\d"}, "b": {"const": {"pattern": r"\d"}}}}
+    written = json.loads(schema_text(schema, {}))["properties"]
+    assert written == {"pattern": {"pattern": "[0-9]"}, "b": {"const": {"pattern": r"\d"}}}

@@ -1,0 +1,55 @@
+"""Prompts that end inside of the assistant's last message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from draftwing.errors import RequestError
+from draftwing.text.continuation import render_continued
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+
+ASKED = [{"role": "user", "content": "Hi"}]
+
+
+def said(content: Any) -> list[dict[str, Any]]:
+    return [*ASKED, {"role": "assistant", "content": content}]
+
+
+def with_template(template: str) -> Tokenizer:
+    return Tokenizer(Backend(models.BPE({"a": 0}, [])), {}, template)
+
+
+def test_as_transformers_does(smollm2_path: Path) -> None:
+    tokenizer = load_tokenizer(smollm2_path)
+    source = tokenizer.chat_template
+    assert source is not None
+    for content in ("Sure", "Sure, two\nlines", "1. a"):
+        theirs, _ = render_jinja_template(
+            [said(content)], None, None, source, continue_final_message=True, **tokenizer.special_tokens
+        )
+        assert [render_continued(tokenizer, said(content))] == theirs
+
+
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_spaces_at_the_end_are_kept(trim: str) -> None:
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content']" + trim + " }}</>{% endfor %}"
+    tokenizer = with_template(template + "{% if add_generation_prompt %}<assistant>{% endif %}{{ more }}")
+    text = render_continued(tokenizer, said("one two  \n"), more="!")
+    assert text == "<user>Hi</><assistant>one two  \n"
+    assert render_continued(tokenizer, said("")) == "<user>Hi</><assistant>"
+
+
+def test_what_cannot_be_continued() -> None:
+    tokenizer = with_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for messages in (ASKED, [], said(None), said([{"type": "text", "text": "a"}])):
+        with pytest.raises(RequestError) as info:
+            render_continued(tokenizer, messages)
+        assert info.value.param == "continue_final_message"
+    with pytest.raises(RequestError, match="does not show"):
+        render_continued(with_template("{{ messages[0]['content'] }}"), said("a"))

@@ -1,0 +1,163 @@
+"""Regular expressions that end an answer: against a search of the whole text after every token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import regex
+
+from draftwing.core import SamplingParams
+from draftwing.text import stop_regex
+from draftwing.text.detok import IncrementalDetokenizer, StopStringScanner
+from draftwing.text.stop_regex import RegexScanner, compile_stop
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+
+PATTERNS = [
+    (r"a+b",), (r"\d{3}",), (r"(?<=a)b",), (r"b(?=ca)",), (r"a(?!b)c?",), (r"^[abc]{2}",), (r"(?m)^a",), (r"c$",),
+    (r"\bca\b",), (r"[^ab\s]{2}",), (r"a.*c",), (r"(?s)b.+é",), (r"(?i)É",), ("ab", r"c\s+a"), (r"(\w)\1",),
+    (r"日|😀a",), (r"\n[ab\s]",), (r"(?:a|ab)c", r"b{2}"), (r"(?<=c )a", r"aa+"),
+]  # fmt: skip
+WORDS = ["a", "b", "c", "ab", "ca", " ", "é", "日", "😀", "\n", "1", "23", "aa", "bb"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+def reference(pieces: list[str], patterns: tuple[str, ...]) -> tuple[int, int, str] | None:
+    """What ends first, after the first token with which anything matches."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        found = [m for m in (regex.search(pattern, text) for pattern in patterns) if m] if piece else []
+        if found:
+            first = min(found, key=lambda m: (m.end(), m.start()))
+            return first.start(), first.end(), first.group()
+    return None
+
+
+@pytest.mark.parametrize("patterns", PATTERNS)
+def test_the_scanner_finds_what_a_search_of_everything_finds(patterns: tuple[str, ...]) -> None:
+    rng = random.Random(1)
+    hits = 0
+    for _ in range(150):
+        pieces = [rng.choice(WORDS) for _ in range(10)]
+        expected = reference(pieces, patterns)
+        scanner, found = RegexScanner(patterns), None
+        for piece in pieces:
+            found = scanner.push(piece)
+            if found is not None:
+                break
+            # What is not held can never be part of a match.
+            known = len(scanner._text) - scanner.hold
+            assert expected is None or known <= expected[0]
+        assert (tuple(found) if found else None) == expected
+        hits += found is not None
+    assert hits > 5
+
+
+@pytest.mark.parametrize("patterns", PATTERNS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_scheduler_and_stream_cut_alike(tokenizer: Tokenizer, patterns: tuple[str, ...], keep: bool) -> None:
+    rng = random.Random(2)
+    hits = 0
+    for _ in range(40):
+        ids = tokenizer.encode("".join(rng.choice(WORDS) for _ in range(12)))
+        whole = IncrementalDetokenizer(tokenizer)
+        pieces = [whole.push([token], final=i == len(ids) - 1) for i, token in enumerate(ids)]
+        text = "".join(pieces)
+        expected = reference(pieces, patterns)
+        hits += expected is not None
+        shown, matched = text, None
+        if expected is not None:
+            shown, matched = text[: expected[1] if keep else expected[0]], expected[2]
+
+        scanner = StopStringScanner(tokenizer, (), stop_regex=patterns)
+        count = next((n for n, token in enumerate(ids, 1) if scanner.push(token) is not None), len(ids))
+        assert scanner.finish() == matched
+        stream, at, out = IncrementalDetokenizer(tokenizer, no_stop_trim=keep, stop_regex=patterns, track=True), 0, ""
+        while at < count:
+            step = rng.randrange(1, 5)
+            out += stream.push(ids[at : min(at + step, count)], final=at + step >= count)
+            assert shown.startswith(out)
+            at += step
+        assert (out, stream.text, stream.stopped) == (shown, shown, matched)
+        assert stream.starts is not None and stream.starts == sorted(stream.starts) and len(stream.starts) == count
+    assert hits > 2
+
+
+def test_against_a_string_what_ends_first_counts(tokenizer: Tokenizer) -> None:
+    def cut(text: str, stop: str, pattern: str) -> tuple[str, str | None]:
+        stream = IncrementalDetokenizer(tokenizer, stop=(stop,), stop_regex=(pattern,))
+        out = stream.push(tokenizer.encode(text), final=True)
+        return out, stream.stopped
+
+    assert cut("one two three four", "three", "tw.") == ("one ", "two")
+    assert cut("one two three four", "two", "thr") == ("one ", "two")
+    assert cut("one two three", "two three", "o t") == ("one tw", "o t") or cut("one two three", "x", "o t")[1] == "o t"
+    assert cut("one", "x", "y") == ("one", None)
+
+
+def test_an_expression_is_searched_once_a_token_not_from_the_beginning() -> None:
+    class Spy:
+        pattern = "ab"
+        starts: list[int] = []  # noqa: RUF012
+
+        def search(self, text: str, start: int, **options: object) -> object:
+            self.starts.append(start)
+            return regex.compile("ab").search(text, start, **options)
+
+    scanner = RegexScanner(("ab",))
+    scanner._patterns = [Spy()]
+    for piece in ("xxxx", "yyyy", "aa", "zz"):
+        assert scanner.push(piece) is None
+    assert Spy.starts == [0, 4, 8, 9] and scanner.hold == 0
+
+
+def test_patterns_that_cannot_be_used() -> None:
+    for pattern, words in (
+        ("(", "not a regular expression"), ("a*", "empty text"), ("", "empty text"), ("(?r)a", "backwards"),
+        (r"\L<names>", "not a regular expression"), ("a" * 1001, "1001 characters"), ("(" * 990, "nested"),
+        ("(?x)a{1 0000000}", "flag x"), ("(?ix:a)", "flag x"), ("(?:a{1000})(?#(){1000}", "comments"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            compile_stop(pattern)
+    # Compiled, these would take gigabytes.
+    for large in (
+        "a{10001}", "(?:(?:a{1000}){1000}){1000}b", r"(?:\p{L}{3}\d{1000,}){40}", "(?V1)(?:b{1000}[[a])]){1000}",
+        "(?:[a(]b{1000}){1000}", "a{99999999999999}", r"(?:\X{1000}){1000}", "(?:a{1000})(?i){1000}b",
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="repeats"):
+            compile_stop(large)
+    assert compile_stop(r"\d+").search("a12")
+    for fine in (
+        r"\d{4}-\d{2}-\d{2}",
+        r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+        "a{0,1000000}b",
+        r"\({20}[{9999}]",
+    ):
+        assert compile_stop(fine)
+
+
+def test_a_search_that_takes_too_long(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_regex, "SEARCH_SECONDS", 0.01)
+    slow = (r"(?:a|aa)+c(?:a|aa)+d",)
+    ids = tokenizer.encode("b " + "a" * 50 + " end")
+    scanner = StopStringScanner(tokenizer, (), stop_regex=slow)
+    failed = [n for n, token in enumerate(ids) if scanner.push(token) is None and scanner.failed]
+    assert failed and "takes too long" in str(scanner.failed)
+    # A stream that fails where the scheduler did not shows nothing more until it is told how the answer ended.
+    for matched, shown in (("end", "b " + "a" * 50 + " "), (None, "b " + "a" * 50 + " end"), ("x", None)):
+        stream = IncrementalDetokenizer(tokenizer, stop_regex=slow)
+        out = stream.push(ids) + stream.push((), final=True)
+        assert stream.failed and not out.startswith("b a")
+        assert out + stream.end_at(matched) == (shown or tokenizer.decode(ids)) == stream.text
+
+
+def test_which_requests_are_watched(tokenizer: Tokenizer) -> None:
+    assert StopStringScanner.of(tokenizer, SamplingParams()) is None
+    both = StopStringScanner.of(tokenizer, SamplingParams(stop=("a",), stop_regex=("b",)))
+    assert both is not None and both.push(tokenizer.encode("b")[0]) == "b"
