@@ -9,7 +9,9 @@ dependent launch a product begins to read its weights before the kernel in front
 
 from __future__ import annotations
 
+import re
 import statistics
+import sys
 from collections.abc import Callable
 
 import torch
@@ -97,6 +99,48 @@ def bench() -> list[tuple[str, float]]:
     return results
 
 
+VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in skinny.cu
+    "as it is": (),
+    "weights behind the wait (.nc)": (("ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate"),),
+    "8 rows: 2 ahead, 2 blocks": ((r"(_8, 1, 1, )2, (\w+), 3\)", r"\g<1>2, \2, 2)"),),
+    "8 rows: 3 ahead, 2 blocks": ((r"(_8, 1, 1, )2, (\w+), 3\)", r"\g<1>3, \2, 2)"),),
+    "8 rows: 3 ahead, 3 blocks": ((r"(_8, 1, 1, )2, (\w+), 3\)", r"\g<1>3, \2, 3)"),),
+    "8 rows: 4 ahead, 2 blocks": ((r"(_8, 1, 1, )2, (\w+), 3\)", r"\g<1>4, \2, 2)"),),
+    "8 rows: 2 ahead, 4 blocks": ((r"(_8, 1, 1, )2, (\w+), 3\)", r"\g<1>2, \2, 4)"),),
+    "16, 32 rows: 3 ahead": ((r"(_16, 2|_32, 4), 1, 2,", r"\1, 1, 3,"),),
+}
+
+
+def variants() -> list[tuple[str, float]]:
+    """Microseconds of the chain of layers, by variant of the kernels."""
+    from draftwing.kernels.layers import add_rms_norm, rms_norm
+    from draftwing.kernels.skinny import SkinnyProducts, read_source
+
+    device, results, every = torch.device("cuda", torch.cuda.current_device()), [], weights()
+    norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    for name, changes in VARIANTS.items():
+        source = read_source()
+        for old, new in changes:
+            changed = re.sub(old, new, source)
+            assert changed != source, f"{old} is not in skinny.cu"
+            source = changed
+        ours = SkinnyProducts(device, torch.bfloat16, source)
+        for rows in (1, 8, 16, 32):
+            start = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+
+            def chain(start: Tensor = start, ours: SkinnyProducts = ours) -> None:
+                x = start
+                for i in range(LAYERS):
+                    w = every[i % DISTINCT]
+                    qkv = ours.linear(rms_norm(x, norm, 1e-5), w["qkv"], None)
+                    o = ours.linear(qkv[:, :HIDDEN].contiguous(), w["o"], None)
+                    y, normed = add_rms_norm(x, o, norm, 1e-5)
+                    x = ours.linear(ours.gated(normed, w["gate_up"], None), w["down"], None, y)
+
+            results.append((f"{rows} rows, chain of {LAYERS} layers, {name}", replay_us(chain)))
+    return results
+
+
 if __name__ == "__main__":
-    for what, took in bench():
+    for what, took in variants() if "variants" in sys.argv else bench():
         print(f"{what:60s} {took:9.1f} us")

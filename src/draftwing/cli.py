@@ -15,6 +15,7 @@ from draftwing.config import LOG_LEVELS, Options, add_arguments, dashed
 from draftwing.errors import DraftwingError
 from draftwing.log import configure_logging
 from draftwing.tools.commands import Run, add_commands
+from draftwing.train.command import add_train, run_train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +82,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Run], Mapping[str, arg
         allow_abbrev=False,
     )
     add_arguments(serve)
-    runs = {"serve": _serve} | add_commands(commands)
+    runs = {"serve": _serve, "train": run_train} | add_commands(commands)
+    add_train(commands)
     return parser, runs, commands.choices
 
 

@@ -233,7 +233,8 @@ class StepResult:
 
     tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk).
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
-    proposed[B]: live draft nodes, the root not counted.  hint[B]: the drafter's outlook for the next step.
+    proposed[B]: live draft nodes, the root not counted.  levels[B, depth]: the same by their depth.
+    hint[B]: the drafter's outlook for the next step.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     """
 
@@ -242,6 +243,7 @@ class StepResult:
     order: IntArray
     proposed: IntArray
     hint: IntArray
+    levels: IntArray | None = None
     seconds: float = 0.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()

@@ -43,21 +43,21 @@ def case(harness):
 def answer(harness, case, params=None, **kw):
     model, prompts, plain, _, book = case
     rig = harness.Rig(model, book=book, **kw)
-    calls = count_calls(rig.executor.graphs)
+    calls = count_calls(rig.executor)
     for i, (prompt, param) in enumerate(zip(prompts, params or plain, strict=True)):
         rig.submit(str(i), prompt, param)
     return rig, rig.run(), calls
 
 
-def count_calls(graphs):
+def count_calls(executor):
     """(replays of tree steps' stages, calls without a graph), counted from now on."""
-    calls, run = [0, 0], graphs.run
+    calls, run = [0, 0], executor.run_stage
 
     def spy(stage, key, fn, *inputs, **kw):
         calls[key is None] += 1
         return run(stage, key, fn, *inputs, **kw)
 
-    graphs.run = spy
+    executor.run_stage = spy
     return calls
 
 
@@ -86,7 +86,7 @@ def test_with_the_attention_of_cuda(harness, case, drafter, exact):
         model, drafter=drafter, policy=policy, book=harness.make_book(prompts, expected), lag=1, graph_size=8,
         attn=attn, ahead=24,
     )  # fmt: skip
-    calls = count_calls(rig.executor.graphs)
+    calls = count_calls(rig.executor)
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         rig.submit(str(i), prompt, param)
     assert rig.run().tokens == expected.tokens

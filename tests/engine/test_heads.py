@@ -99,14 +99,14 @@ def test_with_chunks_preemption_and_prefix_hits(case, lag):
 def test_from_graphs(case, shape):
     """Batches of 5 and less in graphs of 1, 2, 4 and 6; first all rows are greedy, then some are not."""
     rig = case.rig(shape, lag=1, graph_size=6, ahead=16)
-    replays, run = [], rig.executor.graphs.run
+    replays, run = [], rig.executor.run_stage
 
     def spy(stage, key, *args, **kw):
         if stage == "verify":
             replays.append(key)
         return run(stage, key, *args, **kw)
 
-    rig.executor.graphs.run = spy
+    rig.executor.run_stage = spy
     greedy = [i for i, params in enumerate(case.params) if not params.temperature]
     for i in greedy:
         rig.submit(str(i), case.prompts[i], case.params[i])

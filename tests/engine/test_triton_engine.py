@@ -52,8 +52,8 @@ def test_the_text_is_the_same(harness, request, drafter, graph_size):
         drafter = make_model_drafter(head, 3, 2, torch.float32, torch.device("cpu"))
     shapes = (TREE, PLAIN) if drafter else (PLAIN,)
     rig = harness.Rig(model, shapes=shapes, drafter=drafter, rows=2, lag=1, attn=attn, graph_size=graph_size)
-    calls, run = [], rig.executor.graphs.run
-    rig.executor.graphs.run = lambda stage, key, *args, **kw: (calls.append(key), run(stage, key, *args, **kw))[1]
+    calls, run = [], rig.executor.run_stage
+    rig.executor.run_stage = lambda stage, key, *args, **kw: (calls.append(key), run(stage, key, *args, **kw))[1]
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         rig.submit(str(i), prompt, param)
     assert rig.run().tokens == expected.tokens

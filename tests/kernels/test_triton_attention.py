@@ -181,6 +181,24 @@ def test_a_chain_longer_than_units(exact: bool, device: torch.device) -> None:
     torch.testing.assert_close(case.run(exact).double(), case.expected(), atol=2e-5, rtol=1e-4)
 
 
+def test_a_window_too_wide_to_be_masked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([41, 0], 20, device, (2, 1), chain=True)
+    exact, masked = case.run(), case.run(exact=False)
+    monkeypatch.setattr(attention, "WINDOW_BYTES", 32 * 32 * 4 - 1)
+    assert torch.equal(case.run(exact=False), exact)
+    torch.testing.assert_close(masked, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU: the interpreter's memory has no end")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim, nodes", [(64, 300), (128, 140), (256, 70), (256, 300)])
+def test_wide_windows_fit(dtype: torch.dtype, dim: int, nodes: int, device: torch.device) -> None:
+    case = make_case([50, 0], nodes, device, (4, 2), dim, dtype)
+    masked, exact = (case.run(how, tiling=None) for how in (False, True))
+    torch.testing.assert_close(masked, exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dim", [48, 128])
 def test_dtypes_and_head_sizes(dtype: torch.dtype, dim: int, device: torch.device) -> None:

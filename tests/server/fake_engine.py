@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from draftwing.config import Options
-from draftwing.core import GenRequest, Output
+from draftwing.core import GenRequest, LogprobParams, Output, TokenLogprobs
 from draftwing.engine.border import EngineInfo
 from draftwing.engine.ipc import Abort, Ask, Close, EngineLink, Listener, Reply, Submit
 from draftwing.server.bridge import AsyncEngine
@@ -28,6 +29,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
     "{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if shout is defined %}{{ shout }}{% endif %}"
 )
+PROCESSORS = ("even", "odd")
 CONTEXT = 2000
 EOS = 256
 
@@ -48,7 +50,13 @@ class FakeEngine:
     """Repeats the prompt, then says <eos>; with ignore_eos it repeats for ever. `burst` tokens per step,
     which takes `pause` seconds."""
 
-    def __init__(self, options: Options | None = None, burst: int = 3, pause: float = 0.0005) -> None:
+    def __init__(
+        self,
+        options: Options | None = None,
+        burst: int = 3,
+        pause: float = 0.0005,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.options = (options or Options(random_seed=7)).resolve()
         self.tokenizer = byte_tokenizer()
         self.info = EngineInfo(
@@ -61,10 +69,14 @@ class FakeEngine:
             max_banned=16,
             dtype="float32",
             device="cpu",
+            processors=PROCESSORS,
+            defaults=defaults or {},
         )
         self.burst, self.pause = burst, pause
         self.requests: list[GenRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []
+        self.cached: set[tuple[str | None, tuple[int, ...]]] = set()  # salts and prompts that were prefilled
+        self.cached_tokens: dict[str, int] = {}  # by uid
         self.running: dict[str, tuple[GenRequest, list[int], StopStringScanner | None]] = {}
         self.crash: Exception | None = None
         self.flushed = 0
@@ -112,10 +124,10 @@ class FakeEngine:
             raise self.crash
         for item in items:
             if isinstance(item, GenRequest):
-                scanner, params = None, item.params
-                if params.stop:
-                    scanner = StopStringScanner(self.tokenizer, params.stop, params.skip_special_tokens)
-                self.running[item.uid] = (item, [], scanner)
+                self.running[item.uid] = (item, [], StopStringScanner.of(self.tokenizer, item.params))
+                key = (item.cache_salt, tuple(item.prompt_ids))
+                self.cached_tokens[item.uid] = len(item.prompt_ids) - 1 if key in self.cached else 0
+                self.cached.add(key)
             elif item in self.running:
                 self.aborted.append(item)
                 news.append(self._end(item, [], {"type": "abort", "message": "aborted"}))
@@ -134,30 +146,48 @@ class FakeEngine:
             done.append(token)
             new.append(token)
             found = scanner.push(token) if scanner is not None else None
+            if scanner is not None and scanner.failed:
+                return self._end(uid, new, {"type": "abort", "message": scanner.failed})
             if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
                 return self._end(uid, new, {"type": "stop", "matched": token})
             if found is not None:
                 return self._end(uid, new, {"type": "stop", "matched": found})
             if len(done) >= limit:
                 return self._end(uid, new, {"type": "length", "length": len(done)})
-        return Output(uid, new)
+        return self._told(Output(uid, new), request, len(done) == len(new))
+
+    def _told(self, output: Output, request: GenRequest, first: bool) -> Output:
+        wanted = request.logprobs
+        if wanted is not None:
+            output.logprobs = [logprob(token, wanted) for token in output.token_ids]
+            if first and output.token_ids and wanted.start >= 0:
+                told = [None, *(logprob(token, wanted) for token in request.prompt_ids[1:])]
+                output.prompt_logprobs = told[wanted.start :]
+        return output
 
     def _end(self, uid: str, new: list[int], reason: dict[str, object]) -> Output:
         request, done, _ = self.running.pop(uid)
+        drafted = self.info.speculates and request.limits != (0, 1, 1)
         meta = {
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(done),
-            "cached_tokens": 0,
+            "cached_tokens": self.cached_tokens.pop(uid),
             "num_retractions": 0,
             "e2e_latency": 0.1,
             "spec_verify_ct": 1,
-            "spec_num_proposed_drafts": 0,
-            "spec_num_correct_drafts": 0,
+            "spec_num_proposed_drafts": 7 * drafted,
+            "spec_num_correct_drafts": 3 * drafted,
             "spec_accept_length": 1.0,
             "spec_accept_rate": 0.0,
             "spec_correct_drafts_histogram": [1],
         }
-        return Output(uid, new, reason, meta)
+        return self._told(Output(uid, new, reason, meta), request, len(done) == len(new))
+
+
+def logprob(token: int, wanted: LogprobParams) -> TokenLogprobs:
+    """Made up: the token's own is -token / 100, the best are the ids that follow it."""
+    best = [(-0.5 * (rank + 1), (token + rank + 1) % (EOS + 1)) for rank in range(wanted.top)]
+    return TokenLogprobs(-token / 100, best, [-float(other) for other in wanted.token_ids])
 
 
 class LocalLink:

@@ -24,12 +24,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine, local
 
+from draftwing.config import Options
 from draftwing.server.api import create_app
 from draftwing.server.run import bind
 
 WORKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/completions": {"prompt": "abc"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"model": "m", "max_tokens": 10, "messages": [{"role": "user", "content": "hello"}]},
+    "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
     "/generate": {"text": "abc"},
     "/abort_request": {"rid": "a"},
     "/tokenize": {"prompt": "abc"},
@@ -40,7 +44,8 @@ schemathesis = pytest.importorskip("schemathesis")
 
 @contextmanager
 def live() -> Iterator[tuple[str, FakeEngine]]:
-    engine = FakeEngine(burst=64)
+    tree = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
+    engine = FakeEngine(Options(random_seed=7, speculative_algorithm="EAGLE", **tree), burst=64)  # type: ignore[arg-type]
     sock = bind("127.0.0.1", 0)
     config = uvicorn.Config(create_app(local(engine), engine.tokenizer), log_level="error")
     server = uvicorn.Server(config)

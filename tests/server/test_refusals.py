@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, FakeEngine
 from starlette.testclient import TestClient
 
-from draftwing.server.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from draftwing.server.protocol import ChatRequest, CompletionRequest
+from draftwing.server.protocol_native import GenerateRequest
 
 COMPLETION, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a"}]
 
 NOT_BUILT_OPENAI = {
-    "frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
-    "logprobs": True, "response_format": {"type": "json_object"}, "json_schema": "{}", "regex": "a", "ebnf": "a",
-    "structural_tag": "{}", "stop_regex": "a", "lora_path": "x", "session_params": {"id": 1}, "extra_key": "k",
-    "custom_logit_processor": "x", "custom_params": {"a": 1}, "return_hidden_states": True,
+    "lora_path": "x", "session_params": {"id": 1}, "extra_key": "k", "return_hidden_states": True,
     "return_cached_tokens_details": True, "return_spec_tokens_details": True, "return_token_ids": True,
     "return_prompt_token_ids": True, "return_meta_info": True,
 }  # fmt: skip
 NOT_BUILT_CHAT = NOT_BUILT_OPENAI | {
-    "top_logprobs": 2, "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{"name": "f"}],
-    "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"}, "prediction": {"type": "content"},
-    "web_search_options": {}, "reasoning_effort": "high", "verbosity": "low", "continue_final_message": True,
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"}, "web_search_options": {},
+    "reasoning_effort": "high", "verbosity": "low",
 }  # fmt: skip
-NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"logprobs": 0, "best_of": 2, "echo": True, "suffix": "x"}
+NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"suffix": "x"}
 NOT_BUILT_GENERATE = {
-    "input_embeds": [[0.5]], "image_data": "x", "audio_data": "x", "video_data": "x", "return_logprob": True,
-    "logprob_start_len": 4, "top_logprobs_num": 1, "token_ids_logprob": [1], "return_hidden_states": True,
+    "input_embeds": [[0.5]], "image_data": "x", "audio_data": "x", "video_data": "x", "return_hidden_states": True,
     "return_prompt_token_ids": True, "return_entropy": True, "lora_path": "x", "session_params": {"id": 1},
-    "session_id": "s", "extra_key": "k", "custom_logit_processor": "x",
+    "session_id": "s", "extra_key": "k",
 }  # fmt: skip
-NOT_BUILT_SAMPLING = {
-    "frequency_penalty": 0.5, "presence_penalty": 1, "repetition_penalty": 0.9, "logit_bias": {"1": 2},
-    "json_schema": "{}", "regex": "a", "ebnf": "a", "structural_tag": "{}", "stop_regex": ["a"], "beam_width": 2,
-    "custom_params": {"a": 1}, "stream_interval": 2,
-}  # fmt: skip
+NOT_BUILT_SAMPLING = {"beam_width": 2, "stream_interval": 2}
 
 NEUTRAL_OPENAI = {
     "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
     "response_format": {"type": "text"}, "stop_regex": [], "return_hidden_states": False, "custom_params": {},
+    "bad_words": [], "speculative": "off",
     "user": "u", "metadata": {"a": [1]}, "store": True, "service_tier": "auto", "safety_identifier": "s",
     "prompt_cache_key": "k", "prompt_cache_retention": "24h", "stop": None, "seed": None, "n": None, "stream": False,
     "temperature": None, "max_tokens": None, "rid": None,
@@ -87,9 +82,8 @@ def test_every_field_that_is_not_built_is_tried() -> None:
     known = {ChatRequest: NOT_BUILT_CHAT, CompletionRequest: NOT_BUILT_COMPLETION, GenerateRequest: NOT_BUILT_GENERATE}
     from draftwing.params import NOT_BUILT
 
-    harmless = {"parallel_tool_calls", "return_text_in_logprobs"}  # no value of these asks for anything alone
     for model, fields in known.items():
-        assert set(model.model_fields) & set(NOT_BUILT) - harmless == set(fields)
+        assert set(model.model_fields) & set(NOT_BUILT) == set(fields)
 
 
 def test_sampling_params_of_generate_are_refused_by_name(client: TestClient) -> None:
@@ -116,7 +110,24 @@ def test_neutral_values_and_bookkeeping_are_accepted(client: TestClient, path: s
         ("max_tokens", CONTEXT), ("max_tokens", 10**30), ("min_tokens", -1), ("stop", [""]), ("stop", ["a"] * 65),
         ("stop", 5), ("stop", [1]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("ignore_eos", 1),
         ("stream", "yes"), ("priority", 2**31), ("priority", 0.5), ("cache_salt", 5), ("model", 5), ("bogus", 1),
-        ("stream_options", {"include_usage": True}),
+        ("stream_options", {"include_usage": True}), ("frequency_penalty", 2.1), ("presence_penalty", -3),
+        ("repetition_penalty", 0), ("repetition_penalty", "1"), ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}),
+        ("logit_bias", [1]), ("logit_bias", {"257": 1}), ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("allowed_token_ids", []), ("allowed_token_ids", [257]), ("allowed_token_ids", [-1]), ("bad_words", [""]),
+        ("bad_words", "a" * 17), ("bad_words", ["a"] * 129), ("bad_words", [f"{i:02}" for i in range(65)]),
+        ("bad_words", [5]), ("stop_regex", "("), ("stop_regex", "a*"), ("stop_regex", "(?r)a"),
+        ("stop_regex", "a" * 1001), ("stop_regex", ["("]), ("stop_regex", "(" * 900), ("json_schema", "{"),
+        ("json_schema", 5), ("regex", "("), ("regex", ""), ("ebnf", "root"), ("ebnf", 3), ("structural_tag", "{}"),
+        ("json_schema", {"type": "nothing"}), ("response_format", {}), ("response_format", {"type": "yaml"}),
+        ("response_format", {"type": "json_schema"}), ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("response_format", {"type": "text", "bogus": 1}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}, "bogus": 1}}),
+        ("response_format", {"type": "structural_tag"}), ("custom_logit_processor", "unknown"),
+        ("custom_logit_processor", ""), ("custom_params", {"a": 1}), ("speculative", "on"), ("speculative", 5),
+        ("speculative", {"bogus": 1}), ("prediction", {"type": "tokens"}), ("prediction", {"type": "content"}),
+        ("prediction", {"type": "content", "content": [{"type": "image"}]}),
     ],
 )  # fmt: skip
 def test_mistyped_and_out_of_range(client: TestClient, path: str, name: str, value: Any) -> None:
@@ -138,6 +149,53 @@ def test_combinations(client: TestClient) -> None:
     refused(client, "/generate", {"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params")
     refused(client, "/generate", {"text": ["a", "b"], "rid": ["x"]}, "rid")
     refused(client, COMPLETION, {"prompt": ["a"] * 100, "n": 100}, "n")
+    for name, value in (("best_of", 2), ("best_of", 10**400), ("logprobs", 6), ("logprobs", -1), ("logprobs", True)):
+        refused(client, COMPLETION, {"prompt": "a", name: value}, name)
+    for name, value in (("top_logprobs", 21), ("top_logprobs", -1), ("logprobs", 1), ("top_logprobs", 2)):
+        refused(client, CHAT_PATH, {"messages": MESSAGES, name: value}, name)
+    for last in ({"role": "user", "content": "a"}, {"role": "assistant", "content": "bad"}):
+        field = "continue_final_message" if last["role"] == "user" else "messages"
+        body = {"messages": [*MESSAGES, last], "continue_final_message": True}
+        if field == "messages":  # what the template refuses comes before the last message
+            body["messages"] = [{"role": "user", "content": "bad"}, last]
+        refused(client, CHAT_PATH, body, field)
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION])
+def test_conflicts(client: TestClient, path: str) -> None:
+    grammars = {"json_schema": "{}", "regex": "a", "ebnf": 'root ::= "a"', "response_format": {"type": "json_object"}}
+    names = list(grammars)
+    for first, second in itertools.pairwise(names):
+        both = {first: grammars[first], second: grammars[second]}
+        message = refused(client, path, base(path) | both, second)
+        assert first in message
+    assert client.post(path, json=base(path) | {"regex": "a", "response_format": {"type": "text"}}).status_code == 400
+    refused(client, path, base(path) | {"regex": "a", "ignore_eos": True}, "ignore_eos")
+    refused(client, path, base(path) | {"regex": "a", "min_tokens": 1, "max_tokens": 2}, "min_tokens")
+    only = {"allowed_token_ids": [256], "min_tokens": 1, "max_tokens": 2}
+    refused(client, path, base(path) | only, "allowed_token_ids")
+
+
+def test_generate_conflicts_and_log_probabilities(client: TestClient) -> None:
+    def said(fields: dict[str, Any], param: str) -> None:
+        refused(client, "/generate", {"text": "abc"} | fields, param)
+
+    for name, value in (("top_logprobs_num", 2), ("token_ids_logprob", [1]), ("logprob_start_len", 2)):
+        said({name: value}, name)
+    for name, value in (
+        ("top_logprobs_num", 129), ("top_logprobs_num", -1), ("token_ids_logprob", [257]),
+        ("token_ids_logprob", [1] * 129), ("logprob_start_len", 3), ("logprob_start_len", -2),
+        ("return_logprob", [True, True]), ("logprob_start_len", [1, 2]), ("token_ids_logprob", [[1], [2]]),
+    ):  # fmt: skip
+        said({"return_logprob": True, name: value}, name)
+    twice = {"custom_logit_processor": "even", "sampling_params": {"custom_logit_processor": "odd"}}
+    said(twice, "custom_logit_processor")
+    said({"custom_logit_processor": "none"}, "custom_logit_processor")
+    said({"sampling_params": {"grammar": ["regex", "a"]}}, "sampling_params.grammar")
+    said({"sampling_params": {"logit_processor": ["even", "{}"]}}, "sampling_params.logit_processor")
+    said({"sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema")
+    said({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf")
+    said({"sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex")
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], [[1], []], [1, "a"], [True], [1.5], [[[1]]], None, 5, {}])
@@ -184,9 +242,10 @@ def test_one_refused_prompt_of_a_batch_leaves_none_behind(client: TestClient, en
         ({"content": "a"}, "messages.0.role"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content.0"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0"),
-        ({"role": "tool", "content": "a", "tool_call_id": "1"}, "messages.0.tool_call_id"),
-        ({"role": "tool", "content": "a"}, "messages.0.role"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls"),
+        ({"role": "user", "content": "a", "tool_call_id": "1"}, "messages.0.tool_call_id"),
+        ({"role": "tool", "content": "a"}, "messages.0.tool_call_id"),
+        ({"role": "function", "content": "a"}, "messages.0.role"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function"),
         ({"role": "user", "content": "a", "bogus": 1}, "messages.0.bogus"),
         ({"role": "user", "content": "bad"}, "messages"),  # the template refuses it
     ],

@@ -119,12 +119,18 @@ class Device:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             fn()
-            # Other threads of the process may use CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            collects = gc.isenabled()
+            gc.disable()  # what a collection lets go of may be something that CUDA cannot free while it captures
             try:
-                out = fn()
+                # Other threads of the process may use CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    out = fn()
+                finally:
+                    graph.capture_end()
             finally:
-                graph.capture_end()
+                if collects:
+                    gc.enable()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out
 

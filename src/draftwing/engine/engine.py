@@ -91,7 +91,9 @@ class Engine:
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:
             log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
-        self.reporter = Reporter(parts.sched, simulated=simulated)
+        self.reporter = Reporter(parts.sched, simulated=simulated, drafter=self.options.speculative_algorithm)
+        if device.type == "cpu":  # on a GPU the stages run later than they are called
+            parts.executor.run_stage = self.reporter.times.timed(parts.executor.run_stage)
         lag = self.options.lag(device.type)
         self._loop = Loop(parts.sched, parts.executor, lag == 1, self.reporter.watch)
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()
@@ -123,7 +125,7 @@ class Engine:
     def accept_length(self) -> float:
         return self.reporter.accept_length
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """How it stands, as of now; numbers of one moment need not fit each other when a step is running."""
         sched = self.parts.sched
         return {
@@ -134,6 +136,8 @@ class Engine:
             "accept_length": self.accept_length,
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
+            "graph_replays": self.parts.executor.graphs.replays,
+            **self.reporter.stats(),
         }
 
     def idle(self) -> bool:
@@ -148,6 +152,7 @@ class Engine:
                 self._loop.turn()
             if self._loop.idle:
                 self.parts.sched.check_idle()
+                self.reporter.pause()
             return self.parts.sched.take_outputs()
 
     def close(self) -> None:

@@ -107,6 +107,7 @@ class InFlight:
             order=packed[:, 3 + commit : 3 + commit + nodes],
             proposed=proposed,
             hint=hint,
+            levels=packed[:, 3 + commit + nodes :],
             seconds=ready - max(self._started, previous_ready),
             logprobs=rows,
             prompt_logprobs=parts,
@@ -141,6 +142,7 @@ class Executor:
         self._by_value = use_triton(slots.kv_len)
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._special = SpecialRows(model, drafter, slots, device)
+        self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
 
     @torch.inference_mode()
     def launch(self, plan: Plan, guidance: Guidance | None = None) -> Pending:
@@ -151,7 +153,7 @@ class Executor:
         if plan.kind == "prefill":
             return self._launch_prefill(plan, started, special)
         step = self._tree_step(plan, special)
-        drafted, verified = self._forward(step, self.graphs.run)
+        drafted, verified = self._forward(step, self.run_stage)
         return Pending(plan, started, verified, step=step, drafted=drafted, special=special)
 
     @torch.inference_mode()
@@ -160,9 +162,9 @@ class Executor:
         if step is None:
             packed, logprobs = self._settle_prefill(pending)
         elif pending.special is not None:
-            packed, logprobs = self._settle_special(pending, pending.special)
+            packed, logprobs = self.run_stage("settle", None, self._settle_special, pending, pending.special)
         else:
-            packed = self._finish(step, pending.drafted, pending.verified, self.graphs.run)[: len(plan.rows)]
+            packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         return InFlight(plan, self.device.download(packed), pending.started, logprobs)
 
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class Executor:
     def _finish(
         self, step: TreeStep, drafted: Drafted | None, verified: Verified | None, run: Callable[..., Any]
     ) -> Tensor:
-        """The packed result [B, 3 + D + 1 + N]: count, proposed, hint, tokens, order."""
+        """The packed result [B, 3 + (D + 1) + N + D]: count, proposed, hint, tokens, order, live nodes by depth."""
         key = None if step.key is None else (step.key, step.filtered)
         packed: Tensor = run("settle", key, self._settle, step, drafted, verified, keep=True)
         return packed
@@ -263,7 +265,12 @@ class Executor:
         done = commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, observed)
         if self.drafter is not None:
             done.packed[:, HINT] = self._observe(step, done, batch.prefix_len, verified.taps)
-        return done.packed
+        if step.shape == PLAIN:
+            return done.packed
+        # Live nodes of every depth; dead ones have depth 0.
+        levels = torch.zeros_like(done.packed[:, : step.shape.max_commit])
+        levels.scatter_add_(1, tree.depth, draft.alive.long())
+        return torch.cat((done.packed, levels[:, 1:]), 1)
 
     # -- what the stages are made of --------------------------------------------------------------------------------
 

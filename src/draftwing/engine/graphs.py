@@ -46,6 +46,7 @@ class GraphCache:
         self._device = device
         self._dummy_row = dummy_row
         self._graphs: dict[Hashable, tuple[Replay, Any]] = {}
+        self.replays = 0
         self._sizes_of: dict[TreeShape, list[int]] = {}  # that were captured, ascending
 
     def __len__(self) -> int:
@@ -72,6 +73,7 @@ class GraphCache:
             return fn(*inputs)
         replay, output = self._graphs[stage, key]
         replay()
+        self.replays += 1
         return cast(T, output)
 
     def capture(self, stage: str, key: Hashable, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:

@@ -175,12 +175,9 @@ class Reporter:
             "speedup": self.speedup,
         }
 
-    def watch(self, plan: Plan, result: StepResult, levels: IntArray | None = None) -> None:
-        """Sees every plan with its result, before the result is committed.
-
-        levels: live nodes of each row at each depth below the root [B, depth]. Without them the proposals of chains
-        are counted by depth, those of trees only in all.
-        """
+    def watch(self, plan: Plan, result: StepResult) -> None:
+        """Sees every plan with its result, before the result is committed."""
+        levels = result.levels
         now = self._clock()
         if self._watched is not None:
             self.host_seconds += max(0.0, now - self._watched - result.seconds)

@@ -16,6 +16,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import MOST_NODES, batch_sizes
 from draftwing.engine.slots import SlotTable
 from draftwing.errors import ConfigError
+from draftwing.kernels import use_triton
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.spec.drafter import Drafter
@@ -25,6 +26,7 @@ log = logging.getLogger("draftwing")
 CPU_POOL_BYTES = 2 << 30
 GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
+ATTENTION_BYTES = 512 << 20  # of partial results over contexts longer than a trial's, where a kernel makes them
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
 
 
@@ -118,6 +120,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     try:
         step = peak(executor, first_step(tokens, length))
         step = max(step, peak(executor, tree_step(rows, shape, tokens)))
+        step += ATTENTION_BYTES if use_triton(pool.kv[0]) else 0
         if graph_size:
             widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, tokens + shape.max_commit))

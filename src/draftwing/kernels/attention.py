@@ -55,6 +55,8 @@ TILING = Tiling()
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, prefill_rows=16, fast_rows=16, fast_warps=4)
 TILING_WIDE = Tiling(unit=32, own=64, warps=8, prefill_rows=16, fast_rows=64)  # heads of more than 128
+WINDOW_BYTES = 64 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
+WINDOW_DEPTH = 32  # longest path that is looked for in a masked window: the search is unrolled
 PARTIAL_BYTES = 256 << 20  # most memory for partial results; where they need more, a tile is one program's work
 
 
@@ -471,7 +473,7 @@ def tree_attention(
 
     q [B * Q, heads or more, head_dim], of which the first heads are read, its last two axes dense; kv [slots, kv_heads,
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
-    head_dim]. `window`, where `exact` is not set, as in `Batch`; 0: Q.
+    head_dim]. `window`, where `exact` is not set, as in `Batch`; 0: Q. What has no room for a masked window is exact.
     """
     tiling = tiling or pick_tiling(kv)
     batch, queries, depth = path.shape
@@ -483,6 +485,7 @@ def tree_attention(
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
     tiles = triton.cdiv(queries * group, tiling.rows)
     window = window or queries
+    exact = exact or depth > WINDOW_DEPTH or _padded(window) * _padded(dim) * kv.itemsize > WINDOW_BYTES
     front, step, steps = _own_tiling(queries, depth, group, tiling) if exact else (_padded(window), 1, 1)
 
     splits = split_count(table.shape[1], tiling)

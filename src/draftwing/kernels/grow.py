@@ -217,9 +217,11 @@ def _lanes(count: int) -> int:
 @triton.jit
 def _write_level(
     ints, path, above_path, table, table_stride, b, row, root_at, level, ids, parent, number,
-    TOPK: tl.constexpr, KP: tl.constexpr, PATH: tl.constexpr, TAIL: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    TOPK: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr, PATH: tl.constexpr, TAIL: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The integers and the paths of the chosen nodes of row b; ids, parent, number [KP]."""
+    """The integers and the paths of the chosen nodes of row b; ids, parent, number [KP]. Paths have WIDTH entries at
+    every level, so that attention is compiled once for all; those past the node are 0."""
     lane = tl.arange(0, KP)
     inside = lane < TOPK
     own = TAIL + (level - 1) * TOPK + lane  # page-table entry past kv_len
@@ -239,10 +241,10 @@ def _write_level(
     if above_path is None:
         entry = tl.zeros([KP, PATH], tl.int64)  # the root's, where it has one
     else:
-        above = above_path + (b * TOPK + parent[:, None]) * (width - 1) + step
+        above = above_path + (b * TOPK + parent[:, None]) * WIDTH + step
         entry = tl.load(above, mask=inside[:, None] & (step < width - 1), other=0)
     entry = tl.where(step == width - 1, own[:, None].to(tl.int64), entry)
-    tl.store(path + (b * TOPK + lane[:, None]) * width + step, entry, mask=inside[:, None] & (step < width))
+    tl.store(path + (b * TOPK + lane[:, None]) * WIDTH + step, entry, mask=inside[:, None] & (step < WIDTH))
 
 
 @triton.jit
@@ -278,6 +280,7 @@ def _first_level_kernel(
     CANDIDATES: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
+    WIDTH: tl.constexpr,
     PATH: tl.constexpr,
     TAIL: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
@@ -302,7 +305,7 @@ def _first_level_kernel(
         tl.store(prefix + b, root_at)
         _write_level(
             ints, path, None, table, table_stride, b, row, root_at, 1, ids, lane * 0, lane,
-            TOPK, KP, PATH, TAIL, LOOKAHEAD,
+            TOPK, KP, WIDTH, PATH, TAIL, LOOKAHEAD,
         )  # fmt: skip
     if SIZE > 0:
         _copy_features(feature, seed_feature, SIZE, b, lane.to(tl.int64) * 0 + row, TOPK, KP, SIZE, COLUMNS)
@@ -357,6 +360,7 @@ def _next_level_kernel(
     CP: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
+    WIDTH: tl.constexpr,
     PATH: tl.constexpr,
     TAIL: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
@@ -386,7 +390,7 @@ def _next_level_kernel(
         tl.store(score + b * TOPK + lane, _value(best), mask=lane < TOPK)
         _write_level(
             ints, path, above_path, table, table_stride, b, tl.load(rows + b), tl.load(prefix + b), level, chosen,
-            parent, base + place, TOPK, KP, PATH, TAIL, LOOKAHEAD,
+            parent, base + place, TOPK, KP, WIDTH, PATH, TAIL, LOOKAHEAD,
         )  # fmt: skip
     if SIZE > 0:
         from_row = (b * TOPK + parent).to(tl.int64)
@@ -489,13 +493,14 @@ class RowGrowth:
         size, features = rows.shape[0], first.feature.shape[1]
         ints, fields = _fields(_FIELDS, rows, size, topk)
         score = torch.empty(size, topk, dtype=torch.float32, device=rows.device)
-        path = torch.empty(size, topk, self._tail + self._number, dtype=torch.int64, device=rows.device)
+        width = self._tail + max(self._shape.depth - 1, 1)
+        path = torch.empty(size, topk, width, dtype=torch.int64, device=rows.device)
         feature = first.feature.new_empty(size * topk, features) if features else None
         grid = (size, max(1, triton.cdiv(features, _COLUMNS)))
         options = dict(
             CANDIDATES=self._candidate_score.shape[1], TOPK=topk, KP=_lanes(topk),
-            PATH=_lanes(self._tail + self._shape.depth), TAIL=self._tail, LOOKAHEAD=self._lookahead,
-            SIZE=features, COLUMNS=min(_COLUMNS, _lanes(features)), num_warps=4 if topk <= 8 else 8,
+            WIDTH=width, PATH=_lanes(width), TAIL=self._tail, LOOKAHEAD=self._lookahead, SIZE=features,
+            COLUMNS=min(_COLUMNS, _lanes(features)), num_warps=4 if topk <= 8 else 8,
             **launch_options(rows.device),
         )  # fmt: skip
         if self._added is None:

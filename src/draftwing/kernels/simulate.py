@@ -60,10 +60,11 @@ def simulate(
 
     A step accepts `drafts`, or one more where the hash of (row, kv_len) & mask is below the threshold."""
     batch, nodes = target.shape
+    tokens, parent, alive, target = (part.contiguous() for part in (tokens, parent, alive, target))
     out = torch.empty(batch, nodes, dtype=torch.int64, device=target.device)
     lanes = triton.next_power_of_2(nodes)
     _simulate_kernel[(batch,)](
-        out, tokens, parent, alive, depth, target.contiguous(), rows, kv_len,
+        out, tokens, parent, alive, depth, target, rows, kv_len,
         DRAFTS=drafts, THRESHOLD=threshold, MASK=mask, VOCAB=vocab, NODES=nodes, LANES=lanes, DEPTH=depth_max,
         num_warps=max(1, min(4, lanes // 32)), **launch_options(target.device),
     )  # fmt: skip

@@ -42,10 +42,10 @@ __device__ __forceinline__ u16 from_float(float f) {
     return bits;
 }
 
-// Volatile, so that what is read ahead stays ahead of the wait.
+// Volatile, and not by way of .nc, which ptxas moves behind griddepcontrol.wait: what is read ahead must stay ahead of it.
 __device__ __forceinline__ uint4 load_weight(const u16* p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
@@ -54,6 +54,14 @@ __device__ __forceinline__ uint4 load_x(const u16* p) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
+}
+
+// Not by way of .nc either, which the compiler chooses for a restricted pointer: an earlier kernel may have written this
+// while the block was already up.
+__device__ __forceinline__ float load_value(const u16* p) {
+    u16 bits;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(p));
+    return to_float(bits);
 }
 
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -207,7 +215,7 @@ __device__ __forceinline__ void product(const u16* __restrict__ x, const u16* __
             if (KIND == SILU_MUL) up += to_float(bias[N + n]);
         }
         const size_t at = (size_t)token_at * N + n;
-        if (KIND == ADD) sum += to_float(extra[at]);
+        if (KIND == ADD) sum += load_value(extra + at);
         if (KIND == SILU_MUL) sum = sum / (1.f + __expf(-sum)) * up;
         y[at] = from_float(sum);
     }

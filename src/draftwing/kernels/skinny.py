@@ -21,9 +21,9 @@ _TILES = (8, 16, 32)  # rows of x that a block takes
 class SkinnyProducts:
     """The kernels of one dtype on one device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        source = resources.files("draftwing.kernels").joinpath("skinny.cu").read_text(encoding="utf-8")
-        module = Module(source, [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"], device)
+    def __init__(self, device: torch.device, dtype: torch.dtype, source: str | None = None) -> None:
+        """source: in place of skinny.cu, to try variants of it."""
+        module = Module(source or read_source(), [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"], device)
         self._kernels: dict[tuple[str, int], Kernel] = {}
         for rows in _TILES:
             shared = _WARPS * _FEATURES * (rows + 1) * 4
@@ -50,6 +50,10 @@ class SkinnyProducts:
         grid = (-(-width // features), -(-rows // tile))
         self._kernels[kind, tile](grid, x, weight, bias, residual, out, rows, width, depth, None, 0)
         return out
+
+
+def read_source() -> str:
+    return resources.files("draftwing.kernels").joinpath("skinny.cu").read_text(encoding="utf-8")
 
 
 @functools.cache

@@ -58,7 +58,8 @@ class Req:
     arrival: int = 0
     scanner: StopScanner | None = None
     created: float = field(default_factory=time.monotonic)
-    deadline: float | None = None  # monotonic seconds
+    admitted: float | None = None  # monotonic seconds, the first time
+    deadline: float | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarState | None = None  # after the newest token
     processor: Processor | None = None

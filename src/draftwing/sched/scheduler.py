@@ -144,6 +144,7 @@ class Scheduler:
             req.admission = self._admissions
             self._admissions += 1
             req.state = ReqState.PREFILL
+            req.admitted = req.admitted or time.monotonic()
             req.covered = 0
             req.append_slots(match.slots)
             req.owned[:cached] = False
@@ -425,6 +426,7 @@ class Scheduler:
             "cached_tokens": req.cached_tokens,
             "num_retractions": req.retractions,
             "e2e_latency": time.monotonic() - req.created,
+            "queue_time": (req.admitted or time.monotonic()) - req.created,
             "spec_verify_ct": req.verify_steps,
             "spec_num_proposed_drafts": req.proposed,
             "spec_num_correct_drafts": correct,

@@ -13,6 +13,7 @@ from typing import Any
 from draftwing.core import GenRequest, Output
 from draftwing.engine.border import EngineInfo
 from draftwing.engine.ipc import Abort, Ask, EngineDead, EngineLink, Listener, Reply, Submit
+from draftwing.server.observer import Observer
 
 logger = logging.getLogger(__name__)
 RESTARTS = 1
@@ -37,7 +38,12 @@ class Stream:
         """Adds to what has not been taken yet, so that a slow client gets fewer and longer pieces, not a backlog."""
         earlier = self._news.get(output.uid)
         if earlier is not None:
-            output = dataclasses.replace(output, token_ids=[*earlier.token_ids, *output.token_ids])
+            output = dataclasses.replace(
+                output,
+                token_ids=[*earlier.token_ids, *output.token_ids],
+                logprobs=[*earlier.logprobs, *output.logprobs],
+                prompt_logprobs=[*earlier.prompt_logprobs, *output.prompt_logprobs],
+            )
         self._news[output.uid] = output
         self._woken.set()
 
@@ -84,6 +90,7 @@ class AsyncEngine:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self.draining = False
+        self.observer = Observer()
         self.lost: Callable[[], None] = lambda: None
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -187,6 +194,7 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
+            self.observer.output(output)
             stream = self._streams.get(output.uid)
             if stream is not None:
                 stream.put(output)
@@ -234,6 +242,7 @@ class AsyncEngine:
 
     def _fail(self, error: EngineDead) -> None:
         self.error = error
+        self.observer.lost()
         for stream in set(self._streams.values()):
             stream.fail(error)
         for future in self._questions.values():

@@ -24,6 +24,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
+# The names that Anthropic's clients know.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    415: "invalid_request_error",
+}
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -35,7 +43,9 @@ _TYPES = {
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
-    """The documented shape: flat under /v1, nested for the native endpoints."""
+    """The documented shape: Anthropic's under /v1/messages, flat elsewhere under /v1, nested for native endpoints."""
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}}
     if path.startswith("/v1"):
         kind = _TYPES.get(status, "InternalServerError")
         return {"object": "error", "message": message, "type": kind, "param": param, "code": code or status}
@@ -51,6 +61,10 @@ def error_response(
 def stream_error(path: str, error: Exception) -> str:
     """An error that comes when the response has begun, as an event of the stream."""
     message = str(error) if isinstance(error, EngineDead) else "internal error; the server's log has the cause"
+    if path.startswith("/v1/messages"):
+        return named_event("error", error_body(path, 503, message))
+    if path.startswith("/v1/responses"):
+        return named_event("error", {"code": "server_error", "message": message, "param": None})
     if path.startswith("/v1"):
         return event({"error": error_body(path, 503, message)})
     return event({"error": {"message": message, "type": "server_error", "code": 503, "retryable": False}})
@@ -59,6 +73,11 @@ def stream_error(path: str, error: Exception) -> str:
 def event(data: Any) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def named_event(name: str, data: dict[str, Any]) -> str:
+    """One server-sent event of a known type, which its data repeats."""
+    return f"event: {name}\n{event({'type': name, **data})}"
 
 
 DONE = "data: [DONE]\n\n"
@@ -188,4 +207,5 @@ async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     except Exception as error:
         logger.exception("a stream of %s ended by an exception", path)
         yield stream_error(path, error)
-    yield DONE
+    if not path.startswith(("/v1/messages", "/v1/responses")):  # their last event says that it is the last
+        yield DONE

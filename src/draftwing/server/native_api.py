@@ -19,14 +19,10 @@ from draftwing.engine.ipc import EngineDead
 from draftwing.errors import RequestError
 from draftwing.params import check_text, fit_default
 from draftwing.server import responses
+from draftwing.server.generation import Prompt
 from draftwing.server.http import EventStream, read_body, schema, unless_disconnected
-from draftwing.server.protocol import (
-    AbortRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-    conversation,
-)
+from draftwing.server.messages import conversation
+from draftwing.server.protocol_native import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from draftwing.server.service import Service
 
 HEALTH_SECONDS = 20  # how long /health_generate waits for its token
@@ -43,21 +39,27 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     @app.post("/generate", openapi_extra=schema(GenerateRequest))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
-        prompts, batched = await service.encode(*body.prompt())
-        context = service.engine.info.context_length
-        params = [
-            one if given else fit_default(one, context - len(prompt))
-            for (one, given), prompt in zip(body.sampling(len(prompts)), prompts, strict=True)
+        every, batched = await service.encode(*body.prompt())
+        info, names = service.engine.info, _names(body.rid, len(every))
+        asked = body.sampling(len(every), info.defaults)
+        await service.check_grammars([(one, _grammar_field(one)) for one, _ in asked])
+        prompts = [
+            Prompt(ids, one if given else fit_default(one, info.context_length - len(ids)), name, logprobs)
+            for ids, (one, given), name, logprobs in zip(
+                every, asked, names, body.wanted_logprobs(len(every)), strict=True
+            )
         ]
-        generation = service.submit(prompts, params, body, _names(body.rid, len(prompts)))
+        generation = await service.submit(prompts, body)
         many = batched or len(generation.answers) > 1
+        texts = service.texts if body.return_text_in_logprobs else None
         if body.stream:
-            return EventStream(request.url.path, responses.generated_events(generation, many), generation.close)
+            events = responses.generated_events(generation, many, texts)
+            return EventStream(request.url.path, events, generation.close)
         try:
             answers = await unless_disconnected(request, generation.finish())
         finally:
             generation.close()
-        results = [responses.generated(answer) for answer in answers]
+        results = [responses.generated(generation, answer, texts) for answer in answers]
         return JSONResponse(results if many else results[0])
 
     @app.post("/abort_request", openapi_extra=schema(AbortRequest))
@@ -99,9 +101,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": "default",
-            "load_format": "auto",
-            "reasoning_parser": None,
-            "tool_call_parser": None,
+            "load_format": options.load_format,
+            "reasoning_parser": options.reasoning_parser,
+            "tool_call_parser": options.tool_call_parser,
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
@@ -135,6 +137,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
     words = sys.argv if key is None else [word.replace(key, "***") for word in sys.argv]
     return {
         **options,
+        **info.options.label,
         "model_path": info.options.model,
         "served_model_name": service.model,
         "launch_command": shlex.join(words),
@@ -143,6 +146,8 @@ async def _server_info(service: Service) -> dict[str, Any]:
         "context_length": info.context_length,
         "max_total_num_tokens": info.max_total_tokens,
         "max_req_input_len": info.context_length - 1,
+        "custom_logit_processors": list(info.processors),
+        "sampling_defaults": dict(info.defaults),
         "avg_spec_accept_length": stats["accept_length"],
         "internal_states": [
             {
@@ -191,10 +196,15 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         return {"text": texts if batched else texts[0]}
 
 
-def _names(rid: str | list[str] | None, prompts: int) -> list[str] | None:
-    """The id of each prompt: distinct ones unless the client chose one for all."""
+def _names(rid: str | list[str] | None, prompts: int) -> list[str]:
+    """The id of each prompt: distinct ones unless the client chose one for all, which is the job's."""
     if isinstance(rid, list) and len(rid) != prompts:
         raise RequestError(f"rid must hold one id per prompt; found {len(rid)} for {prompts}", "rid")
     if isinstance(rid, list):
         return [check_text(name, "rid") for name in rid]
-    return None if isinstance(rid, str) else [uuid.uuid4().hex for _ in range(prompts)]
+    return [""] * prompts if isinstance(rid, str) else [uuid.uuid4().hex for _ in range(prompts)]
+
+
+def _grammar_field(params: SamplingParams) -> str | None:
+    kind = params.grammar.kind if params.grammar is not None else None
+    return kind and f"sampling_params.{'response_format' if kind == 'json_object' else kind}"

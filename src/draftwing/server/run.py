@@ -23,6 +23,9 @@ from draftwing.errors import ConfigError
 from draftwing.models.hub import resolve_model
 from draftwing.server.api import create_app
 from draftwing.server.bridge import AsyncEngine
+from draftwing.server.observer import Watcher
+from draftwing.server.request_log import RequestLog
+from draftwing.server.tracing import open_tracing
 from draftwing.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,17 +39,20 @@ def serve(options: Options) -> None:
     with terminable(), bind(options.host, options.port) as sock:
         if options.trust_remote_code:
             logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
+        watchers = open_watchers(options)
         # Here, so that only one process downloads; the engine's then finds the files.
-        path = resolve_model(options.model, options.revision)
+        path = resolve_model(options.model, options.revision, weights=not options.dummy)
         spawn = partial(EngineLink, options)
         link = spawn()
         engine = None
         try:
-            tokenizer_path = resolve_model(options.tokenizer_path, options.revision) if options.tokenizer_path else path
+            tokenizer_path = path
+            if options.tokenizer_path:
+                tokenizer_path = resolve_model(options.tokenizer_path, options.revision, weights=False)
             tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
             engine = AsyncEngine(link.wait_ready(), link, spawn)
             config = uvicorn.Config(
-                create_app(engine, tokenizer, STOP_SECONDS),
+                create_app(engine, tokenizer, STOP_SECONDS, watchers),
                 log_level=options.log_level,
                 log_config=None,
                 timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS) + 1,
@@ -59,6 +65,16 @@ def serve(options: Options) -> None:
         finally:
             # Whatever happened, no process is left. After a graceful end it is gone already.
             (engine.link if engine is not None else link).close(0)
+
+
+def open_watchers(options: Options) -> list[Watcher]:
+    """Who watches requests beside the metrics. Raises ConfigError."""
+    watchers: list[Watcher] = []
+    if options.log_requests:
+        watchers.append(RequestLog(options.log_requests_level, options.api_key))
+    if options.otlp_traces_endpoint is not None:
+        watchers.append(open_tracing(options.otlp_traces_endpoint, options.served_model_name or options.model))
+    return watchers
 
 
 @contextlib.contextmanager

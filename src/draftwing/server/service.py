@@ -7,19 +7,35 @@ import logging
 import random
 import time
 import uuid
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from draftwing.core import SamplingParams
 from draftwing.errors import RequestError
+from draftwing.grammar import GrammarCompiler
+from draftwing.request import speculation
+from draftwing.server.body import split_prompts
 from draftwing.server.bridge import AsyncEngine
-from draftwing.server.generation import Generation, Job
-from draftwing.server.protocol import ChatRequest, GenerateRequest, OpenAIBody, split_prompts
+from draftwing.server.generation import Generation, Job, Prompt
+from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-_RESERVED_TEMPLATE_KEYS = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 _MAX_LOGGED_MODELS = 100
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
+
+
+class Asking(Protocol):
+    """What the body of every request for answers has."""
+
+    @property
+    def rid(self) -> str | list[str] | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def speculative(self) -> str | dict[str, Any] | None: ...
 
 
 class Service:
@@ -28,6 +44,9 @@ class Service:
         self.options = engine.info.options
         self.model = engine.info.model_name
         self.started = time.time()
+        self.texts = TokenTexts(tokenizer)
+        info = engine.info
+        self._grammars = GrammarCompiler.of(info.options, tokenizer, info.vocab_size, info.stop_ids)
         self._draw = random.Random(self.options.random_seed)
         self._strangers: set[str] = set()
 
@@ -47,32 +66,33 @@ class Service:
         # In a thread, and as a batch, which leaves the interpreter to the event loop: else every stream would wait.
         return await asyncio.to_thread(self.tokenizer.encode_many, texts, add_special_tokens)
 
-    async def encode_chat(self, body: ChatRequest) -> list[int]:
-        conversation = body.conversation()
-        extra = body.chat_template_kwargs or {}
-        taken = _RESERVED_TEMPLATE_KEYS & extra.keys()
-        if taken:
-            raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
-        # Rendering is quick, and a template of the server's own; the text is tokenized as any other.
-        text = self.tokenizer.render_chat(conversation, **extra)
-        (ids,) = await self.tokenize([text], add_special_tokens=False)
-        return ids
+    async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
+        """Raises RequestError for a grammar that cannot be used. asked: parameters, and the field that holds their
+        grammar, where it has another name than its kind."""
+        different = {params.grammar: field for params, field in asked if params.grammar is not None}
+        for grammar, field in different.items():
+            # In a thread: it may take long, and lets go of the interpreter.
+            await asyncio.to_thread(self._grammars.compile, grammar, field)
 
-    def submit(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        body: OpenAIBody | GenerateRequest,
-        names: list[str] | None = None,
-    ) -> Generation:
-        job_id = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
-        job = Job(prompts, params, names or [job_id] * len(prompts), body.priority or 0, body.cache_salt, job_id)
+    async def submit(self, prompts: list[Prompt], body: Asking, predicted: str = "") -> Generation:
+        """predicted: text that the answers are expected to resemble."""
+        info = self.engine.info
+        job = Job(
+            prompts,
+            body.priority or 0,
+            body.cache_salt,
+            speculation(body.speculative, *info.drafting(bool(predicted))),
+            body.speculative is not None,
+            tuple((await self.tokenize([predicted], add_special_tokens=False))[0]) if predicted else (),
+            body.rid if isinstance(body.rid, str) else uuid.uuid4().hex,
+        )
         return Generation(self.engine, self.tokenizer, job, self._draw)
 
     def name_for(self, asked: str | None) -> str:
         """The model name of a response: what was asked for, since every name is served by the one model there is."""
         if asked is None:
             return self.model
+        self.engine.observer.asked_for(asked)
         if asked != self.model and asked not in self._strangers and len(self._strangers) < _MAX_LOGGED_MODELS:
             self._strangers.add(asked)
             logger.info("a request asks for model %.200r; it is served by %r", asked, self.model)

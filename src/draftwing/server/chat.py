@@ -1,0 +1,219 @@
+"""What every chat API has in common: from messages and tools to a prompt, and from an answer to its message."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from draftwing.core import LogprobParams, SamplingParams
+from draftwing.errors import RequestError
+from draftwing.params import check_text, show
+from draftwing.server.generation import Prompt
+from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
+from draftwing.server.parsers.message import MessageStyle
+from draftwing.server.parsers.reasoning import REASONING_STYLES, start_of
+from draftwing.server.parsers.tools import TOOL_STYLES
+from draftwing.server.service import Service
+from draftwing.text.continuation import render_continued
+
+MOST_TOOLS = 512
+MOST_NAME = 256  # characters
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
+AUTO = ToolChoice()
+_PROBE = "QprobeZ"  # plain letters, which no filter of a template changes
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and how it goes on, whatever the API.
+
+    messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
+    with the last message.  thinking: True and False tell the template whether to reason, None leaves it to it.
+    """
+
+    messages: list[dict[str, Any]]
+    functions: Sequence[Function] = ()
+    choice: ToolChoice = AUTO
+    parallel: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
+    thinking: bool | None = None
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+
+    @property
+    def offers(self) -> bool:
+        """Whether the model is told of functions."""
+        return bool(self.functions) and self.choice.mode != "none"
+
+
+class Chats:
+    """Makes prompts. The parsers are those that the server was started with."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.reasoning = _style(REASONING_STYLES, service.options.reasoning_parser)
+        self.tools = _style(TOOL_STYLES, service.options.tool_call_parser)
+
+    async def prompt(
+        self,
+        chat: Chat,
+        params: SamplingParams,
+        logprobs: LogprobParams | None = None,
+        grammar_field: str | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> tuple[Prompt, MessageStyle]:
+        """The prompt, and how its answers are read.
+
+        grammar_field: that holds the grammar of `params`.  names: of the API's fields, for errors: of "tools",
+        "tool_choice", "thinking", where they differ.
+        Raises RequestError.
+        """
+        called = {"tools": "tools", "tool_choice": "tool_choice", "thinking": "thinking"} | dict(names or {})
+        text = self.render(chat, called)
+        style = self._message_style(chat, text, called)
+        if params.grammar is not None:
+            await self._service.check_grammars([(params, grammar_field)])
+        params, added = self._constrained(chat, params, style, called)
+        if added:
+            await self._service.check_grammars([(params, called["tools"] if chat.offers else grammar_field)])
+        if self._hidden(style):
+            params = dataclasses.replace(params, skip_special_tokens=False)
+        (ids,) = await self._service.tokenize([text], add_special_tokens=False)
+        return Prompt(ids, params, logprobs=logprobs), style
+
+    def render(self, chat: Chat, names: Mapping[str, str]) -> str:
+        """The prompt's text."""
+        taken = _RESERVED & chat.template.keys()
+        if taken:
+            raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
+        variables = dict(chat.template)
+        if chat.thinking is not None:  # as the templates of the families name it
+            variables = {"enable_thinking": chat.thinking, "thinking": chat.thinking} | variables
+        tokenizer = self._service.tokenizer
+        if chat.offers:
+            if self.tools is None:
+                raise RequestError(
+                    f"{names['tools']} needs a server that was started with --tool-call-parser", names["tools"]
+                )
+            if not self._takes_tools:
+                raise RequestError(f"{names['tools']}: the model's chat template knows no tools", names["tools"])
+            variables["tools"] = [template_tool(function) for function in chat.functions]
+        if chat.continued:
+            return render_continued(tokenizer, chat.messages, **variables)
+        return tokenizer.render_chat(chat.messages, **variables)
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        tools = [template_tool(Function(_PROBE))]
+        try:
+            return _PROBE in self._service.tokenizer.render_chat([{"role": "user", "content": "a"}], tools=tools)
+        except RequestError:
+            return False
+
+    def _message_style(self, chat: Chat, text: str, names: Mapping[str, str]) -> MessageStyle:
+        style = MessageStyle(
+            separate=chat.separate_reasoning, stream_reasoning=chat.stream_reasoning, parallel=chat.parallel
+        )
+        if self.reasoning is not None:
+            continued = chat.messages[-1]["content"] if chat.continued else None
+            start = start_of(self.reasoning, text, continued)
+            if chat.thinking is not None and not chat.continued and chat.thinking == (start == "closed"):
+                raise RequestError(
+                    f"{names['thinking']}: the model's chat template cannot switch reasoning "
+                    f"{'on' if chat.thinking else 'off'}",
+                    names["thinking"],
+                )
+            style = dataclasses.replace(style, reasoning=self.reasoning, start=start)
+        elif chat.thinking:
+            raise RequestError(
+                f"{names['thinking']} needs a server that was started with --reasoning-parser", names["thinking"]
+            )
+        if chat.offers:
+            found = tuple(function.name for function in chat.functions)
+            style = dataclasses.replace(style, tools=self.tools, names=found)
+        return style
+
+    def _constrained(
+        self, chat: Chat, params: SamplingParams, style: MessageStyle, names: Mapping[str, str]
+    ) -> tuple[SamplingParams, bool]:
+        """Parameters with the grammar of the whole answer, and whether it is not the request's own."""
+        own = grammar = params.grammar
+        if chat.offers:
+            assert self.tools is not None
+            grammar = grammar_for(chat.functions, chat.choice, self.tools, chat.parallel, own)
+        if grammar is not None and style.reasoning is not None:
+            grammar = after_reasoning(grammar, style.reasoning, style.start)
+        if grammar == own:
+            return params, False
+        if params.min_new_tokens or params.ignore_eos:
+            name = "ignore_eos" if params.ignore_eos else "min_tokens"
+            raise RequestError(
+                f"{name} cannot be given with {names['tool_choice']} or strict {names['tools']}: a grammar decides "
+                "where the answer may end",
+                name,
+            )
+        return dataclasses.replace(params, grammar=grammar), True
+
+    def _hidden(self, style: MessageStyle) -> bool:
+        """Whether a marker is a special token, which is not shown unless it is asked for."""
+        markers: list[str | None] = []
+        if style.reasoning is not None:
+            markers += [style.reasoning.begin, style.reasoning.end]
+        if style.tools is not None:
+            markers += [style.tools.begin, style.tools.end, style.tools.separator]
+        tokenizer = self._service.tokenizer
+        return any(m is not None and tokenizer.backend.token_to_id(m) in tokenizer.special_ids for m in markers)
+
+
+def _style(styles: Mapping[str, Any], name: str | None) -> Any:
+    return None if name is None else styles[name]
+
+
+def template_tool(function: Function) -> dict[str, Any]:
+    """A function as chat templates want it."""
+    inner: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        inner["description"] = function.description
+    inner["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": inner}
+
+
+def checked_functions(functions: Sequence[tuple[Function, str]]) -> list[Function]:
+    """Raises RequestError for functions that cannot be offered. Each comes with the field that holds it."""
+    if len(functions) > MOST_TOOLS:
+        raise RequestError(f"tools takes at most {MOST_TOOLS} functions; found {len(functions)}", "tools")
+    seen: set[str] = set()
+    for function, where in functions:
+        name = f"{where}.name"
+        check_text(function.name, name)
+        if not 0 < len(function.name) <= MOST_NAME:
+            raise RequestError(f"{name} must have 1 to {MOST_NAME} characters; found {show(function.name)}", name)
+        if function.name in seen:
+            raise RequestError(f"{name}: there are two functions {show(function.name)}", name)
+        seen.add(function.name)
+        if function.schema["type"] != "object":
+            raise RequestError(f"{where}.parameters must be the schema of an object", f"{where}.parameters")
+    return [function for function, _ in functions]
+
+
+def checked_choice(choice: ToolChoice, functions: Sequence[Function], param: str = "tool_choice") -> ToolChoice:
+    """Raises RequestError for a choice that cannot be made."""
+    if choice.mode in ("required", "named") and not functions:
+        raise RequestError(f"{param} needs tools", param)
+    if choice.mode == "named" and choice.name not in {function.name for function in functions}:
+        raise RequestError(f"{param}: there is no function {show(choice.name)}", param)
+    return choice
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """An error of the engine, which names fields as /generate does, with the names of another API."""
+    param = names.get(error.param or "", error.param)
+    found = re.compile("|".join(re.escape(name) for name in names if name != "prompt"))
+    message = found.sub(lambda match: names[match[0]], str(error))
+    return RequestError(message if param is None or param in message else f"{param}: {message}", param)

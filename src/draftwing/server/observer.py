@@ -1,0 +1,234 @@
+"""Who watches requests: one record for each HTTP request and each answer, filled as they pass, for metrics, traces and
+the request log.
+
+Everything runs on the event loop. The middleware knows the HTTP request, `begin` its generation (both in the same
+task, so a context variable joins them), and `output` gets what the engine says, at the moment it says it: a slow
+client does not change what is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftwing.core import GenRequest, Output
+
+logger = logging.getLogger(__name__)
+UNOBSERVED = ("/health", "/metrics")  # how paths begin that are asked for by machines, again and again
+
+
+class Text(Protocol):
+    """What an answer says so far."""
+
+    @property
+    def text(self) -> str: ...
+
+
+@dataclass(eq=False)
+class AnswerRecord:
+    """One answer. Times are monotonic seconds; `reason` is a finish reason, or "error" when the engine was lost."""
+
+    request: GenRequest
+    arrived: float
+    answer: Text | None = None
+    tokens: int = 0
+    first: float | None = None  # when its first token came
+    latest: float | None = None  # when the newest tokens came
+    ended: float | None = None
+    reason: str | None = None
+    meta: dict[str, Any] = field(default_factory=dict)  # the engine's, once it is finished
+
+
+@dataclass(eq=False)
+class HttpRecord:
+    """One HTTP request. status: 499 when the client went away, 500 when there was no response."""
+
+    method: str
+    path: str
+    headers: dict[str, str]  # those of a trace alone
+    arrived: float
+    arrived_ns: int  # of the wall clock
+    status: int = 0
+    received: int = 0  # bytes of bodies
+    sent: int = 0
+    body: bytearray = field(default_factory=bytearray)  # its beginning, where somebody wants it
+    ended: float = 0.0
+    id: str = ""  # by which the client can abort it
+    model: str | None = None  # that was asked for
+    answers: list[AnswerRecord] = field(default_factory=list)
+
+
+class Watcher(Protocol):
+    """Is told what happens. It must not block; what it raises is logged and harms nobody."""
+
+    @property
+    def body_bytes(self) -> int | None:
+        """How much of the requests' bodies it wants; None: all."""
+        ...
+
+    def began(self, answer: AnswerRecord) -> None: ...
+
+    def progressed(self, answer: AnswerRecord, before: float | None, now: float, tokens: int) -> None:
+        """The engine gave `tokens` more; before: when it last did."""
+        ...
+
+    def finished(self, answer: AnswerRecord) -> None:
+        """`reason` and `ended` are set."""
+        ...
+
+    def responded(self, record: HttpRecord) -> None:
+        """The response is complete. Answers may still be unfinished: the engine has been told to abort them."""
+        ...
+
+    def close(self) -> None:
+        """The server ends. It may block."""
+        ...
+
+
+class Idle:
+    """A watcher that wants to know nothing; others override what they want."""
+
+    body_bytes: int | None = 0
+
+    def began(self, answer: AnswerRecord) -> None:
+        pass
+
+    def progressed(self, answer: AnswerRecord, before: float | None, now: float, tokens: int) -> None:
+        pass
+
+    def finished(self, answer: AnswerRecord) -> None:
+        pass
+
+    def responded(self, record: HttpRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Observer:
+    def __init__(self, watchers: Sequence[Watcher] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self.watchers = list(watchers)
+        wanted = [watcher.body_bytes for watcher in watchers]
+        self._body_bytes = None if None in wanted else max((one for one in wanted if one is not None), default=0)
+        self.clock = clock
+        self._current: ContextVar[HttpRecord | None] = ContextVar("draftwing_http_request", default=None)
+        self._open: dict[str, AnswerRecord] = {}  # by uid
+
+    # -- from the server ----------------------------------------------------------------------------------------------
+
+    def asked_for(self, model: str) -> None:
+        """The request that is being handled names a model."""
+        record = self._current.get()
+        if record is not None:
+            record.model = model
+
+    def begin(self, job_id: str, requests: Sequence[GenRequest], answers: Sequence[Text] = ()) -> None:
+        """The request that is being handled has been submitted. answers: of the requests, in their order."""
+        record = self._current.get()
+        if record is not None:
+            record.id = job_id
+        arrived = self.clock() if record is None else record.arrived
+        for i, request in enumerate(requests):
+            one = AnswerRecord(request, arrived, answers[i] if answers else None)
+            self._open[request.uid] = one
+            if record is not None:
+                record.answers.append(one)
+            self._began(one)
+
+    def _began(self, answer: AnswerRecord) -> None:
+        self._tell(lambda watcher: watcher.began(answer))
+
+    # -- from the engine ----------------------------------------------------------------------------------------------
+
+    def output(self, output: Output) -> None:
+        """News of any request; those that were not begun here (health checks) are ignored."""
+        answer = self._open.get(output.uid)
+        if answer is None:
+            return
+        now = self.clock()
+        if output.token_ids:
+            before, answer.latest = answer.latest, now
+            answer.tokens += len(output.token_ids)
+            if answer.first is None:
+                answer.first = now
+            self._tell(lambda watcher: watcher.progressed(answer, before, now, len(output.token_ids)))
+        if output.finish_reason is not None:
+            answer.meta = output.meta
+            self._finish(answer, str(output.finish_reason["type"]), now)
+
+    def lost(self) -> None:
+        """The engine is gone, and what it was working on."""
+        now = self.clock()
+        for answer in list(self._open.values()):
+            self._finish(answer, "error", now)
+
+    def _finish(self, answer: AnswerRecord, reason: str, now: float) -> None:
+        answer.reason, answer.ended = reason, now
+        del self._open[answer.request.uid]
+        self._tell(lambda watcher: watcher.finished(answer))
+
+    def _tell(self, what: Callable[[Watcher], None]) -> None:
+        for watcher in self.watchers:
+            try:
+                what(watcher)
+            except Exception:
+                logger.exception("%s failed", type(watcher).__name__)
+
+    def close(self) -> None:
+        self._tell(lambda watcher: watcher.close())
+
+    # -- around the application ---------------------------------------------------------------------------------------
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """The application, observed. For `add_middleware`, last, so that it sees what the others refuse."""
+
+        async def observed(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"].startswith(UNOBSERVED):
+                await app(scope, receive, send)
+            else:
+                await self._observe(app, scope, receive, send)
+
+        return observed
+
+    async def _observe(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        traced = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
+        record = HttpRecord(scope["method"], scope["path"], traced, self.clock(), time.time_ns())
+
+        async def receiving() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                body = message.get("body", b"")
+                record.received += len(body)
+                room = None if self._body_bytes is None else max(self._body_bytes - len(record.body), 0)
+                if room != 0:
+                    record.body += body[:room]
+            return message
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            elif message["type"] == "http.response.body":
+                record.sent += len(message.get("body", b""))
+            await send(message)
+
+        token = self._current.set(record)
+        try:
+            await app(scope, receiving, sending)
+        except Exception:
+            record.status = record.status or 500
+            raise
+        finally:
+            self._current.reset(token)
+            record.status = record.status or 499  # cancelled
+            record.ended = self.clock()
+            self._tell(lambda watcher: watcher.responded(record))
+
+
+_TRACE_HEADERS = (b"traceparent", b"tracestate")

@@ -1,0 +1,71 @@
+"""A small training run that several processes can make alike: a tiny head, samples made from a seed.
+
+As a program: `python fit_run.py TARGET OUT ALGORITHM ACCUMULATE PAUSE`, also under torchrun; the parameters go to
+OUT/params.pt. PAUSE: seconds that every read of a sample takes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwing.models.loader import load_model
+from draftwing.train.fit import LOSSES, FitConfig, FitReport, fit, join_world, recipe
+from draftwing.train.heads import new_eagle3_head, new_eagle_head, target_head
+from draftwing.train.store import Sample, SourceMeta
+from draftwing.train.ttt import Loss
+
+KEPT = torch.arange(0, 64, 2)
+
+
+class Random:
+    """Samples of random numbers, 5 to 20 tokens long."""
+
+    def __init__(self, meta: SourceMeta, count: int, seed: int, pause: float = 0.0) -> None:
+        self.meta, self._seed, self._pause = meta, seed, pause
+        self.lengths = [5 + 7 * i % 16 for i in range(count)]
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, i: int) -> Sample:
+        time.sleep(self._pause)
+        self.reads += 1
+        generator = torch.Generator().manual_seed(1000 * self._seed + i)
+        length = self.lengths[i]
+        ids = torch.randint(self.meta.vocab, (length,), generator=generator, dtype=torch.int32)
+        taps = torch.randn(length, len(self.meta.taps) * self.meta.hidden, generator=generator)
+        final = torch.randn(length, self.meta.hidden, generator=generator)
+        return Sample(ids, torch.arange(length) > 1, taps, final, str(i))
+
+
+def config(algorithm: str, **changes: Any) -> FitConfig:
+    loss = Loss(steps=3) if algorithm == "EAGLE3" else LOSSES["EAGLE"]
+    small = {"tokens": 40, "steps": 11, "max_length": 18, "lr": 1e-2, "log_every": 4, "eval_every": 3, "save_every": 3}
+    return recipe(algorithm, **{"loss": loss, **small, **changes})
+
+
+def run(
+    target_path: Path, out: Path, settings: FitConfig, algorithm: str = "EAGLE3", resume: bool = False, pause: float = 0
+) -> tuple[Any, FitReport]:
+    target = load_model(target_path, torch.float32, "cpu")
+    head: Any = new_eagle3_head(target, KEPT) if algorithm == "EAGLE3" else new_eagle_head(target)
+    meta = SourceMeta("tiny", algorithm, head.taps, target.config.hidden_size, target.config.vocab_size, "float32")
+    # 23 samples: a few epochs, with batches that end between them
+    sources = Random(meta, 23, 1, pause), Random(meta, 5, 2)
+    return head, fit(head, target_head(target), *sources, settings, out, resume)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    target, out, algorithm, accumulate, pause = sys.argv[1:]
+    join_world("cpu")
+    settings = config(algorithm, accumulate=int(accumulate))
+    trained, _ = run(Path(target), Path(out), settings, algorithm, pause=float(pause))
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        torch.save(trained.state_dict(), Path(out) / "params.pt")

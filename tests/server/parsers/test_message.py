@@ -1,0 +1,70 @@
+"""A whole message: reasoning first, then text and calls, however the answer is cut into pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from fake_engine import byte_tokenizer
+
+from draftwing.server.parsers.message import Call, MessageReader, MessageStyle, Part, Thought
+from draftwing.server.parsers.reasoning import REASONING_STYLES
+from draftwing.server.parsers.tools import TOOL_STYLES, CallPiece
+
+TOKENIZER = byte_tokenizer()
+STYLE = MessageStyle(REASONING_STYLES["qwen3"], "free", TOOL_STYLES["hermes"], ("f", "g"))
+BLOCK = '<think>\nMaybe <tool_call>{"name": "f"}?\n</think>'
+CALLS = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>'
+TEXT = f"{BLOCK}\n\nYes.\n{CALLS}"
+
+
+def read(style: MessageStyle, text: str, sizes: list[int]) -> tuple[MessageReader, list[Part]]:
+    reader, parts, ids, at = MessageReader(style, TOKENIZER), list[Part](), list[int](), 0
+    for size in [*sizes, len(text)]:
+        piece = text[at : at + size]
+        at += len(piece)
+        ids += TOKENIZER.encode(piece)
+        parts += reader.push(piece, at == len(text), ids)
+        if at == len(text):
+            break
+    return reader, parts
+
+
+def test_every_split_reads_the_same() -> None:
+    draw = random.Random(1)
+    for sizes in ([], [1] * len(TEXT), *([draw.randrange(1, 20) for _ in range(30)] for _ in range(30))):
+        reader, parts = read(STYLE, TEXT, sizes)
+        assert reader.reasoning == 'Maybe <tool_call>{"name": "f"}?' and reader.content == "Yes."
+        assert [(call.name, call.arguments) for call in reader.calls] == [("f", '{"x": 1}'), ("g", "{}")]
+        assert len({call.id for call in reader.calls}) == 2
+        assert reader.reasoning_tokens == len(BLOCK)
+        kinds = list(dict.fromkeys(type(part) for part in parts))
+        assert kinds == [Thought, str, CallPiece]
+
+
+def test_reasoning_that_is_not_separated_stays_in_the_text() -> None:
+    style = dataclasses.replace(STYLE, separate=False, tools=None)
+    reader, parts = read(style, TEXT, [3] * 10)
+    assert reader.content == TEXT and not reader.reasoning and all(isinstance(part, str) for part in parts)
+    assert reader.reasoning_tokens == len(BLOCK)
+
+
+def test_reasoning_that_is_not_streamed_comes_at_once() -> None:
+    style = dataclasses.replace(STYLE, stream_reasoning=False)
+    for text in (TEXT, BLOCK[:20]):
+        reader, parts = read(style, text, [1] * len(text))
+        thoughts = [part for part in parts if isinstance(part, Thought)]
+        assert len(thoughts) == 1 and thoughts[0].text == reader.reasoning
+    assert reader.reasoning_tokens == 20
+
+
+def test_without_styles_everything_is_text() -> None:
+    reader, parts = read(MessageStyle(), TEXT, [5, 5])
+    assert parts == [TEXT[:5], TEXT[5:10], TEXT[10:]] and reader.content == TEXT
+    assert (reader.calls, reader.reasoning_tokens) == ([], 0)
+
+
+def test_calls_are_kept_whole() -> None:
+    reader, _ = read(dataclasses.replace(STYLE, parallel=False), TEXT, [1] * len(TEXT))
+    (call,) = reader.calls
+    assert call == Call(call.id, "f", '{"x": 1}')

@@ -1,0 +1,224 @@
+"""The tool call parsers: whole, character by character and in random pieces they find the same calls and text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+
+from draftwing.server.parsers.json_scan import JsonScanner
+from draftwing.server.parsers.names import TOOL_CALL_PARSERS
+from draftwing.server.parsers.tools import TOOL_STYLES, CallPiece, ToolParser
+
+NAMES = ("get_weather", "f", "ff")
+NASTY = (
+    '{"a": {"b": [1, -2.5e3, {"}": "]{[\\"\\\\"}], "c": {}}, '
+    '"s": "</tool_call> \\u00e9\\ud83d\\ude00 [TOOL_CALLS]", "t": [true, null, []]}'
+)
+HERMES = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+MISTRAL = '[TOOL_CALLS] [{"name": "f", "arguments": %s}]'
+Call = tuple[str, str]
+# parser, text, the parts of it: text or (name, arguments)
+CASES: list[tuple[str, str, list[str | Call]]] = [
+    ("hermes", HERMES % NASTY, [("f", NASTY)]),
+    ("hermes", f"Let me see.\n\n{HERMES % '{}'}\n", ["Let me see.", ("f", "{}")]),
+    ("hermes", f"{HERMES % NASTY}\n{HERMES % '{ }'} Done.", [("f", NASTY), ("f", "{ }"), "Done."]),
+    ("hermes", f"a {HERMES % '{}'} b {HERMES % NASTY} c ", ["a", ("f", "{}"), "b", ("f", NASTY), "c "]),
+    ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', [("f", '{"x": 1}')]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"1\\"}"}</tool_call>', [("f", '{"x": "1"}')]),
+    (
+        "hermes",
+        '<tool_call>[{"name":"f","arguments":{}},{"name":"ff","arguments":{}}]</tool_call>',
+        [("f", "{}"), ("ff", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name":"f","arguments":{}}\n{"name":"ff","arguments":{}}</tool_call>x',
+        [("f", "{}"), ("ff", "{}"), "x"],
+    ),
+    ("hermes", '<tool_call>{"\\u006eame": "\\u0066", "arguments": {}}', [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "a\nb\tc"}}</tool_call>', [("f", '{"x": "a\\nb\\tc"}')]),
+    # cut off
+    ("hermes", "Well <tool_", ["Well <tool_"]),
+    ("hermes", 'Well <tool_call>\n{"name": "f", "argu', ['Well <tool_call>\n{"name": "f", "argu']),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "b\\', [("f", '{"a": "b\\')]),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}', [("f", '{"a": 1}')]),
+    ("hermes", HERMES[:-4] % "{}", [("f", "{}")]),
+    # no calls, or broken ones
+    ("hermes", " \n Plain <b>text</b> \n", [" \n Plain <b>text</b> \n"]),
+    ("hermes", "", []),
+    (
+        "hermes",
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        ['<tool_call>{"name": "g", "arguments": {}}</tool_call>'],
+    ),
+    ("hermes", "a <tool_call>not json</tool_call> b", ["a <tool_call>not json</tool_call> b"]),
+    (
+        "hermes",
+        f"<tool_call>{{'name': 1}}</tool_call>\n{HERMES % '{}'}",
+        ["<tool_call>{'name': 1}</tool_call>", ("f", "{}")],
+    ),
+    ("hermes", f"<tool_call><tool_call>{HERMES % '{}'}", ["<tool_call><tool_call>", ("f", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        ['<tool_call>{"name": "f", "arguments": [1]}</tool_call>'],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        ['<tool_call>{"name": "f", "arguments": "x"}</tool_call>'],
+    ),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ['<tool_call>{"arguments": {}}</tool_call>']),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tru!}} x', [("f", '{"a": tru'), "!}} x"]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}} x', [("f", '{"a": 1,'), "}} x"]),
+    ("llama3", '{"name": "f", "parameters": {"a": "}"}}', [("f", '{"a": "}"}')]),
+    ("llama3", '\n\n{"type": "function", "name": "f", "parameters": {}}', [("f", "{}")]),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "ff", "parameters": {}}',
+        [("f", "{}"), ("ff", "{}")],
+    ),
+    ("llama3", 'Sure. <|python_tag|>{"name": "f", "parameters": {}}', ["Sure.", ("f", "{}")]),
+    ("llama3", '<|python_tag|>brave_search.call(query="x")', ['<|python_tag|>brave_search.call(query="x")']),
+    ("llama3", '{"name": "Alice", "age": 3}\nok', ['{"name": "Alice", "age": 3}\nok']),
+    ("llama3", '{"title": "x", "name": "f"}', ['{"title": "x", "name": "f"}']),
+    ("llama3", '{"name": "f", "parameters": {}} That was it.', [("f", "{}"), "That was it."]),
+    ("llama3", 'The object {"name": "f", "parameters": {}}', ['The object {"name": "f", "parameters": {}}']),
+    ("mistral", MISTRAL % NASTY, [("f", NASTY)]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcdefghi"}, {"name": "ff", "arguments": {"x": 1}}]',
+        [("f", "{}"), ("ff", '{"x": 1}')],
+    ),
+    ("mistral", 'Hm. [TOOL_CALLS] [{"name": "f", "arguments": {}}] Done', ["Hm.", ("f", "{}"), "Done"]),
+    ("mistral", '[TOOL_CALLS]ff[ARGS]{"x": [1]}[TOOL_CALLS]f[ARGS]{}', [("ff", '{"x": [1]}'), ("f", "{}")]),
+    ("mistral", "[TOOL_CALLS]g[ARGS]{}", ["[TOOL_CALLS]g[ARGS]{}"]),
+    ("mistral", "[TOOL_CALLS] []", ["[TOOL_CALLS] []"]),
+    ("mistral", "a list [1] and [TOOL", ["a list [1] and [TOOL"]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', [("f", "{}"), ', {"name": "g"}]']),
+    (
+        "json",
+        '[{"name": "f", "arguments": {}}, {"name": "ff", "arguments": {"a": 1}}]',
+        [("f", "{}"), ("ff", '{"a": 1}')],
+    ),
+    ("json", '{"name": "get_weather", "arguments": {"city": "Paris"}}', [("get_weather", '{"city": "Paris"}')]),
+    ("json", '[1, 2] {"name": "f"}', ['[1, 2] {"name": "f"}']),
+    ("json", '{"name": "f", "arguments": {"a": 1', [("f", '{"a": 1')]),
+]
+
+
+def parts_of(parser: str, texts: list[str], **more: Any) -> list[str | Call]:
+    """Adjacent text joined, each call with all of its arguments."""
+    one = ToolParser(TOOL_STYLES[parser], NAMES, **more)
+    found: list[str | Call] = []
+    for number in range(len(texts) + 1):
+        text, final = (texts[number], False) if number < len(texts) else ("", True)
+        for piece in one.push(text, final):
+            if isinstance(piece, str):
+                assert piece
+                if found and isinstance(found[-1], str):
+                    found[-1] += piece
+                else:
+                    found.append(piece)
+            elif piece.name is not None:
+                assert piece.index == sum(isinstance(part, tuple) for part in found)
+                assert piece.id and re.fullmatch(
+                    r"[0-9a-f]{9}" if parser == "mistral" else r"call_[0-9a-f]{24}", piece.id
+                )
+                found.append((piece.name, piece.arguments))
+            else:
+                assert piece.id is None and isinstance(found[-1], tuple) and piece.arguments
+                found[-1] = (found[-1][0], found[-1][1] + piece.arguments)
+    return found
+
+
+def pieces(text: str, draw: random.Random) -> list[str]:
+    cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(10)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]!r}"[:40])
+def test_any_split_gives_the_same(case: tuple[str, str, list[str | Call]]) -> None:
+    parser, text, expected = case
+    draw = random.Random(3)
+    for texts in ([text], list(text), *(pieces(text, draw) for _ in range(30))):
+        assert parts_of(parser, texts) == expected, texts
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]} {c[1]!r}"[:40])
+def test_every_beginning_is_split_alike_and_loses_nothing(case: tuple[str, str, list[str | Call]]) -> None:
+    """An answer may be cut anywhere. Of text without a call, not a character is lost."""
+    parser, text, _ = case
+    for end in range(len(text)):
+        whole = parts_of(parser, [text[:end]])
+        assert whole == parts_of(parser, list(text[:end]))
+        if not any(isinstance(part, tuple) for part in whole):
+            assert "".join(map(str, whole)) == text[:end]
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = ToolParser(TOOL_STYLES["qwen25"], NAMES)
+    assert parser.push('Hi<tool_call>{"name": "f", "argum') == ["Hi"]
+    (first,) = parser.push('ents": {"city": "Pa')
+    assert isinstance(first, CallPiece) and (first.index, first.name, first.arguments) == (0, "f", '{"city": "Pa')
+    assert parser.push("ris") == [CallPiece(0, "ris")]
+    assert parser.push('"}}\n</tool') == [CallPiece(0, '"}')]
+    assert parser.push("_call>") == [] and parser.push("", final=True) == [] and parser.calls == 1
+
+
+def test_text_streams_as_it_comes() -> None:
+    parser = ToolParser(TOOL_STYLES["qwen25"], NAMES)
+    assert parser.push("a < b and <tool") == ["a < b and"]
+    assert parser.push("s> c") == [" <tools> c"]
+
+
+def test_without_parallel_calls_the_first_one_is_all() -> None:
+    text = '[{"name": "f", "arguments": {}}, {"name": "ff", "arguments": {"a": 1}}]'
+    for texts in ([text], list(text)):
+        assert parts_of("json", texts, parallel=False) == [("f", "{}")]
+
+
+def test_every_name_has_a_style() -> None:
+    assert set(TOOL_CALL_PARSERS) == set(TOOL_STYLES)
+
+
+def test_scanner_agrees_with_json() -> None:
+    """Random JSON and random damage: the scanner accepts what json.loads accepts, and stops where it cannot go on."""
+    draw = random.Random(11)
+
+    def value(depth: int) -> Any:
+        kinds = [lambda: draw.choice([True, False, None, 0, -1, 2.5e-7, 10**20, "", 'a"\\/\b\n\u2028é😀'])] * 2
+        if depth < 4:
+            kinds += [
+                lambda: [value(depth + 1) for _ in range(draw.randrange(4))],
+                lambda: {draw.choice(["", "k", '"', "é"]) + str(i): value(depth + 1) for i in range(draw.randrange(4))},
+            ]
+        return draw.choice(kinds)()
+
+    accepted = damaged = 0
+    for _ in range(600):
+        text = json.dumps(draw.choice([[value(0)], {"k": value(0)}]), ensure_ascii=draw.random() < 0.5)
+        if draw.random() < 0.7:
+            at = draw.randrange(len(text))
+            text = text[:at] + draw.choice(['"', ",", "}", "]", "1", ":", "x", "\\", " ", ""]) + text[at + 1 :]
+        try:
+            json.loads(text)
+            valid = True
+        except ValueError:
+            valid, damaged = False, damaged + 1
+        scanner = JsonScanner()
+        try:
+            for char in text:
+                scanner.push(char)
+            complete = scanner.state == "end"
+        except ValueError:
+            complete = False
+        assert complete == valid, text
+        accepted += valid
+    assert accepted > 150 and damaged > 150

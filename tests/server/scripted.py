@@ -1,0 +1,82 @@
+"""A stand-in engine that says what a test tells it to, and a server around it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import tokenizers
+import uvicorn
+from fake_engine import FakeEngine, byte_tokenizer, local
+
+from draftwing.config import Options
+from draftwing.core import GenRequest
+from draftwing.server.api import create_app
+from draftwing.text.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call {{ c.id }}>"
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.tool_call_id %} by {{ m.name }} for {{ m.tool_call_id }}{% endif %}</{{ m.role }}>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+WITHOUT_TOOLS = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+
+
+class ScriptedEngine(FakeEngine):
+    """Says `script`, whatever the prompt."""
+
+    def __init__(
+        self,
+        script: str = "",
+        reasoning: str | None = None,
+        tools: str | None = None,
+        template: str = TEMPLATE,
+        special: tuple[str, ...] = (),
+        api_key: str | None = None,
+    ) -> None:
+        options = Options(random_seed=7, reasoning_parser=reasoning, tool_call_parser=tools, api_key=api_key)
+        super().__init__(options)
+        backend = byte_tokenizer().backend
+        backend.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
+        self.tokenizer = Tokenizer(backend, {"eos_token": "<eos>"}, template)
+        self.info = dataclasses.replace(self.info, vocab_size=self.tokenizer.vocab_size)
+        self.script = script
+
+    def submit(self, request: GenRequest) -> None:
+        self.info.admit(request)
+        self.requests.append(request)
+        said = self.tokenizer.encode(self.script, add_special_tokens=False)
+        self._inbox.put(dataclasses.replace(request, prompt_ids=said))
+
+    @property
+    def prompt(self) -> str:
+        """The text of the latest prompt."""
+        return self.tokenizer.decode(self.requests[-1].prompt_ids, skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine) -> Iterator[str]:
+    """A server in a thread, on a port of its own; gives its URL."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(local(engine), engine.tokenizer), log_config=None, lifespan="on")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.005)
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)

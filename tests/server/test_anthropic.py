@@ -1,0 +1,301 @@
+"""/v1/messages through Anthropic's own client: a server with a stand-in engine, streaming and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from scripted import WITHOUT_TOOLS, ScriptedEngine, serving
+
+TOOLS: list[Any] = [
+    {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+    {"name": "now", "input_schema": {"type": "object", "properties": {}}},
+]
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(reasoning="qwen3", tools="hermes")
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+
+
+def ask(client: anthropic.Anthropic, **more: Any) -> Any:
+    """The same message twice: at once, and built by the client from the stream."""
+    body: dict[str, Any] = {"model": "m", "max_tokens": 500, "messages": HI} | more
+    whole = client.messages.create(**body)
+    with client.messages.stream(**body) as stream:
+        built = stream.get_final_message()
+    once, streamed = whole.model_dump(), built.model_dump()
+    for message in (once, streamed):
+        del message["id"]
+        for block in message["content"]:
+            block.pop("parsed_output", None)
+            if block["type"] == "tool_use":
+                assert block.pop("id").startswith("call_")
+    assert once == streamed
+    return whole
+
+
+def test_a_plain_answer(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = "Hello, wörld!"
+    message = ask(client, system="Be kind.")
+    assert engine.prompt == "<system>Be kind.</system>\n<user>hi</user>\n<assistant>"
+    (block,) = message.content
+    assert (block.type, block.text) == ("text", "Hello, wörld!")
+    assert (message.stop_reason, message.stop_sequence, message.model) == ("end_turn", None, "m")
+    assert message.usage.input_tokens == len(engine.prompt.encode())
+    assert message.usage.output_tokens == len(engine.script.encode()) + 1
+    assert message.id.startswith("msg_") and message.role == "assistant"
+
+
+def test_events_come_in_their_order(url: str, engine: ScriptedEngine) -> None:
+    engine.script = f"<think>hm</think>\n\nSo: {CALL}"
+    body = {"model": "m", "max_tokens": 500, "messages": HI, "tools": TOOLS, "stream": True}
+    response = httpx.post(f"{url}/v1/messages", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for text in response.text.strip().split("\n\n"):
+        name, data = text.split("\n")
+        one = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {one['type']}"
+        events.append(one)
+    names = [e["type"] for e in events]
+    assert names[:2] == ["message_start", "ping"] and names[-2:] == ["message_delta", "message_stop"]
+    starts = [e for e in events if e["type"] == "content_block_start"]
+    assert [(e["index"], e["content_block"]["type"]) for e in starts] == [(0, "thinking"), (1, "text"), (2, "tool_use")]
+    assert starts[2]["content_block"]["input"] == {} and starts[2]["content_block"]["name"] == "get_weather"
+    is_open = None
+    for e in events[2:-2]:
+        if e["type"] == "content_block_start":
+            assert is_open is None
+            is_open = e["index"]
+        assert e["index"] == is_open
+        if e["type"] == "content_block_stop":
+            is_open = None
+    assert is_open is None
+    fragments = [e["delta"]["partial_json"] for e in events if e.get("delta", {}).get("type") == "input_json_delta"]
+    assert json.loads("".join(fragments)) == {"city": "Paris é"} and len(fragments) > 3
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"] == {"output_tokens": len(engine.script.encode()) + 1}
+
+
+def test_thinking_and_tools(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = f"<think>\nthe city\n</think>\n\nLooking.\n{CALL}\n{NOW}"
+    message = ask(client, tools=TOOLS)
+    thinking, text, first, second = message.content
+    assert (thinking.type, thinking.thinking, text.text) == ("thinking", "the city", "Looking.")
+    assert (first.type, first.name, first.input) == ("tool_use", "get_weather", {"city": "Paris é"})
+    assert (second.name, second.input) == ("now", {}) and message.stop_reason == "tool_use"
+    assert engine.prompt.startswith("<tools>[{")
+    shown = json.loads(engine.prompt[len("<tools>") : engine.prompt.index("</tools>")])
+    assert shown[0]["function"] == {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": TOOLS[0]["input_schema"],
+    }
+    one = ask(client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block.type for block in one.content] == ["thinking", "text", "tool_use"]
+
+
+def test_results_go_back_to_the_model(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = "Sunny."
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "Looking."},
+                {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Paris"}},
+                {"type": "tool_use", "id": "t2", "name": "now", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sun"}]},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "no clock", "is_error": True},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]
+    ask(client, messages=messages)
+    assert engine.prompt == (
+        "<user>Weather?</user>\n"
+        '<assistant>[hm]Looking.<call t1>get_weather {"city": "Paris"}<call t2>now {}</assistant>\n'
+        "<tool>sun by get_weather for t1</tool>\n<tool>Error: no clock by now for t2</tool>\n<user>And?</user>\n"
+        "<assistant>"
+    )
+
+
+def test_how_answers_end(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = "one two three"
+    stopped = ask(client, stop_sequences=["zzz", "thr"])
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "thr", "one two ")
+    cut = ask(client, max_tokens=3)
+    assert (cut.stop_reason, cut.stop_sequence, cut.content[0].text) == ("max_tokens", None, "one")
+    engine.script = '<tool_call>{"name": "now", "arguments": {"a": [1], "b": "cut'
+    partial = ask(client, max_tokens=len(engine.script), tools=TOOLS)
+    assert partial.stop_reason == "max_tokens" and partial.content[0].input == {"a": [1]}
+    engine.script = ""
+    assert ask(client).content == []
+
+
+def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = "x"
+    extra = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "seed": 3, "cache_salt": "a"}
+    ask(client, max_tokens=9, extra_body=extra)
+    request = engine.requests[-1]
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.max_new_tokens) == (0.25, 0.5, 7, 9)
+    assert (params.sampling_seed, request.cache_salt) == (3, "a")
+
+
+def test_required_tools_are_a_grammar(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = f"<think>hm</think>{CALL}"
+    ask(client, tools=TOOLS, tool_choice={"type": "any"})
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None and "get_weather" in grammar.text and "now" in grammar.text
+    ask(client, tools=TOOLS, tool_choice={"type": "tool", "name": "now"})
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None and "get_weather" not in grammar.text and "now" in grammar.text
+    ask(client, tools=TOOLS, tool_choice={"type": "none"})
+    assert engine.requests[-1].params.grammar is None and "<tools>" not in engine.prompt
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None and '"a"' in grammar.text and "</think>" in grammar.text
+
+
+def test_an_answer_goes_on_with_the_last_message(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = "paris"
+    message = ask(client, messages=[*HI, {"role": "assistant", "content": "It is "}])
+    assert engine.prompt == "<user>hi</user>\n<assistant>It is " and message.content[0].text == "paris"
+
+
+def test_thinking_can_be_switched_off(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = "x"
+    ask(client, thinking={"type": "disabled"})
+    assert engine.prompt.endswith("<assistant><think>\n\n</think>\n\n")
+    ask(client, thinking={"type": "enabled", "budget_tokens": 100})
+    assert engine.prompt.endswith("<assistant>")
+
+
+def test_count_tokens(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = "x"
+    ask(client, tools=TOOLS, system="s")
+    counted = client.messages.count_tokens(model="m", messages=HI, tools=TOOLS, system="s")
+    assert counted.input_tokens == len(engine.requests[-1].prompt_ids)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"container": "x"}, "container"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "tool_use_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]}, "content.0.name"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "y", "input": {}}]}]},
+        "messages.0",
+    ),
+    ({"system": [{"type": "image", "source": {}}]}, "system.0"),
+    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.name"),
+    ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools.0"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "now"}}, "tool_choice.name"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5000}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"temperature": -1}, "temperature"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"),
+]
+
+
+@pytest.mark.parametrize("body, named", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
+def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> None:
+    whole = {"model": "m", "max_tokens": 10, "messages": HI} | body
+    response = httpx.post(f"{url}/v1/messages", json={k: v for k, v in whole.items() if v is not None})
+    data = response.json()
+    assert response.status_code == 400 and set(data) == {"type", "error"} and data["type"] == "error"
+    assert data["error"]["type"] == "invalid_request_error" and named in data["error"]["message"]
+
+
+def test_the_clients_errors(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.input_schema"):
+        client.messages.create(model="m", max_tokens=5, messages=HI, tools=[{"name": "f"}])  # type: ignore[list-item]
+    with (
+        pytest.raises(anthropic.BadRequestError, match="temperature"),
+        client.messages.stream(model="m", max_tokens=5, messages=HI, extra_body={"temperature": 200}) as stream,
+    ):
+        stream.get_final_message()
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    with serving(ScriptedEngine("hi", api_key="secret")) as url:
+        good = anthropic.Anthropic(base_url=url, api_key="secret", max_retries=0)
+        assert good.messages.create(model="m", max_tokens=5, messages=HI).content[0].type == "text"
+        bad = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
+        with pytest.raises(anthropic.AuthenticationError, match="API key"):
+            bad.messages.create(model="m", max_tokens=5, messages=HI)
+
+
+def test_without_parsers_and_templates() -> None:
+    with serving(ScriptedEngine(CALL)) as url:
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.BadRequestError, match="--tool-call-parser"):
+            client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
+        with pytest.raises(anthropic.BadRequestError, match="--reasoning-parser"):
+            thinking: Any = {"type": "enabled", "budget_tokens": 3}
+            client.messages.create(model="m", max_tokens=5, messages=HI, thinking=thinking)
+        assert ask(client).content[0].text == CALL
+    with serving(ScriptedEngine(CALL, "qwen3", "hermes", WITHOUT_TOOLS)) as url:
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.BadRequestError, match="knows no tools"):
+            client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
+        with pytest.raises(anthropic.BadRequestError, match="cannot switch reasoning off"):
+            client.messages.create(model="m", max_tokens=5, messages=HI, thinking={"type": "disabled"})
+
+
+def test_an_aborted_answer_is_an_error(url: str, client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    engine.script, engine.pause = "x" * 1500, 0.02
+    try:
+        with (
+            pytest.raises(anthropic.APIStatusError, match="aborted"),
+            client.messages.stream(model="m", max_tokens=1500, messages=HI, extra_body={"rid": "r"}) as stream,
+        ):
+            for number, _ in enumerate(stream):
+                if number == 5:
+                    httpx.post(f"{url}/abort_request", json={"rid": "r"})
+    finally:
+        engine.pause = 0.0005

@@ -1,0 +1,249 @@
+"""Tools and reasoning in /v1/chat/completions, through OpenAI's own client: streaming and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted import WITHOUT_TOOLS, ScriptedEngine, serving
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {"name": "get_weather", "description": "Weather of a city", "parameters": PARAMETERS}
+TOOLS: list[Any] = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+BLOCK = "<think>\nthe city\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(reasoning="qwen3", tools="qwen25")
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return client_of(url)
+
+
+def joined(chunks: Any) -> list[dict[str, Any]]:
+    """The choices that a client puts together from a stream."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            one = choices.setdefault(choice.index, {"content": "", "reasoning": "", "calls": [], "reason": None})
+            delta = choice.delta
+            one["content"] += delta.content or ""
+            one["reasoning"] += getattr(delta, "reasoning_content", None) or ""
+            for call in delta.tool_calls or []:
+                if call.id is not None:
+                    assert call.index == len(one["calls"]) and call.type == "function"
+                    assert call.function.arguments == ""
+                    one["calls"].append([call.function.name, ""])
+                else:
+                    assert call.function.name is None
+                    one["calls"][call.index][1] += call.function.arguments
+            one["reason"] = choice.finish_reason or one["reason"]
+    return [choices[i] for i in sorted(choices)]
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    """The first choice, the same at once and from the stream."""
+    body: dict[str, Any] = {"model": "m", "messages": HI} | more
+    whole = client.chat.completions.create(**body)
+    streamed = joined(client.chat.completions.create(**body, stream=True))
+    for choice, other in zip(whole.choices, streamed, strict=True):
+        message = choice.message
+        assert (message.content or "") == other["content"] and choice.finish_reason == other["reason"]
+        assert (message.reasoning_content or "") == other["reasoning"]
+        calls = [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
+        assert calls == other["calls"]
+        assert all(call.id.startswith("call_") for call in message.tool_calls or [])
+    return whole.choices[0]
+
+
+def test_reasoning_is_told_apart(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}It is sunny."
+    choice = ask(client)
+    assert (choice.message.reasoning_content, choice.message.content) == ("the city", "It is sunny.")
+    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+    usage = client.chat.completions.create(model="m", messages=HI).usage
+    assert usage is not None and usage.completion_tokens == len(engine.script) + 1
+    assert usage.reasoning_tokens == len(BLOCK.rstrip())  # type: ignore[attr-defined]
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == len(BLOCK.rstrip())
+    cut = ask(client, max_tokens=12)
+    assert cut.message.content is None and cut.message.reasoning_content == "the"
+
+
+def test_reasoning_may_stay_in_the_text_or_come_at_once(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}It is sunny."
+    whole = ask(client, extra_body={"separate_reasoning": False})
+    assert whole.message.content == engine.script and whole.message.reasoning_content is None
+    ask(client, extra_body={"stream_reasoning": False})
+    chunks = client.chat.completions.create(model="m", messages=HI, stream=True, extra_body={"stream_reasoning": False})
+    thoughts = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
+    assert [thought for thought in thoughts if thought] == ["the city"]
+    ask(client, reasoning_effort="none")
+    assert engine.prompt.endswith("<think>\n\n</think>\n\n")
+
+
+def test_calls(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}Looking.\n{CALL}\n{NOW}"
+    choice = ask(client, tools=TOOLS)
+    message = choice.message
+    assert (message.reasoning_content, message.content, choice.finish_reason) == ("the city", "Looking.", "tool_calls")
+    first, second = message.tool_calls
+    assert first.function.name == "get_weather" and json.loads(first.function.arguments) == {"city": "Paris é"}
+    assert (second.function.name, second.function.arguments) == ("now", "{}") and first.id != second.id
+    shown = json.loads(engine.prompt[len("<tools>") : engine.prompt.index("</tools>")])
+    assert shown[0] == TOOLS[0]
+    single = ask(client, tools=TOOLS, parallel_tool_calls=False)
+    assert len(single.message.tool_calls) == 1
+    engine.script = CALL
+    alone = ask(client, tools=TOOLS)
+    assert alone.message.content is None and alone.finish_reason == "tool_calls"
+    raw = ask(client, tools=TOOLS, tool_choice="none")
+    assert raw.message.content == CALL and raw.finish_reason == "stop" and "<tools>" not in engine.prompt
+    assert ask(client).message.content == CALL
+
+
+def test_n_answers_have_their_own_calls(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}{CALL}"
+    data = client.chat.completions.create(model="m", messages=HI, tools=TOOLS, n=3)
+    calls = [choice.message.tool_calls[0] for choice in data.choices if choice.message.tool_calls]
+    assert len({call.id for call in calls}) == 3
+    ask(client, tools=TOOLS, n=3)
+
+
+def test_results_go_back_to_the_model(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}Looking. {CALL}"
+    message = ask(client, tools=TOOLS).message
+    engine.script = "Sunny."
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "sun"}]}
+    ask(client, messages=[*HI, message.to_dict(), result], tools=TOOLS)
+    assert engine.prompt.endswith(
+        "<user>hi</user>\n"
+        f'<assistant>[the city]Looking.<call {call.id}>get_weather {{"city": "Paris é"}}</assistant>\n'
+        f"<tool>sun by get_weather for {call.id}</tool>\n<assistant>"
+    )
+    cut = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": '}}
+    ask(client, messages=[*HI, {"role": "assistant", "tool_calls": [cut]}, result])
+    assert '<assistant><call c1>now "{\\"a\\": "</assistant>' in engine.prompt
+
+
+def test_what_is_not_text_of_a_call_is_content(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
+    choice = ask(client, tools=TOOLS)
+    assert choice.message.content == engine.script and choice.finish_reason == "stop"
+    engine.script = CALL
+    cut = ask(client, tools=TOOLS, max_tokens=60)
+    assert cut.finish_reason == "length" and cut.message.tool_calls[0].function.arguments.startswith('{"city": "P')
+
+
+def test_choices_are_grammars(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}{CALL}"
+
+    def grammar(**more: Any) -> Any:
+        ask(client, tools=TOOLS, **more)
+        return engine.requests[-1].params.grammar
+
+    assert grammar() is None and grammar(tool_choice="auto") is None
+    required = grammar(tool_choice="required")
+    assert "get_weather" in required.text and '\\"now\\"' in required.text and "</think>" in required.text
+    named = grammar(tool_choice={"type": "function", "function": {"name": "now"}})
+    assert "get_weather" not in named.text and '\\"now\\"' in named.text
+    strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
+    ask(client, tools=strict)
+    auto = engine.requests[-1].params.grammar
+    assert auto is not None and "triggered_tags" in auto.text and '"strict"' not in engine.prompt
+    form = {"type": "json_object"}
+    both = grammar(response_format=form)
+    assert "get_weather" in both.text and "json_schema" in both.text
+    assert grammar(response_format=form, tool_choice="none").kind == "structural_tag"
+    off = grammar(response_format=form, tool_choice="none", reasoning_effort="none")
+    assert off.kind == "json_object"
+
+
+def test_markers_that_are_special_tokens_are_seen() -> None:
+    engine = ScriptedEngine(
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}]', tools="mistral", special=("[TOOL_CALLS]",)
+    )
+    with serving(engine) as url:
+        client = client_of(url)
+        body: Any = {"model": "m", "messages": HI}
+        message = client.chat.completions.create(**body, tools=TOOLS).choices[0].message
+        assert message.tool_calls is not None and len(message.tool_calls[0].id) == 9 and message.content is None
+        assert client.chat.completions.create(**body).choices[0].message.content == '[{"name": "now", "arguments": {}}]'
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools.0"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools.0.function"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+    ({"functions": [WEATHER]}, "functions"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls.0.function"),
+    ({"messages": [*HI, {"role": "tool", "content": None, "tool_call_id": "x"}]}, "messages.1.content"),
+    ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
+    ({"messages": [*HI, {"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages.1.tool_call_id"),
+    ({"messages": [*HI, {"role": "function", "name": "f", "content": "x"}]}, "messages.1.role"),
+]
+
+
+@pytest.mark.parametrize("body, named", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
+def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> None:
+    response = httpx.post(f"{url}/v1/chat/completions", json={"model": "m", "messages": HI} | body)
+    data = response.json()
+    assert response.status_code == 400, data
+    assert data["object"] == "error" and data["param"].startswith(named) and named in data["message"]
+
+
+def test_a_schema_that_is_none_is_refused_where_it_is_used(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    broken: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "no"}}}}}]
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.chat.completions.create(model="m", messages=HI, tools=broken, tool_choice="required")
+
+
+def test_servers_that_cannot() -> None:
+    with serving(ScriptedEngine(f"{BLOCK}{CALL}")) as url:
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            client_of(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
+        choice = client_of(url).chat.completions.create(model="m", messages=HI).choices[0]
+        assert choice.message.content == f"{BLOCK}{CALL}"
+        assert httpx.get(f"{url}/model_info").json()["tool_call_parser"] is None
+    with serving(ScriptedEngine("x", "deepseek-r1", "hermes", WITHOUT_TOOLS)) as url:
+        with pytest.raises(openai.BadRequestError, match="knows no tools"):
+            client_of(url).chat.completions.create(model="m", messages=HI, tools=TOOLS)
+        with pytest.raises(openai.BadRequestError, match=r"reasoning_effort: .* cannot switch reasoning off"):
+            client_of(url).chat.completions.create(model="m", messages=HI, reasoning_effort="none")
+        info = httpx.get(f"{url}/model_info").json()
+        assert (info["reasoning_parser"], info["tool_call_parser"]) == ("deepseek-r1", "hermes")

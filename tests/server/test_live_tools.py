@@ -1,0 +1,129 @@
+"""Tools and other chat APIs on a whole server with a tiny random model, whose grammars alone make it call anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from scripted import TEMPLATE
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        "wind": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["city", "days", "wind"],
+    "additionalProperties": False,
+}
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+OFF = {"speculative": "off"}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("models")
+    write_checkpoint(folder / "tiny")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    process, port = launch_server_cmd(
+        f"python -m draftwing.launch_server --model {folder / 'tiny'} --chat-template {folder / 'template.jinja'} "
+        "--tool-call-parser hermes --speculative-algorithm NGRAM --constrained-json-disable-any-whitespace "
+        "--max-total-tokens 16384 --num-threads 1 --log-level error"
+    )
+    try:
+        wait_for_server(f"http://127.0.0.1:{port}", timeout=60, process=process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        terminate_process(process)
+
+
+def test_anthropics_client(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    tools: list[Any] = [{"name": "weather", "input_schema": SCHEMA}]
+    inputs = []
+    for extra in ({}, OFF):
+        body: dict[str, Any] = {
+            "model": "m",
+            "max_tokens": 300,
+            "messages": HI,
+            "tools": tools,
+            "tool_choice": {"type": "tool", "name": "weather"},
+            "extra_body": {"seed": 5, **extra},
+        }
+        message = client.messages.create(**body)
+        (block,) = message.content
+        assert message.stop_reason == "tool_use" and block.type == "tool_use" and block.name == "weather"
+        jsonschema.validate(block.input, SCHEMA)
+        inputs.append(block.input)
+        with client.messages.stream(**body) as stream:
+            assert stream.get_final_message().content[0].input == block.input
+    assert inputs[0] == inputs[1]
+    plain = client.messages.create(model="m", max_tokens=20, messages=HI)
+    assert plain.usage.output_tokens <= 20 and plain.stop_reason in ("max_tokens", "end_turn")
+
+
+def test_openais_responses(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    tools: list[Any] = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+    found = []
+    for extra in ({}, OFF):
+        response = client.responses.create(
+            model="m", input="hi", tools=tools, tool_choice="required", parallel_tool_calls=False,
+            max_output_tokens=300, extra_body={"seed": 6, **extra},
+        )  # fmt: skip
+        (call,) = response.output
+        assert response.status == "completed" and call.type == "function_call" and call.name == "weather"
+        jsonschema.validate(json.loads(call.arguments), SCHEMA)
+        found.append(call.arguments)
+    assert found[0] == found[1]
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
+    response = client.responses.create(model="m", input="hi", text=form, max_output_tokens=300)
+    jsonschema.validate(json.loads(response.output_text), SCHEMA)
+
+
+def test_openais_chat(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "flag", "parameters": {"properties": {"on": {"type": "boolean"}}}}},
+    ]
+    found = []
+    for extra in ({}, OFF):
+        body: dict[str, Any] = {
+            "model": "m",
+            "messages": HI,
+            "tools": tools,
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            "max_tokens": 300,
+            "seed": 7,
+            "extra_body": extra,
+        }
+        choice = client.chat.completions.create(**body).choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        assert call.type == "function" and call.function.name == "weather"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        with client.chat.completions.stream(**body) as stream:
+            streamed = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed is not None and streamed[0].function.arguments == call.function.arguments
+        found.append(call.function.arguments)
+        # What follows in the conversation.
+        result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        messages: Any = [*HI, choice.message.to_dict(), result]
+        client.chat.completions.create(model="m", messages=messages, tools=tools, max_tokens=5)
+    assert found[0] == found[1]

@@ -1,0 +1,276 @@
+"""What requests may ask beside the plain sampling fields: that it reaches the engine, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_engine import EOS, FakeEngine, local
+from starlette.testclient import TestClient
+
+from draftwing.config import Options
+from draftwing.core import Grammar, Processor, SpecLimits
+from draftwing.server.api import create_app
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+PATHS = [CHAT, COMPLETION]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def base(path: str, text: str = "abc") -> dict[str, Any]:
+    return {"prompt": text} if path == COMPLETION else {"messages": [{"role": "user", "content": text}]}
+
+
+def ok(client: TestClient, path: str, **body: Any) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.fixture
+def drafting() -> FakeEngine:
+    options = Options(
+        random_seed=7,
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=5,
+        speculative_eagle_topk=4,
+        speculative_num_draft_tokens=8,
+    )
+    return FakeEngine(options)
+
+
+@pytest.fixture
+def drafts(drafting: FakeEngine) -> Iterator[TestClient]:
+    with TestClient(create_app(local(drafting), drafting.tokenizer), raise_server_exceptions=False) as client:
+        yield client
+
+
+EDITS: dict[str, Any] = {
+    "frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"7": -100, "3": 1.5},
+    "allowed_token_ids": [5, 6, 256], "bad_words": ["no", "never"], "stop_regex": ["x+", "y"], "min_p": 0.125,
+    "custom_logit_processor": "even", "custom_params": {"a": [1, None]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/generate"])
+def test_edits_reach_the_engine(client: TestClient, engine: FakeEngine, path: str) -> None:
+    if path == "/generate":
+        ok(client, path, text="abc", sampling_params=EDITS)
+    else:
+        ok(client, path, **base(path), **EDITS)
+    params = engine.requests[0].params
+    assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (0.5, -1.0, 1.5)
+    assert params.logit_bias == ((3, 1.5), (7, -100.0)) and params.allowed_token_ids == (5, 6, 256)
+    assert params.bad_words == ("no", "never") and params.stop_regex == ("x+", "y") and params.min_p == 0.125
+    assert params.logit_processor == Processor("even", '{"a": [1, null]}')
+    assert params.edited and params.guided
+
+
+GRAMMARS: list[tuple[dict[str, Any], Grammar]] = [
+    ({"json_schema": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"json_schema": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"regex": "[ab]+"}, Grammar("regex", "[ab]+")),
+    ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+]
+FORMATS: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"type": "text"}, None),
+    ({"type": "json_object"}, Grammar("json_object", "")),
+    (
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+        Grammar("json_schema", json.dumps(SCHEMA)),
+    ),
+    ({"type": "json_schema", "json_schema": {"schema": True}}, Grammar("json_schema", "true")),
+]
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+
+
+@pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)
+def test_grammars_reach_the_engine(
+    client: TestClient, engine: FakeEngine, fields: dict[str, Any], grammar: Grammar
+) -> None:
+    for path in PATHS:
+        ok(client, path, **base(path), **fields)
+    ok(client, "/generate", text="abc", sampling_params=fields)
+    assert [request.params.grammar for request in engine.requests] == [grammar] * 3
+
+
+@pytest.mark.parametrize(("value", "grammar"), FORMATS)
+def test_response_format(
+    client: TestClient, engine: FakeEngine, value: dict[str, Any], grammar: Grammar | None
+) -> None:
+    for path in PATHS:
+        ok(client, path, **base(path), response_format=value)
+    assert [request.params.grammar for request in engine.requests] == [grammar] * 2
+
+
+def test_structural_tags(client: TestClient, engine: FakeEngine) -> None:
+    for path in PATHS:
+        ok(client, path, **base(path), response_format=TAG)
+        ok(client, path, **base(path), structural_tag=TAG)
+    expected = Grammar("structural_tag", json.dumps(TAG))
+    assert [request.params.grammar for request in engine.requests] == [expected] * 4
+
+
+def test_generate_takes_a_processor_for_each(client: TestClient, engine: FakeEngine) -> None:
+    ok(client, "/generate", text=["a", "b"], custom_logit_processor=["odd", None])
+    ok(client, "/generate", text="a", custom_logit_processor="even", sampling_params={"custom_params": {"x": 1}})
+    found = [request.params.logit_processor for request in engine.requests]
+    assert found == [Processor("odd", "{}"), None, Processor("even", '{"x": 1}')]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_regex_in_stream_and_plain_agree(client: TestClient, path: str, keep: bool) -> None:
+    body = base(path, "one 12 two 345 three") | {"stop_regex": r"\d{3}", "no_stop_trim": keep, "max_tokens": 100}
+    choice = ok(client, path, **body)["choices"][0]
+    text = choice["text"] if path == COMPLETION else choice["message"]["content"]
+    assert text.endswith("one 12 two " + "345" * keep)
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", "345")
+    chunks = [c["choices"][0] for c in events(client.post(path, json=body | {"stream": True}).text)]
+    streamed = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in chunks)
+    assert streamed == text and chunks[-1]["matched_stop"] == "345"
+
+
+def test_a_stop_regex_that_takes_too_long_ends_the_request(client: TestClient, engine: FakeEngine) -> None:
+    text = "a" * 60
+    choice = ok(client, COMPLETION, prompt=text, stop_regex="(?:a|aa)+c(?:a|aa)+d", max_tokens=100)["choices"][0]
+    assert choice["finish_reason"] == "abort" and text.startswith(choice["text"]) and choice["text"]
+    info = ok(client, "/generate", text=text, sampling_params={"stop_regex": "(?:a|aa)+c(?:a|aa)+d"})["meta_info"]
+    assert info["finish_reason"]["type"] == "abort" and "stop_regex" in info["finish_reason"]["message"]
+    assert ok(client, COMPLETION, prompt="abc")["choices"][0]["text"] == "abc"
+
+
+def test_echo(client: TestClient, engine: FakeEngine) -> None:
+    ids = engine.tokenizer.encode("dé")
+    data = ok(client, COMPLETION, prompt=["abc", "dé"], echo=True, n=2)
+    assert [choice["text"] for choice in data["choices"]] == ["abcabc"] * 2 + ["dédé"] * 2
+    assert ok(client, COMPLETION, prompt=ids, echo=True)["choices"][0]["text"] == "dédé"
+    chunks = events(client.post(COMPLETION, json={"prompt": "abcdef", "echo": True, "stream": True}).text)
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert texts[0].startswith("abcdef") and "".join(texts) == "abcdefabcdef"
+
+
+def test_best_of_that_ranks_nothing(client: TestClient) -> None:
+    assert len(ok(client, COMPLETION, prompt="a", n=3, best_of=3)["choices"]) == 3
+
+
+def test_the_answers_to_a_prompt_come_together_and_share_its_prefill(client: TestClient, engine: FakeEngine) -> None:
+    data = ok(client, "/generate", text=["abcd", "xy"], sampling_params={"n": 3})
+    assert [d["meta_info"]["cached_tokens"] for d in data] == [0, 3, 3, 0, 1, 1]
+    ok(client, CHAT, **base(CHAT), n=2, cache_salt="other")
+    assert [r.cache_salt for r in engine.requests[-2:]] == ["other"] * 2
+
+
+def test_continue_final_message(client: TestClient) -> None:
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two "}]
+    data = ok(client, CHAT, messages=messages, continue_final_message=True)
+    # The stand-in repeats its prompt: it ends with the message, its last space included, and with nothing after it.
+    assert data["choices"][0]["message"]["content"] == "user:count\nassistant:one two "
+    parts = [messages[0], {"role": "assistant", "content": [{"type": "text", "text": "one"}]}]
+    data = ok(client, CHAT, messages=parts, continue_final_message=True, chat_template_kwargs={"shout": "HEY"})
+    assert data["choices"][0]["message"]["content"] == "user:count\nassistant:one"
+
+
+LIMITS: list[tuple[Any, SpecLimits | None, tuple[Any, ...]]] = [
+    ("off", SpecLimits(0, 1, 1), ("none", 0, 1, 1)),
+    ({"algorithm": "none"}, SpecLimits(0, 1, 1), ("none", 0, 1, 1)),
+    ({"algorithm": "off", "num_steps": 0}, SpecLimits(0, 1, 1), ("none", 0, 1, 1)),
+    ({"num_steps": 0}, SpecLimits(0, 1, 1), ("none", 0, 1, 1)),
+    ({"num_draft_tokens": 1}, SpecLimits(0, 1, 1), ("none", 0, 1, 1)),
+    ({}, None, ("EAGLE", 5, 4, 8)),
+    ({"algorithm": "eagle"}, None, ("EAGLE", 5, 4, 8)),
+    ({"num_steps": 5, "topk": 4, "num_draft_tokens": 8}, None, ("EAGLE", 5, 4, 8)),
+    ({"num_steps": 2}, SpecLimits(2, 4, 8), ("EAGLE", 2, 4, 8)),
+    ({"num_draft_tokens": 3}, SpecLimits(2, 4, 3), ("EAGLE", 2, 4, 3)),
+    ({"topk": 1}, SpecLimits(5, 1, 6), ("EAGLE", 5, 1, 6)),
+]
+
+
+@pytest.mark.parametrize(("wish", "limits", "used"), LIMITS)
+def test_speculation_per_request(
+    drafts: TestClient, drafting: FakeEngine, wish: Any, limits: SpecLimits | None, used: tuple[Any, ...]
+) -> None:
+    told = dict(zip(("algorithm", "num_steps", "topk", "num_draft_tokens"), used, strict=True))
+    for path in PATHS:
+        data = ok(drafts, path, **base(path), speculative=wish)
+        assert data["speculative"] == told
+        counts = data["usage"]["completion_tokens_details"]
+        off = limits == SpecLimits(0, 1, 1)
+        assert counts == {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0 if off else 3,
+            "rejected_prediction_tokens": 0 if off else 4,
+        }
+        stream = events(drafts.post(path, json=base(path) | {"speculative": wish, "stream": True}).text)
+        assert all(chunk["speculative"] == told for chunk in stream)
+    assert ok(drafts, "/generate", text="a", speculative=wish)["meta_info"]["speculative"] == told
+    assert {request.limits for request in drafting.requests} == {limits}
+
+
+def test_what_was_used_is_told_without_a_wish(drafts: TestClient, client: TestClient) -> None:
+    data = ok(drafts, COMPLETION, prompt=["abc", "de"], n=2)
+    assert "speculative" not in data
+    assert data["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 12
+    assert data["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 16
+    info = ok(drafts, "/generate", text="a")["meta_info"]
+    assert info["speculative"] == {"algorithm": "EAGLE", "num_steps": 5, "topk": 4, "num_draft_tokens": 8}
+    # A server that drafts nothing says nothing of it, unless it is asked.
+    assert "completion_tokens_details" not in ok(client, COMPLETION, prompt="abc")["usage"]
+    assert "speculative" not in ok(client, "/generate", text="a")["meta_info"]
+    assert ok(client, COMPLETION, prompt="abc", speculative="off")["speculative"]["algorithm"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        ({"num_steps": 6}, "num_steps"), ({"topk": 5}, "topk"), ({"num_draft_tokens": 9}, "num_draft_tokens"),
+        ({"num_steps": -1}, "num_steps"), ({"topk": 0}, "topk"), ({"num_draft_tokens": 0}, "num_draft_tokens"),
+        ({"algorithm": "NGRAM"}, "algorithm"), ({"algorithm": "none", "num_steps": 3}, "num_steps"),
+        ({"num_steps": 1.5}, "num_steps"), ({"bogus": 1}, "bogus"),
+    ],
+)  # fmt: skip
+def test_speculation_that_is_refused(drafts: TestClient, drafting: FakeEngine, wish: Any, field: str) -> None:
+    for path in (*PATHS, "/generate"):
+        body = {"text": "a"} if path == "/generate" else base(path)
+        response = drafts.post(path, json=body | {"speculative": wish})
+        assert response.status_code == 400 and f"speculative.{field}" in response.text, response.text
+        if path != "/generate":
+            assert response.json()["param"] == f"speculative.{field}"
+    assert not drafting.requests
+
+
+def test_prediction(drafts: TestClient, drafting: FakeEngine) -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    for content in ("hello", parts):
+        ok(drafts, CHAT, **base(CHAT), n=2, prediction={"type": "content", "content": content})
+    ids = tuple(drafting.tokenizer.encode("hello"))
+    assert [request.prediction for request in drafting.requests] == [ids] * 4
+    body = base(CHAT) | {"prediction": {"type": "content", "content": "a"}, "speculative": "off"}
+    response = drafts.post(CHAT, json=body)
+    assert response.status_code == 400 and response.json()["param"] == "prediction"
+
+
+def test_defaults_of_the_model() -> None:
+    engine = FakeEngine(defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        ok(client, CHAT, **base(CHAT))
+        ok(client, COMPLETION, **base(COMPLETION), temperature=0, top_k=None)
+        ok(client, "/generate", text="a", sampling_params={"top_k": 5, "temperature": None})
+    found = [(r.params.temperature, r.params.top_k, r.params.repetition_penalty) for r in engine.requests]
+    assert found == [(0.6, 20, 1.1), (0.0, 20, 1.1), (0.6, 5, 1.1)]
+
+
+def test_matched_ids_and_texts_are_told_apart(client: TestClient) -> None:
+    assert ok(client, COMPLETION, prompt="abc")["choices"][0]["matched_stop"] == EOS

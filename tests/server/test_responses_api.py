@@ -1,0 +1,264 @@
+"""/v1/responses through OpenAI's own client: a server with a stand-in engine, streaming and not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted import ScriptedEngine, serving
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": False,
+    },
+    {"type": "function", "name": "now", "parameters": None, "strict": None},
+]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+BLOCK = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(reasoning="qwen3", tools="qwen25")
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def known(response: Any) -> dict[str, Any]:
+    """Without what differs between two responses to the same request."""
+    data: dict[str, Any] = response.model_dump()
+    for name in ("id", "created_at", "completed_at"):
+        del data[name]
+    for item in data["output"]:
+        for name in ("id", "call_id"):
+            assert item.pop(name, "x")
+        item.pop("parsed_arguments", None)
+        for part in item.get("content") or []:
+            part.pop("parsed", None)
+    return data
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    """The same response at once and from the stream."""
+    body: dict[str, Any] = {"model": "m", "input": "hi"} | more
+    whole = client.responses.create(**body)
+    last = list(client.responses.create(**body, stream=True))[-1]
+    assert last.type == f"response.{whole.status}" and known(last.response) == known(whole)
+    return whole
+
+
+def test_a_plain_answer(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = "Hello, wörld!"
+    response = ask(client, instructions="Be kind.", metadata={"a": "b"}, temperature=0.5, max_output_tokens=50)
+    assert engine.prompt == "<system>Be kind.</system>\n<user>hi</user>\n<assistant>"
+    assert response.output_text == "Hello, wörld!" and response.status == "completed"
+    (item,) = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+    assert response.id.startswith("resp_") and response.object == "response" and response.store is False
+    size, said = len(engine.prompt.encode()), len(engine.script.encode()) + 1
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (size, said)
+    assert response.usage.total_tokens == size + said
+    assert (response.instructions, response.metadata, response.temperature) == ("Be kind.", {"a": "b"}, 0.5)
+    assert engine.requests[-1].params.temperature == 0.5 and engine.requests[-1].params.max_new_tokens == 50
+
+
+def test_events_build_the_response(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}So: {CALL}"
+    events = list(client.responses.create(model="m", input="hi", tools=TOOLS, stream=True))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    kinds = [e.type.removeprefix("response.") for e in events]
+    order = list(dict.fromkeys(kinds))
+    assert order == [
+        "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done", "output_text.delta", "output_text.done",
+        "function_call_arguments.delta", "function_call_arguments.done", "completed",
+    ]  # fmt: skip
+    assert [e.output_index for e in events if e.type == "response.output_item.added"] == [0, 1, 2]
+    text = {"reasoning_text": "", "output_text": "", "function_call_arguments": ""}
+    for e in events:
+        if e.type.endswith(".delta"):
+            text[e.type.split(".")[1]] += e.delta
+    done = {e.type.split(".")[1]: e for e in events if e.type.endswith(("_text.done", "_arguments.done"))}
+    assert text["reasoning_text"] == done["reasoning_text"].text == "hm"
+    assert text["output_text"] == done["output_text"].text == "So:"
+    arguments = done["function_call_arguments"].arguments
+    assert text["function_call_arguments"] == arguments and json.loads(arguments) == {"city": "Paris é"}
+    items = [e.item for e in events if e.type == "response.output_item.done"]
+    assert items == events[-1].response.output
+    for e in events:
+        if hasattr(e, "item_id"):
+            assert e.item_id == items[e.output_index].id
+    usage = events[-1].response.usage
+    assert usage.output_tokens_details.reasoning_tokens == len("<think>\nhm\n</think>")
+
+
+def test_the_clients_own_stream(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}So: {CALL}"
+    with client.responses.stream(model="m", input="hi", tools=TOOLS) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert known(final)["output"] == known(client.responses.create(model="m", input="hi", tools=TOOLS))["output"]
+
+
+def test_items_go_back_to_the_model(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = f"{BLOCK}Looking. {CALL}"
+    asked: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+    ]
+    first = ask(client, input=asked, tools=TOOLS)
+    call = first.output[-1]
+    engine.script = "Sunny."
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    ask(client, input=[*asked, *(item.to_dict() for item in first.output), result])
+    assert engine.prompt == (
+        "<system>Be brief.</system>\n<user>Weather?</user>\n"
+        f'<assistant>[hm]Looking.<call {call.call_id}>get_weather {{"city": "Paris é"}}</assistant>\n'
+        f"<tool>sun by get_weather for {call.call_id}</tool>\n<assistant>"
+    )
+
+
+def test_how_answers_end(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = "one two three"
+    cut = ask(client, max_output_tokens=3)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output_text == "one" and cut.output[0].status == "incomplete"
+    engine.script = CALL
+    partial = ask(client, max_output_tokens=60, tools=TOOLS)
+    assert partial.output[0].type == "function_call" and partial.output[0].status == "incomplete"
+    assert partial.output[0].arguments.startswith('{"city": "P')
+    engine.script = ""
+    empty = ask(client)
+    assert empty.output_text == "" and empty.output[0].type == "message"
+
+
+def test_formats_and_choices_are_grammars(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = '{"a": 1}'
+    form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    response = ask(client, text={"format": form})
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None and '"a"' in grammar.text and "</think>" in grammar.text
+    assert response.text.format.model_dump(by_alias=True, exclude_none=True) == form
+    ask(client, text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, reasoning={"effort": "none"})
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None and grammar.kind == "json_schema" and json.loads(grammar.text) == SCHEMA
+    ask(client, text={"format": {"type": "json_object"}}, reasoning={"effort": "none"})
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None and grammar.kind == "json_object"
+    engine.script = CALL
+    for choice, there in (("required", True), ({"type": "function", "name": "now"}, False)):
+        ask(client, tools=TOOLS, tool_choice=choice)
+        grammar = engine.requests[-1].params.grammar
+        assert grammar is not None and ("get_weather" in grammar.text) == there and '\\"now\\"' in grammar.text
+    strict = [TOOLS[0] | {"strict": True, "parameters": SCHEMA}]
+    ask(client, tools=strict)
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None and "triggered_tags" in grammar.text
+    ask(client, tools=TOOLS, tool_choice="none")
+    assert engine.requests[-1].params.grammar is None and "<tools>" not in engine.prompt
+
+
+def test_parsed_output(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        a: int
+
+    engine.script = '{"a": 17}'
+    parsed = client.responses.parse(model="m", input="hi", text_format=Answer)
+    assert parsed.output_parsed == Answer(a=17)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"nonsense": 1}, "nonsense"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "c"}, "conversation"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"input": []}, "input"),
+    ({"input": None}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input.0.call_id"),
+    ({"input": [{"role": "user", "content": "x", "output": "y"}]}, "input.0.output"),
+    ({"input": "x" * 3000}, "input"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}}, "text.format"),
+    ({"text": {"format": {"type": "text", "strict": True}}}, "text.format.strict"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+]
+
+
+@pytest.mark.parametrize("body, named", REFUSED, ids=lambda v: v if isinstance(v, str) else None)
+def test_refusals_name_the_field(url: str, body: dict[str, Any], named: str) -> None:
+    whole = {"model": "m", "input": "hi"} | body
+    response = httpx.post(f"{url}/v1/responses", json={k: v for k, v in whole.items() if v is not None})
+    data = response.json()
+    assert response.status_code == 400, data
+    assert data["object"] == "error" and data["param"] == named and named in data["message"]
+
+
+def test_errors_of_the_client(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="not stored"):
+        client.responses.create(model="m", input="hi", previous_response_id="resp_1")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+
+
+def test_without_parsers() -> None:
+    with serving(ScriptedEngine(f"{BLOCK}{CALL}")) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+            client.responses.create(model="m", input="hi", tools=TOOLS)
+        response = ask(client)
+        assert response.output_text == f"{BLOCK}{CALL}"
+        assert response.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_an_aborted_answer_has_failed(url: str, client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.script, engine.pause = "x" * 1500, 0.02
+    try:
+        stream = client.responses.create(model="m", input="hi", stream=True, extra_body={"rid": "r"})
+        events = []
+        for event in stream:
+            events.append(event)
+            if len(events) == 8:
+                httpx.post(f"{url}/abort_request", json={"rid": "r"})
+    finally:
+        engine.pause = 0.0005
+    last = events[-1]
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert "aborted" in last.response.error.message and last.response.output[0].status == "incomplete"
