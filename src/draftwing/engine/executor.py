@@ -181,6 +181,7 @@ class Executor:
             launched = self._forward(step, self.graphs.capture)
             for filtered in (False, True) if self._by_value else (False,):
                 self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
+            del launched  # its memory is for the next key's graphs
             self.graphs.finish(key)
             self.device.synchronize()
             start = time.monotonic()

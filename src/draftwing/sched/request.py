@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from draftwing.core import IntArray, LogprobParams, SamplingParams, SpecLimits, TokenLogprobs
+from draftwing.errors import RequestError
 from draftwing.sched.guidance import GrammarState, Processor
 from draftwing.sched.radix import Node
 
@@ -86,11 +87,13 @@ class Req:
     proposed: int = 0
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
     hint: int = 0  # the drafter's outlook, as of the last commit
+    allowed: frozenset[int] | None = None  # the only tokens of the answer, if it names any
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
     failure: str | None = None  # why it cannot go on, if so; it ends with the step's result
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+        self.allowed = frozenset(self.params.allowed_token_ids) or None
         if self.logprobs is not None and self.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 
@@ -101,6 +104,16 @@ class Req:
         if (allowed and answer[-1] not in allowed) or any(tuple(answer[-len(word) :]) == word for word in words):
             return "allowed_token_ids and bad_words together leave no token that may come next"
         return None
+
+    def follow(self, token: int) -> bool:
+        """Takes the newest token into the grammar; whether the answer is complete with it.
+
+        Raises RequestError when it is not a legal one, because all of those were forbidden, and when the grammar has
+        become too complex."""
+        assert self.grammar is not None
+        if not self.grammar.advance(token):
+            raise RequestError("the request's other parameters forbid everything that its grammar allows next")
+        return not self.stop_ids and self.grammar.done
 
     @property
     def guided(self) -> bool:

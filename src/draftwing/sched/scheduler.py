@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from draftwing.core import PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.errors import RequestError
 from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.guidance import Guidance
 from draftwing.sched.planning import make_plan
@@ -394,10 +395,10 @@ class Scheduler:
             return {"type": "stop", "matched": token}
         complete = False
         if req.grammar is not None:
-            if not req.grammar.advance(token):
-                message = "the request's other parameters forbid everything that its grammar allows next"
-                return {"type": "abort", "message": message}
-            complete = not req.stop_ids and req.grammar.done
+            try:
+                complete = req.follow(token)
+            except RequestError as error:
+                return {"type": "abort", "message": str(error)}
         if found is None and not complete and len(req.tokens) < req.max_total:
             return None
         if found is None and req.scanner is not None:
