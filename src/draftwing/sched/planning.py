@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,10 +24,20 @@ def make_plan(
     """chunks: one for each request, none for a tree; new_slots: by row."""
     # Only the last chunk of a prompt draws a token; the others need no sampling.
     drawing = [i for i in range(len(reqs)) if not chunks or chunks[i].final]
+    special = [i for i in drawing if reqs[i].special]
 
-    def where(test: Callable[[Req], bool]) -> IntArray:
-        return np.asarray([i for i in drawing if test(reqs[i])], np.int64)
+    def where(test: Callable[[Req], bool], among: Sequence[int] = drawing) -> IntArray:
+        return np.asarray([i for i in among if test(reqs[i])], np.int64)
 
+    special: dict[str, Any] = {}
+    if any(reqs[i].special for i in drawing):  # few plans
+        special = dict(
+            edited=where(lambda r: r.edited, special),
+            guided=where(lambda r: r.guided, special),
+            limited=where(lambda r: r.limits is not None, special),
+            predicted=where(lambda r: bool(r.prediction), special),
+            logprobs=tuple((i, params) for i in special if (params := reqs[i].logprobs) is not None),
+        )
     return Plan(
         step=step,
         kind=kind,
@@ -41,12 +51,8 @@ def make_plan(
         noisy=where(lambda r: r.params.temperature > 0),
         filtered=where(lambda r: r.params.filtered),
         banning=where(lambda r: r.completion_tokens < r.params.min_new_tokens),
-        edited=where(lambda r: r.edited),
-        guided=where(lambda r: r.guided),
-        limited=where(lambda r: r.limits is not None),
-        predicted=where(lambda r: bool(r.prediction)),
-        logprobs=tuple((i, params) for i in drawing if (params := reqs[i].logprobs) is not None),
         prompt_parts=tuple(part for i, chunk in enumerate(chunks) if (part := _prompt_part(i, chunk, reqs[i]))),
+        **special,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +88,7 @@ class Req:
     proposed: int = 0
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
     hint: int = 0  # the drafter's outlook, as of the last commit
+    special: bool = False  # whether it asks for more than drafting, sampling and filtering
     allowed: frozenset[int] | None = None  # the only tokens of the answer, if it names any
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
     failure: str | None = None  # why it cannot go on, if so; it ends with the step's result
@@ -94,14 +96,17 @@ class Req:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
         self.allowed = frozenset(self.params.allowed_token_ids) or None
+        self.special = bool(self.edited or self.limits or self.prediction or self.logprobs)
         if self.logprobs is not None and self.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 
     def conflict(self) -> str | None:
         """Why the newest token is not one that the request allows, if so: everything was forbidden there."""
         allowed, words = self.params.allowed_token_ids, self.bad_word_ids
-        answer = self.tokens[self.prompt_len :]
-        if (allowed and answer[-1] not in allowed) or any(tuple(answer[-len(word) :]) == word for word in words):
+        # Not all of the answer: this runs for every token of it.
+        longest = max(map(len, words), default=0)
+        recent = tuple(self.tokens[max(self.prompt_len, len(self.tokens) - longest) :]) if words else ()
+        if (allowed and self.tokens[-1] not in allowed) or any(recent[-len(word) :] == word for word in words):
             return "allowed_token_ids and bad_words together leave no token that may come next"
         return None
 
@@ -124,6 +129,11 @@ class Req:
     def edited(self) -> bool:
         """Whether its logits are, by the device or by the host."""
         return self.params.edited or self.guided
+
+    @cached_property
+    def special(self) -> bool:
+        """Whether it asks for what few do: edits, limits, a prediction, log probabilities."""
+        return self.edited or self.limits is not None or bool(self.prediction) or self.logprobs is not None
 
     @property
     def next_prompt_logprob(self) -> int | None:
