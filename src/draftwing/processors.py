@@ -13,6 +13,7 @@ nodes whose path is then not accepted, in any order. Minus infinity bans a token
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,8 @@ def find_processor(processors: Mapping[str, LogitProcessor], name: str, param: s
 def apply(
     processor: LogitProcessor, tokens: Sequence[int], logits: Tensor, params: Mapping[str, Any], param: str
 ) -> Tensor:
-    """Calls a processor and looks at what comes back. Raises RequestError when it fails or returns another shape."""
+    """Calls a processor and looks at what comes back. Raises RequestError when it fails, returns another shape, or
+    leaves nothing to choose from."""
     try:
         result = processor(tokens, logits, dict(params))
     except Exception as error:  # code of the server's owner
@@ -62,6 +64,8 @@ def apply(
             f"expected shape {tuple(logits.shape)} and type {logits.dtype}",
             param,
         )
+    if not bool(result.max() > -math.inf):  # the maximum is NaN if any logit is
+        raise RequestError(f"{param}: the logit processor left no token that may come next, or gave NaN", param)
     return result
 
 

@@ -248,3 +248,58 @@ def test_a_request_that_forbids_everything_is_told_so(harness):
     for uid, field in (("words", "bad_words"), ("grammar", "grammar")):
         reason = got.final[uid].finish_reason
         assert reason["type"] == "abort" and field in reason["message"]
+
+
+@pytest.mark.parametrize("where", ["advance", "done"])
+def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(harness, where):
+    from draftwing.errors import RequestError
+
+    def give_up(*_):
+        raise RequestError("too complex", "grammar")
+
+    class Complex(ToyGrammar):
+        """Gives up with the answer's fourth token: when it is taken, or when it is asked whether it ends there."""
+
+        def advance(self, token):
+            return give_up() if where == "advance" and len(self.tokens) == 3 else super().advance(token)
+
+        done = property(lambda self: give_up() if where == "done" and len(self.tokens) == 4 else False)
+
+    h = harness
+    rig = h.Rig(h.tiny_model(seed=4))
+    rig.submit("bad", [1, 2, 3], h.greedy(20), grammar=Complex(1, h.VOCAB))
+    rig.submit("good", [1, 2, 3, 4], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))
+    got = rig.run()
+    assert got.final["bad"].finish_reason == {"type": "abort", "message": "too complex"}
+    assert len(got.tokens["good"]) == 20
+
+
+def test_a_processor_fails_only_where_the_answer_gets_to(harness):
+    """It is asked about drafts that are then not accepted, too: what it says of those must not matter."""
+    from draftwing.errors import RequestError
+
+    h, prompt = harness, [1, 2, 3]
+    plain = h.Rig(h.tiny_model(seed=4))
+    plain.submit("0", prompt, h.greedy(20))
+    answers = plain.run()
+    expected, asked = answers.tokens["0"], []
+
+    def picky(after):
+        def processor(tokens, logits):
+            asked.append(tokens[len(prompt) :])
+            if tokens[len(prompt) :] not in [expected[:n] for n in range(after)]:
+                raise RequestError(f"not after {len(tokens)}", "custom_logit_processor")
+            return logits
+
+        return processor
+
+    for after in (20, 7, 1, 0):
+        rig = h.Rig(h.tiny_model(seed=4), shapes=(TREE,), drafter="oracle", book=h.make_book([prompt], answers), miss=0)
+        rig.submit("0", prompt, h.greedy(20), processor=picky(after))
+        got = rig.run()
+        assert got.tokens["0"] == expected[:after]
+        assert rig.accept_length > 2 or after < 20
+        reason = got.final["0"].finish_reason
+        assert reason == ({"type": "length", "length": 20} if after == 20 else
+                          {"type": "abort", "message": f"not after {len(prompt) + after}"})  # fmt: skip
+    assert any(path != expected[: len(path)] for path in asked), "no draft was wrong"

@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from draftwing.core import Grammar
+from draftwing.errors import RequestError
+from draftwing.grammar.compiler import check
 from draftwing.grammar.limits import schema_text, with_ascii_classes
 
 
@@ -26,3 +29,11 @@ def test_patterns_of_schemas_are_rewritten_and_values_are_not() -> None:
     schema = {"properties": {"pattern": {"pattern": r"\d"}, "b": {"const": {"pattern": r"\d"}}}}
     written = json.loads(schema_text(schema, {}))["properties"]
     assert written == {"pattern": {"pattern": "[0-9]"}, "b": {"const": {"pattern": r"\d"}}}
+
+
+@pytest.mark.parametrize("grammar", [Grammar("regex", "a{%s}"), Grammar("regex", "a{1,%s}"),
+                                     Grammar("ebnf", 'root ::= "a"{%s}'), Grammar("ebnf", 'root ::= "a"{1,%s}'),
+                                     Grammar("json_schema", '{"type": "string", "pattern": "a{%s}"}')])  # fmt: skip
+def test_counts_that_python_does_not_read_are_refused(grammar: Grammar) -> None:
+    with pytest.raises(RequestError, match="5000 digits"):
+        check(Grammar(grammar.kind, grammar.text % ("9" * 5000)))

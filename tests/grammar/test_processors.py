@@ -60,3 +60,13 @@ def test_unknown_and_failing_processors(module):
         with pytest.raises(RequestError, match="custom_logit_processor") as error:
             call()
         assert error.value.param == "custom_logit_processor"
+
+
+def test_a_processor_has_to_leave_a_token():
+    def only(tokens, logits, params):
+        return torch.where(torch.arange(4) == params["keep"], logits, params["else"])
+
+    assert apply(only, [1], torch.zeros(4), {"keep": 1, "else": -torch.inf}, "p").argmax() == 1
+    for params in ({"keep": 9, "else": -torch.inf}, {"keep": 1, "else": torch.nan}):
+        with pytest.raises(RequestError, match=r"custom_logit_processor: .*left no token"):
+            apply(only, [1], torch.zeros(4), params, "custom_logit_processor")

@@ -165,3 +165,18 @@ def test_rows_in_parallel(byte_vocab, compact):
     with ThreadPoolExecutor(2) as pool:
         for found, expected in zip(masks_of(rows, pool), alone, strict=True):
             assert (found == expected).all()
+
+
+def test_a_node_that_became_illegal_is_no_fault(byte_vocab):
+    """Forced text may be cut into other tokens after its first: the node is never drawn, its mask never read."""
+    state = byte_vocab.compiler.compile(Grammar("regex", "(ax|by){3}"))
+    root = byte_vocab.bits(state.mask())
+    tree = guide(state, np.asarray([0, root[0], 0]), np.asarray([0, 0, 1]), np.asarray([True, True, False]), 2)
+    after = state.fork()
+    assert after.advance(int(root[0]))
+    tree.tokens[2], tree.parent[2], tree.alive[2] = root[0], 1, True
+    masks = tree.masks()
+    assert byte_vocab.bits(masks[0]).tolist() == root.tolist()
+    assert byte_vocab.bits(masks[1]).tolist() == byte_vocab.bits(after.mask()).tolist()
+    assert int(root[0]) not in byte_vocab.bits(after.mask()), "the node is legal after all"
+    assert byte_vocab.bits(state.mask()).tolist() == root.tolist(), "the state is not where it was"

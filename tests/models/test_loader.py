@@ -17,9 +17,9 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
+from draftwing.models.generation import stop_ids
 from draftwing.models.loader import load_config, load_model
 from draftwing.models.names import checkpoint_tensors
-from draftwing.models.generation import stop_ids
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -19,12 +19,21 @@ MAX_REGEX = 10_000  # characters of a grammar written as one expression
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _BLANK = re.compile(r"(?:\s|#[^\n]*)*")
 _REPEAT = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d+)?\s*)?\}")
+MAX_COUNT_DIGITS = 30
 _CODES = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
 
 
 class GrammarError(ValueError):
     """What is wrong with a grammar, in words."""
+
+
+def written_count(digits: str) -> int:
+    """How often a part is to be repeated. Raises GrammarError for more digits than any limit lets through; Python
+    does not even read some thousands of them."""
+    if len(digits) > MAX_COUNT_DIGITS:
+        raise GrammarError(f"a repetition's count has {len(digits)} digits, at most {MAX_COUNT_DIGITS} are allowed")
+    return int(digits)
 
 
 @dataclass(frozen=True)
@@ -176,8 +185,8 @@ class Parser:
         match = _REPEAT.match(self.text, self.at)
         if match is None:
             return node
-        low = int(match[1])
-        high = low if match[2] is None else None if match[3] is None else int(match[3])
+        low = written_count(match[1])
+        high = low if match[2] is None else None if match[3] is None else written_count(match[3])
         if high is not None and high < low:
             raise self._error("expected {low,high} with low <= high")
         self.at = match.end()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from draftwing.grammar.ebnf import GrammarError
+from draftwing.grammar.ebnf import GrammarError, written_count
 
 MAX_CHARS = 400_000  # of a grammar's text
 MAX_REGEX_CHARS = 10_000
@@ -40,7 +40,7 @@ def _written_out(pattern: str) -> int:
     while at < len(pattern):
         count = _COUNT.match(pattern, at)
         if count is not None:
-            factor = max(int(count[1]), int(count[2] or 0), 1)
+            factor = max(written_count(count[1]), written_count(count[2] or "0"), 1)
             sizes[-1] += last * (factor - 1)
             last *= factor
             at = count.end()

@@ -99,12 +99,12 @@ class Guidance:
         """Lets the processor of one of the rows change its logits [N, V], a tensor on the CPU, in place."""
         req = self._reqs[row]
         assert req.processor is not None
+        req.failures = []
         for node, path in self._paths(row, len(logits)):
-            if req.failure is None:
-                try:
-                    logits[node] = req.processor([*req.tokens, *path], logits[node])
-                except RequestError as error:
-                    req.failure = str(error)
+            try:
+                logits[node] = req.processor([*req.tokens, *path], logits[node])
+            except RequestError as error:  # it matters if the answer gets there, as it would without drafts
+                req.failures.append((path, str(error)))
 
     def _paths(self, row: int, nodes: int) -> list[tuple[int, list[int]]]:
         """Live nodes and the drafts from the root's child down to them."""

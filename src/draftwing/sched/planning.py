@@ -24,19 +24,19 @@ def make_plan(
     """chunks: one for each request, none for a tree; new_slots: by row."""
     # Only the last chunk of a prompt draws a token; the others need no sampling.
     drawing = [i for i in range(len(reqs)) if not chunks or chunks[i].final]
-    special = [i for i in drawing if reqs[i].special]
+    asking = [i for i in drawing if reqs[i].special]
 
     def where(test: Callable[[Req], bool], among: Sequence[int] = drawing) -> IntArray:
         return np.asarray([i for i in among if test(reqs[i])], np.int64)
 
     special: dict[str, Any] = {}
-    if any(reqs[i].special for i in drawing):  # few plans
+    if asking:  # few plans
         special = dict(
-            edited=where(lambda r: r.edited, special),
-            guided=where(lambda r: r.guided, special),
-            limited=where(lambda r: r.limits is not None, special),
-            predicted=where(lambda r: bool(r.prediction), special),
-            logprobs=tuple((i, params) for i in special if (params := reqs[i].logprobs) is not None),
+            edited=where(lambda r: r.edited, asking),
+            guided=where(lambda r: r.guided, asking),
+            limited=where(lambda r: r.limits is not None, asking),
+            predicted=where(lambda r: bool(r.prediction), asking),
+            logprobs=tuple((i, params) for i in asking if (params := reqs[i].logprobs) is not None),
         )
     return Plan(
         step=step,

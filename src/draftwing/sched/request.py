@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -88,27 +87,35 @@ class Req:
     proposed: int = 0
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
     hint: int = 0  # the drafter's outlook, as of the last commit
-    special: bool = False  # whether it asks for more than drafting, sampling and filtering
     allowed: frozenset[int] | None = None  # the only tokens of the answer, if it names any
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
     failure: str | None = None  # why it cannot go on, if so; it ends with the step's result
+    failures: list[tuple[list[int], str]] = field(default_factory=list)  # of its processor, and after which drafts
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
         self.allowed = frozenset(self.params.allowed_token_ids) or None
-        self.special = bool(self.edited or self.limits or self.prediction or self.logprobs)
+        self.special = self.edited or self.limits is not None or bool(self.prediction) or self.logprobs is not None
         if self.logprobs is not None and self.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 
     def conflict(self) -> str | None:
         """Why the newest token is not one that the request allows, if so: everything was forbidden there."""
-        allowed, words = self.params.allowed_token_ids, self.bad_word_ids
+        allowed, words = self.allowed, self.bad_word_ids
         # Not all of the answer: this runs for every token of it.
         longest = max(map(len, words), default=0)
         recent = tuple(self.tokens[max(self.prompt_len, len(self.tokens) - longest) :]) if words else ()
         if (allowed and self.tokens[-1] not in allowed) or any(recent[-len(word) :] == word for word in words):
             return "allowed_token_ids and bad_words together leave no token that may come next"
         return None
+
+    def until_failure(self, new: list[int]) -> tuple[list[int], str | None]:
+        """A step's tokens up to where its processor failed, and why it did; all of them where it did not."""
+        reached = [(len(path), why) for path, why in self.failures if len(path) < len(new) and new[: len(path)] == path]
+        if not reached:
+            return new, None
+        length, why = min(reached)
+        return new[:length], why
 
     def follow(self, token: int) -> bool:
         """Takes the newest token into the grammar; whether the answer is complete with it.
@@ -129,11 +136,6 @@ class Req:
     def edited(self) -> bool:
         """Whether its logits are, by the device or by the host."""
         return self.params.edited or self.guided
-
-    @cached_property
-    def special(self) -> bool:
-        """Whether it asks for what few do: edits, limits, a prediction, log probabilities."""
-        return self.edited or self.limits is not None or bool(self.prediction) or self.logprobs is not None
 
     @property
     def next_prompt_logprob(self) -> int | None:

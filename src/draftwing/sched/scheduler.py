@@ -300,16 +300,19 @@ class Scheduler:
         for i, req in enumerate(live):
             if req is None:
                 continue
-            if req.failure is not None:
-                self._finish(req, [], {"type": "abort", "message": req.failure})
-                continue
             count = int(result.count[i])
+            new, failure = req.until_failure(result.tokens[i, :count].tolist())
+            if req.failure is not None or (failure is not None and not new):
+                self._finish(req, [], {"type": "abort", "message": req.failure or failure})
+                continue
             if count:  # a chunk that is not the last says nothing of drafts yet
                 req.hint = int(result.hint[i])
             if plan.kind == "prefill":
-                self._commit_chunk(req, plan.chunks[i], result.tokens[i, :count].tolist(), logprobs.get(i, []))
+                self._commit_chunk(req, plan.chunks[i], new, logprobs.get(i, []))
             else:
-                self._commit_path(req, plan.shape, result, i, count, logprobs.get(i, []))
+                self._commit_path(req, plan.shape, result, i, new, logprobs.get(i, []))
+            if failure is not None and req.running:
+                self._finish(req, [], {"type": "abort", "message": failure})
 
     def _live(self, row: int, admission: int) -> Req | None:
         req = self._by_row.get(row)
@@ -351,8 +354,10 @@ class Scheduler:
             self._new_slots.setdefault(req.row, []).append((start, held[start:end]))
 
     def _commit_path(
-        self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int, logprobs: list[TokenLogprobs]
+        self, req: Req, shape: TreeShape, result: StepResult, i: int, new: list[int], logprobs: list[TokenLogprobs]
     ) -> None:
+        """new: the step's tokens, or the first of them if the request ends before the last."""
+        count = int(result.count[i])
         window = slice(req.kv, req.kv + shape.nodes)
         req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
         req.kv += count
@@ -360,7 +365,7 @@ class Scheduler:
         req.inflight -= 1
         req.verify_steps += 1
         req.proposed += int(result.proposed[i])
-        self._emit(req, result.tokens[i, :count].tolist(), logprobs, drafts=count - 1)
+        self._emit(req, new, logprobs, drafts=count - 1)
 
     def _emit(self, req: Req, new: list[int], logprobs: list[TokenLogprobs], drafts: int | None = None) -> None:
         """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: how many of the
