@@ -18,7 +18,7 @@ class ToyGrammar:
         count = 1 if draw.random() < 0.3 else draw.randint(2, 20)
         return set(draw.sample(range(self.vocab), count))
 
-    done = False
+    done = complete = False
 
     def mask(self, out=None):
         words = np.zeros(-(-self.vocab // 32), np.uint32)

@@ -37,6 +37,7 @@ PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, wher
 MOST_BIASES = 1024  # distinct token ids
 MOST_BAD_WORDS = 128  # token sequences
 MOST_BAD_WORD_TOKENS = 16  # of one sequence
+MOST_PREDICTED = 16384  # tokens of a predicted output
 MAX_HINT = 31  # a drafter's outlook for a row's next draft lies in [0, MAX_HINT]
 
 

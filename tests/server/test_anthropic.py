@@ -198,7 +198,7 @@ def test_thinking_can_be_switched_off(client: anthropic.Anthropic, engine: Scrip
     engine.script = "x"
     ask(client, thinking={"type": "disabled"})
     assert engine.prompt.endswith("<assistant><think>\n\n</think>\n\n")
-    ask(client, thinking={"type": "enabled", "budget_tokens": 100})
+    ask(client, thinking={"type": "adaptive"})
     assert engine.prompt.endswith("<assistant>")
 
 
@@ -276,7 +276,7 @@ def test_without_parsers_and_templates() -> None:
         with pytest.raises(anthropic.BadRequestError, match="--tool-call-parser"):
             client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
         with pytest.raises(anthropic.BadRequestError, match="--reasoning-parser"):
-            thinking: Any = {"type": "enabled", "budget_tokens": 3}
+            thinking: Any = {"type": "adaptive"}
             client.messages.create(model="m", max_tokens=5, messages=HI, thinking=thinking)
         assert ask(client).content[0].text == CALL
     with serving(ScriptedEngine(CALL, "qwen3", "hermes", WITHOUT_TOOLS)) as url:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draftwing.config import Options
-from draftwing.core import PREDICTED, GenRequest, TreeShape
+from draftwing.core import MOST_PREDICTED, PREDICTED, GenRequest, TreeShape
 from draftwing.errors import RequestError
 
 
@@ -145,6 +145,10 @@ class EngineInfo:
         if request.prediction:
             if limits is not None and limits.depth == 0:
                 raise RequestError("prediction is a way of drafting, which the request switches off", "prediction")
+            if len(request.prediction) > MOST_PREDICTED:
+                raise RequestError(
+                    f"prediction takes at most {MOST_PREDICTED} tokens; found {len(request.prediction)}", "prediction"
+                )
             self._check_ids(request.prediction, "prediction")
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftwing.core import PLAIN, IntArray, LogprobParams, Plan, TokenLogprobs, TreeShape
+from draftwing.core import MOST_PREDICTED, PLAIN, IntArray, LogprobParams, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
 from draftwing.engine.slots import SlotTable
 from draftwing.models.decoder import DecoderModel
@@ -62,7 +62,7 @@ class SpecialRows:
         self.model, self.drafter, self.slots, self.device = model, drafter, slots, device
         rows, vocab = slots.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device)
-        self.predicted = PredictedOutput(rows, slots.length, device.device)
+        self.predicted = PredictedOutput(rows, min(slots.length, MOST_PREDICTED), device.device)
         self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
 
     def admit(self, plan: Plan) -> None:

@@ -108,6 +108,7 @@ def _limits() -> Any:
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
+        max_items_in_row=1_000,  # an ambiguous grammar's grow with the text, and every other request waits for them
         max_lexer_states=50_000,
         max_grammar_size=500_000,
         verbose_errors=False,

@@ -54,6 +54,11 @@ class GrammarState:
             return True
         return bool(self._matcher.is_accepting()) and not (self._own_mask() & self._vocabulary.keep).any()
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing at all may follow: the answer must end, and there is no stop id to say so."""
+        return not self._vocabulary.stop_ids and self.done
+
     def mask(self, out: Mask | None = None) -> Mask:
         """The legal tokens, [W] uint32, written into `out` if it is given. All zeros when the answer must end but there
         are no stop ids. Raises RequestError when the grammar becomes too complex here."""

@@ -125,7 +125,7 @@ class Req:
         assert self.grammar is not None
         if not self.grammar.advance(token):
             raise RequestError("the request's other parameters forbid everything that its grammar allows next")
-        return not self.stop_ids and self.grammar.done
+        return self.grammar.complete
 
     @property
     def guided(self) -> bool:

@@ -378,6 +378,9 @@ class Scheduler:
             reason = self._ending(req, token)
             if reason is not None:
                 break
+        if reason is not None and reason["type"] == "abort":  # the newest token is not one that the request allows
+            req.tokens.pop()
+            kept.pop()
         if drafts is not None:
             req.note_accepted(min(drafts, len(kept)))
         first = req.completion_tokens == len(kept)

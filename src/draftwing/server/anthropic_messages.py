@@ -82,8 +82,6 @@ class AnthropicChoice(Body):
 
 
 class Thinking(Body):
-    """budget_tokens: checked; reasoning is bounded by max_tokens."""
-
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = documented(minimum=1)
     display: NotBuilt = None
@@ -183,14 +181,10 @@ class MessagesRequest(CountRequest):
         thinking = self.thinking
         if thinking is not None:
             _refuse(thinking, ("display",), "thinking.")
-        if thinking is None or thinking.type != "enabled":
-            if thinking is not None and thinking.budget_tokens is not None:
-                raise RequestError("thinking.budget_tokens is for thinking.type 'enabled'", "thinking.budget_tokens")
-            return
-        budget = thinking.budget_tokens
-        if budget is None or not 0 < budget < self.max_tokens:
+        if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
             raise RequestError(
-                f"thinking.budget_tokens must be an integer from 1 to max_tokens - 1; found {show(budget)}",
+                "thinking.budget_tokens is not supported: reasoning has no bound of its own beside max_tokens; use "
+                "thinking {'type': 'adaptive'}",
                 "thinking.budget_tokens",
             )
 

@@ -188,7 +188,10 @@ class _Response:
         prompt, answer = self._generation.prompt_tokens, len(self._answer.token_ids)
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": self._answer.meta.get("cached_tokens", 0),
+                "cache_write_tokens": 0,
+            },
             "output_tokens": answer,
             "output_tokens_details": {"reasoning_tokens": self._items.reader.reasoning_tokens},
             "total_tokens": prompt + answer,

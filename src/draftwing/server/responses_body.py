@@ -124,7 +124,7 @@ class StreamOptions(Body):
 
 
 class ResponsesRequest(Body):
-    """Body of /v1/responses. Nothing is stored, whatever `store` says. Without max_output_tokens an answer runs to the
+    """Body of /v1/responses. Nothing is stored. Without max_output_tokens an answer runs to the
     context limit."""
 
     model: str | None = None
@@ -217,10 +217,15 @@ class ResponsesRequest(Body):
                 "reasoning.effort",
             )
         for name in ("summary", "generate_summary"):
-            if getattr(reasoning, name) not in (None, "auto"):
+            if getattr(reasoning, name) is not None:
                 raise RequestError(
                     f"reasoning.{name} is not supported: reasoning is not summarised", f"reasoning.{name}"
                 )
+        if self.store:
+            raise RequestError("store is not supported: responses are not stored; leave it out or send false", "store")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise RequestError(f"{name} is not supported by this version; leave it out", name)
         if text.verbosity not in (None, "medium"):
             raise RequestError("text.verbosity is not supported by this version; leave it out", "text.verbosity")
 

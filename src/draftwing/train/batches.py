@@ -1,0 +1,130 @@
+"""From samples to batches: which sequences go together, in which order, and as which tensors.
+
+Everything here is a function of the seed and the number of the step, so that a run which goes on after a kill reads
+what it would have read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.train.store import FeatureSource, FeatureStore, Part, Sample
+from draftwing.train.ttt import Batch
+
+SHORTEST = 3  # tokens: one for the feature, one drafted from, one foretold
+_POOL = 64  # batches whose sequences are sorted by length together: little padding, and still at random
+
+
+def usable(source: FeatureSource, max_length: int) -> dict[int, int]:
+    """Number of each sample that has anything to learn from -> its length, cut at max_length."""
+    lengths: Sequence[int] | None = getattr(source, "lengths", None)
+    if lengths is None:
+        lengths = [len(source.read(i).ids) for i in range(len(source))]
+    return {i: min(length, max_length) for i, length in enumerate(lengths) if length >= SHORTEST}
+
+
+def epoch_batches(lengths: dict[int, int], tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """All samples, each once, in batches that padded have at most `tokens` tokens (or one sample), in random order."""
+    generator = np.random.default_rng((seed, epoch))
+    samples = np.array(sorted(lengths))
+    order = samples[generator.permutation(len(samples))].tolist()
+    pool = _POOL * max(1, tokens // max(lengths.values()))
+    batches: list[list[int]] = []
+    for start in range(0, len(order), pool):
+        batches += _packed(sorted(order[start : start + pool], key=lambda i: (-lengths[i], i)), lengths, tokens)
+    return [batches[i] for i in generator.permutation(len(batches))]
+
+
+def in_order(lengths: dict[int, int], tokens: int) -> list[list[int]]:
+    """All samples in batches, for evaluation."""
+    return _packed(sorted(lengths, key=lambda i: (-lengths[i], i)), lengths, tokens)
+
+
+def stream(lengths: dict[int, int], tokens: int, seed: int, start: int = 0) -> Iterator[list[int]]:
+    """The batches of all epochs, one after the other, without end, from number `start` on."""
+    epoch = 0
+    while True:
+        batches = epoch_batches(lengths, tokens, seed, epoch)
+        yield from batches[start:]
+        start, epoch = max(0, start - len(batches)), epoch + 1
+
+
+def _packed(order: Sequence[int], lengths: dict[int, int], tokens: int) -> list[list[int]]:
+    """order: longest first, so that the first of a batch says what the others are padded to."""
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def collate(samples: Sequence[Sample], max_length: int) -> Batch:
+    """Tensors where the samples have them; page-locked where that is the CPU of a machine with a GPU."""
+    lengths = [min(len(sample.ids), max_length) for sample in samples]
+    count, length, first = len(samples), max(lengths), samples[0]
+    device = first.ids.device
+    pin = device.type == "cpu" and torch.cuda.is_available()
+    ids = torch.zeros(count, length, dtype=torch.int64, device=device, pin_memory=pin)
+    width, dtype = first.taps.shape[1], first.taps.dtype
+    taps = torch.zeros(count, length, width, dtype=dtype, device=device, pin_memory=pin)
+    final, place, depth = [], [], []
+    for row, (sample, end) in enumerate(zip(samples, lengths, strict=True)):
+        ids[row, :end] = sample.ids[:end]
+        taps[row, :end] = sample.taps[:end]
+        at = sample.loss_mask[1:end].nonzero().flatten()  # the target's position before each token to be learnt
+        final.append(sample.final[at])
+        place.append(row * length + at)
+        depth.append(at)
+    if not sum(len(at) for at in depth):  # nothing to learn: a place that no row foretells keeps shapes as they are
+        final, place, depth = [first.final[:1]], [ids.new_zeros(1)], [ids.new_zeros(1)]
+    batch = Batch(ids, taps, torch.cat(final), torch.cat(place), torch.cat(depth), torch.tensor(lengths, device=device))
+    if pin:
+        batch = batch._replace(
+            final=batch.final.pin_memory(), place=batch.place.pin_memory(), depth=batch.depth.pin_memory()
+        )
+    return batch
+
+
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
+    """dtype: of the features, None for as they are."""
+
+    def move(x: Tensor) -> Tensor:
+        return x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
+
+    ids, taps, final, place, depth, lengths = map(move, batch)
+    return Batch(ids, taps, final, place, depth, lengths)
+
+
+def load(source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2) -> Iterator[Batch]:
+    """The batches of samples `numbers`, read ahead by threads. A source that computes is read by one thread only: two
+    would run one model at once. It may have a `read_many(numbers) -> list[Sample]`, which is then called."""
+    whole, own = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))
+    many = getattr(whole, "read_many", None)
+
+    def make(batch: list[int]) -> Batch:
+        chosen = [own[i] for i in batch]
+        # Without gradients, and copied from what computed the features: these are to be saved for a backward pass.
+        with torch.no_grad():
+            return collate(many(chosen) if many is not None else [whole.read(i) for i in chosen], max_length)
+
+    readers = readers if isinstance(whole, FeatureStore) else 1
+    todo = iter(numbers)
+    with ThreadPoolExecutor(readers, "features") as pool:
+        waiting: deque[Future[Batch]] = deque(pool.submit(make, batch) for batch in islice(todo, 2 * readers))
+        try:
+            while waiting:
+                batch = waiting.popleft().result()
+                waiting.extend(pool.submit(make, following) for following in islice(todo, 1))
+                yield batch
+        finally:
+            for future in waiting:
+                future.cancel()

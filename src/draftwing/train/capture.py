@@ -1,0 +1,167 @@
+"""The target's features of token sequences, by the serving model's own forward over whole sequences.
+
+Attention is the only thing that is injected, so what a head is trained on is what the engine will feed it, up to the
+rounding of another order of summation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from draftwing.attn.base import Attend
+from draftwing.engine.device import Device, pick_device, pick_dtype
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_config, load_model
+from draftwing.train.checkpoint import aux_layer_ids
+from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 256 << 20
+BATCH_TOKENS = 16384  # of one forward, padding included
+_WINDOW = 64  # batches whose sequences are sorted by length together
+
+
+def eagle3_taps(layers: int) -> tuple[int, ...]:
+    """The residual streams that EAGLE-3 reads by default (Li et al. 2025): early, middle, late. Targets of fewer than
+    six layers, which have no such three, give what lies evenly between their ends."""
+    if layers >= 6:
+        return 2, layers // 2, layers - 3
+    return layers // 4, layers // 2, layers - layers // 4
+
+
+def target_taps(algorithm: str, layers: int, aux_layers: Sequence[int] | None = None) -> tuple[int, ...]:
+    """What `DecoderModel.forward` is asked for; aux_layers: other residual streams for EAGLE-3, 0 the embedding,
+    `layers` what comes before the final norm. Raises ConfigError for streams that the target does not have."""
+    if algorithm != "EAGLE3":
+        return (layers + 1,)  # `DecoderModel.final_tap`
+    taps = tuple(aux_layers or eagle3_taps(layers))
+    aux_layer_ids(taps, layers)  # refuses what a config could not name, before anything is computed
+    return taps
+
+
+class FeatureModel:
+    """A frozen target that gives features of whole sequences."""
+
+    def __init__(self, model: DecoderModel, taps: tuple[int, ...], device: Device) -> None:
+        """model: not packed."""
+        self.model, self.taps, self.device = model.requires_grad_(False), taps, device
+
+    @classmethod
+    def load(
+        cls, path: Path, algorithm: str, device: str = "auto", dtype: str = "auto", aux: Sequence[int] | None = None
+    ) -> FeatureModel:
+        """path: of the target, as for the engine; device, dtype: as the engine's options. Raises CheckpointError and
+        ConfigError."""
+        config = load_config(path)
+        where = pick_device(device)
+        taps = target_taps(algorithm, config.num_layers, aux)
+        return cls(load_model(path, pick_dtype(dtype, where, config.dtype), where.device), taps, where)
+
+    def meta(self, name: str, algorithm: str) -> SourceMeta:
+        config, dtype = self.model.config, str(self.model.norm.weight.dtype).removeprefix("torch.")
+        return SourceMeta(name, algorithm, self.taps, config.hidden_size, config.vocab_size, dtype)
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids [T] -> taps [T, len(taps) * hidden], final [T, hidden]"""
+        return self.batch([ids])[0]
+
+    @torch.no_grad()
+    def batch(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The same of several sequences in one forward, each padded to the longest at its end, where causal attention
+        lets nobody see it."""
+        count, longest = len(sequences), max(len(ids) for ids in sequences)
+        padded = torch.zeros(count, longest, dtype=torch.int64)
+        for row, ids in zip(padded, sequences, strict=True):
+            row[: len(ids)] = ids
+        positions = torch.arange(longest, device=self.device.device).repeat(count)
+        final, taps = self.model(
+            padded.flatten().to(self.device.device), positions, causal(count, longest), self.taps
+        )  # fmt: skip
+        assert taps is not None
+        final, taps = final.view(count, longest, -1), taps.view(count, longest, -1)
+        return [(taps[i, : len(ids)], final[i, : len(ids)]) for i, ids in enumerate(sequences)]
+
+
+def causal(count: int, length: int) -> Attend:
+    """Attention of `count` sequences of `length` tokens each, one after the other, every token to those before it."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # [count * length, heads, head_dim] -> [count, heads, length, head_dim]
+        q, k, v = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).reshape(count * length, -1)
+
+    return attend
+
+
+def capture(
+    target: FeatureModel,
+    store: FeatureStore,
+    tokens: Sequence[Tokens],
+    batch_tokens: int = BATCH_TOKENS,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Appends the features of all `tokens` that the store does not have, in shards of about `shard_bytes`.
+
+    Returns how many were computed. Killed at any moment, it loses at most the shard it was at. Shards end where batches
+    do and batches follow from all of `tokens`, so an interrupted capture gives the same bits as any other.
+    """
+    missing = [one for one in tokens if one.key not in store.keys]
+    token_bytes = bytes_per_token(store.meta)
+    pending: list[Sample] = []
+    held = 0
+    with tqdm(total=sum(len(one.ids) for one in missing), desc="capturing", unit=" tokens", unit_scale=True) as bar:
+        for batch in batches(sorted(tokens, key=lambda one: one.key), batch_tokens):
+            batch = [one for one in batch if one.key not in store.keys]
+            if not batch:
+                continue
+            ids = [torch.from_numpy(one.ids) for one in batch]
+            for one, row, (tap, final) in zip(batch, ids, target.batch(ids), strict=True):
+                pending.append(Sample(row, torch.from_numpy(one.loss_mask), tap.cpu(), final.cpu(), one.key))
+                held += len(row) * token_bytes
+                bar.update(len(row))
+            if held >= shard_bytes:
+                store.append(pending)
+                pending, held = [], 0
+        store.append(pending)
+    return len(missing)
+
+
+def bytes_per_token(meta: SourceMeta) -> int:
+    """Of a store, on the disk."""
+    streams = 1 + len(meta.taps) if meta.algorithm == "EAGLE3" else 1
+    return streams * meta.hidden * meta.torch_dtype.itemsize + 5
+
+
+def batches(tokens: Sequence[Tokens], batch_tokens: int) -> Iterator[list[Tokens]]:
+    """All of `tokens`, those of similar length together, at most `batch_tokens` with padding unless one alone has more.
+
+    Sorted within windows only, so that a store's beginning is not all of its short sequences.
+    """
+    start = 0
+    while start < len(tokens):
+        end, total = start, 0
+        while end < len(tokens) and total < _WINDOW * batch_tokens:
+            total += len(tokens[end].ids)
+            end += 1
+        batch: list[Tokens] = []
+        for one in sorted(tokens[start:end], key=lambda one: len(one.ids)):
+            if batch and len(one.ids) * (len(batch) + 1) > batch_tokens:
+                yield batch
+                batch = []
+            batch.append(one)
+        yield batch
+        start = end
+
+
+def online(target: FeatureModel, name: str, algorithm: str, tokens: Sequence[Tokens]) -> OnlineSource:
+    """Features computed when they are read, for data that would not fit on the disk."""
+    return OnlineSource(target.meta(name, algorithm), tokens, target.batch)

@@ -1,0 +1,104 @@
+"""The card of a trained head, README.md beside its weights: what it is, how it was made, how good it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import draftwing
+from draftwing.models.config import ModelConfig
+from draftwing.train.evaluate import ALGORITHMS, summary
+from draftwing.train.settings import Run
+
+_TITLES = {"EAGLE3": "EAGLE-3 head", "EAGLE": "EAGLE-2 head", "MTP": "Multi-token prediction layer"}
+
+
+def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> Path:
+    path = run.out / "head" / "README.md"
+    partial = path.with_suffix(".partial")
+    partial.write_text(card(run, target, records), encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown. records: of `evaluate`."""
+    settings, model = run.settings, run.options.get("model", "smollm2")
+    algorithm = ALGORITHMS[settings.algorithm]
+    flags = f"--model {model} --speculative-algorithm {algorithm} --speculative-draft-model-path FOLDER"
+    return "\n\n".join(
+        [
+            f"# {_TITLES[settings.algorithm]} for {model}",
+            "Drafts for its target in speculative decoding; the text is the target's own, only sooner.",
+            f"```\ndraftwing serve {flags}\n```",
+            *_note(settings.algorithm, target),
+            "## Acceptance",
+            f"Mean tokens per step of the target, measured by the engine: first turns, {settings.eval_tokens} tokens "
+            f"an answer, trees of (steps, topk, draft tokens).",
+            summary(records),
+            _positions(records),
+            "## Data",
+            _data(run),
+            "## Training",
+            _training(run),
+        ]
+    )
+
+
+def _note(algorithm: str, target: ModelConfig) -> list[str]:
+    if algorithm != "MTP" or target.architecture == "MiMoForCausalLM":
+        return []
+    return [
+        f"A layer with the tensor names of MiMo for a target that is a {target.architecture}: a layout of draftwing's "
+        "own, which other engines do not load."
+    ]
+
+
+def _positions(records: Sequence[Mapping[str, Any]]) -> str:
+    """Shares of the deepest tree, greedy."""
+    greedy = [record for record in records if record["temperature"] == 0] or list(records)
+    if not greedy:
+        return ""
+    deepest = max(record["shape"][0] for record in greedy)
+    lines = ["Share of steps that go on at each position, where they came that far:", ""]
+    for record in greedy:
+        if record["shape"][0] == deepest:
+            shares = ", ".join(f"{share:.2f}" for share in record["positions"])
+            lines.append(f"- {record['set']} ({', '.join(map(str, record['shape']))}): {shares}")
+    return "\n".join(lines)
+
+
+def _data(run: Run) -> str:
+    settings, report = run.settings, _json(run.data / "data.json") or _json(run.out / "data.json")
+    lines = [f"- {Path(file).name}" for file in (*settings.prompts, *settings.conversations)]
+    answered = "Prompts were answered by the target itself" if settings.prompts or settings.regenerate else ""
+    if answered:
+        low, high = min(settings.temperatures), max(settings.temperatures)
+        answered += f", {settings.greedy_share:.0%} at temperature 0, the others at {low:g} to {high:g}."
+    counts = f"{report.get('prompts', 0)} prompts and {report.get('conversations', 0)} conversations were used."
+    dropped = "; ".join(f"{count} {reason}" for reason, count in report.get("skipped", {}).items())
+    if dropped:
+        counts += f" Left out: {dropped}."
+    licences = [f"- {text}" for text in settings.licence] or ["- not stated by who trained it"]
+    parts = ["\n".join(lines), f"{answered} {counts}".strip(), "Sources and licences:\n\n" + "\n".join(licences)]
+    return "\n\n".join(parts)
+
+
+def _training(run: Run) -> str:
+    report, vocabulary = _json(run.out / "fit.json"), _json(run.out / "vocabulary.json")
+    lines = [f"Seed {run.settings.seed}, draftwing {draftwing.__version__}."]
+    if report:
+        lines.append(f"{report['steps']} steps over {report['tokens']} tokens in {report['seconds']:.0f} s.")
+    if run.settings.algorithm == "EAGLE3" and vocabulary:
+        lines.append(f"Draft vocabulary: {len(vocabulary['ids'])} tokens, {vocabulary['coverage']:.2%} of the answers.")
+    return " ".join(lines) + f"\n\n```\n{run.command()}\n```\n"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,166 @@
+"""Attention of the training-time test: many chains of drafts at once, one from every position of a text.
+
+In step k the row at index t of a sequence stands for the k-th draft of the chain that starts after the text up to t.
+What it may see is what the same row sees in serving: the committed rows 0 .. t, which are those of step 0, and the
+rows of its own chain, which are those of steps 1 .. k at the same index t. The first part is ordinary causal
+attention, for which there are fast kernels; the second is k scores a row. Both are joined by their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from draftwing.attn.base import Attend, default_scale
+
+KeyValue = tuple[Tensor, Tensor]  # [B, heads, T, head_dim] each
+
+
+class ChainAttention:
+    """Keeps the keys and values of the steps so far and gives each step its `Attend`, for all layers of a head.
+
+    Queries come flat, M = B * T rows of B sequences of equal length T; a shorter sequence is padded at its end, where
+    no row of it looks.
+    """
+
+    def __init__(self, sequences: int, length: int) -> None:
+        self._shape = (sequences, length)
+        self._seen: dict[int, list[KeyValue]] = {}  # layer -> keys and values of steps 0, 1, ..
+
+    def step(self, number: int) -> Attend:
+        """The attention of step `number`; steps come in order, each once."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] -> [M, heads * head_dim]"""
+            seen = self._seen.setdefault(layer, [])
+            assert len(seen) == number, "one call per layer and step"
+            heads = q.shape[1]
+            # Rotary tables are in float32 while a product under autocast is not: the kernels want one dtype.
+            seen.append((self._split(k.to(v.dtype), heads), self._split(v, heads)))
+            out = attend_chains(self._split(q.to(v.dtype), heads), seen)
+            return out.transpose(1, 2).reshape(q.shape[0], -1)
+
+        return attend
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        """x [M, heads or fewer, head_dim] -> [B, heads, T, head_dim]"""
+        x = x.unflatten(0, self._shape).transpose(1, 2)
+        return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def attend_chains(q: Tensor, seen: list[KeyValue]) -> Tensor:
+    """q [B, heads, T, head_dim] of the newest step, keys and values of all steps -> [B, heads, T, head_dim]"""
+    flat = [tensor for pair in seen for tensor in pair]
+    out: Tensor = _ChainAttention.apply(q, *flat)
+    return out
+
+
+class _ChainAttention(torch.autograd.Function):
+    """softmax over (scores of step 0's keys up to t, scores of the own row of steps 1 ..), written by hand.
+
+    The causal part's kernel returns its output and log-sum-exp but takes no gradient of the latter. It needs none: its
+    backward pass computes probabilities as exp(score - lse) and the softmax's inner term from (output, its gradient),
+    so that given the joint output and the joint log-sum-exp it gives just its share of the joint gradient (the same
+    step makes blockwise attention differentiable, Liu et al. 2023, arXiv 2310.01889).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *seen: Tensor) -> Tensor:
+        k0, v0, *own = seen
+        out, lse, ctx.rest = _causal(q, k0, v0)
+        if not own:
+            ctx.save_for_backward(q, k0, v0, out, lse)
+            return out
+        scores = torch.stack([_own_scores(q, k) for k in own[::2]])  # [k, B, heads, T]
+        joint = torch.logsumexp(torch.cat((lse.unsqueeze(0), scores)), 0)
+        mixed = out * (lse - joint).exp().unsqueeze(-1)  # in lse's dtype
+        for score, v in zip(scores, own[1::2], strict=True):
+            mixed = torch.addcmul(mixed, (score - joint).exp().unsqueeze(-1), v.to(mixed.dtype))
+        mixed = mixed.to(q.dtype)
+        ctx.save_for_backward(q, k0, v0, mixed, joint, *own)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        grad = grads[0].contiguous()
+        q, k0, v0, out, lse, *own = ctx.saved_tensors
+        grad_q, grad_k0, grad_v0 = _causal_backward(grad, q, k0, v0, out, lse, ctx.rest)
+        if not own:
+            return grad_q, grad_k0, grad_v0
+        exact, scale = lse.dtype, default_scale(q.shape[-1])
+        inner = (grad.to(exact) * out.to(exact)).sum(-1)  # [B, heads, T]
+        total, others = grad_q.to(exact), []
+        for k, v in zip(own[::2], own[1::2], strict=True):
+            share = (_own_scores(q, k) - lse).exp()  # probability of the own row
+            slope = (share * ((grad.to(exact) * v.to(exact)).sum(-1) - inner) * scale).unsqueeze(-1)
+            total = torch.addcmul(total, slope, k.to(exact))
+            others += [(slope * q).to(k.dtype), (share.unsqueeze(-1) * grad).to(v.dtype)]
+        return total.to(q.dtype), grad_k0, grad_v0, *others
+
+
+def _own_scores(q: Tensor, k: Tensor) -> Tensor:
+    """[B, heads, T], float32 or wider"""
+    return (q.to(wide(q)) * k.to(wide(q))).sum(-1) * default_scale(q.shape[-1])
+
+
+# ---- causal attention that tells its log-sum-exp ---------------------------------------------------------------------
+# torch's public attention keeps it to itself, so its kernels are called by their own names.
+
+
+def _kernel(q: Tensor) -> Literal["cpu", "flash", "dense"]:
+    """dense: what the flash kernels do not take, float32 on a GPU among it; its memory grows with T squared."""
+    if q.device.type == "cpu":
+        return "cpu"
+    half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+    return "flash" if q.is_cuda and half and size % 8 == 0 and size <= 256 else "dense"
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Sequence[Any]]:
+    """-> output [B, heads, T, head_dim], log-sum-exp of the scores [B, heads, T], and what else the kernel's backward
+    pass takes: lengths, dropout and its random state"""
+    rest: Sequence[Any] = ()
+    ops, kernel = torch.ops.aten, _kernel(q)
+    if kernel == "cpu":
+        out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    elif kernel == "flash":
+        out, lse, *rest = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    else:
+        scores = _dense_scores(q, k)
+        lse = scores.logsumexp(-1)
+        out = ((scores - lse.unsqueeze(-1)).exp().to(v.dtype)) @ v
+    return out, lse, rest
+
+
+def _causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    ops, kernel = torch.ops.aten, _kernel(q)
+    if kernel == "cpu":
+        grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
+    elif kernel == "flash":
+        ends_q, ends_k, max_q, max_k, seed, offset = rest[:6]
+        grads = ops._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, 0.0, True, seed, offset
+        )
+    else:
+        shares = (_dense_scores(q, k) - lse.unsqueeze(-1)).exp()  # [B, heads, T, T]
+        exact = shares.dtype
+        inner = (grad.to(exact) * out.to(exact)).sum(-1, keepdim=True)
+        slopes = (shares * ((grad @ v.transpose(-1, -2)).to(exact) - inner) * default_scale(q.shape[-1])).to(q.dtype)
+        grads = slopes @ k, slopes.transpose(-1, -2) @ q, shares.to(grad.dtype).transpose(-1, -2) @ grad
+    grad_q, grad_k, grad_v = grads
+    return grad_q, grad_k, grad_v
+
+
+def _dense_scores(q: Tensor, k: Tensor) -> Tensor:
+    """[B, heads, T, T], float32 or wider; minus infinity where a key comes after the query"""
+    scores = (q @ k.transpose(-1, -2)).to(wide(q)) * default_scale(q.shape[-1])
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, float("-inf"))
+
+
+def wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

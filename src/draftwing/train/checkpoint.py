@@ -1,0 +1,199 @@
+"""Writes a trained head as published heads are: the tensor names and config keys of EAGLE, EAGLE-3 and MiMo.
+
+Names and shapes come from the head's own `stored_tensors`, the table that the loader reads by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.layers.rope import RopeConfig
+from draftwing.models.config import FAMILIES, ModelConfig
+from draftwing.models.draft_config import resolve_taps
+from draftwing.models.eagle3_head import Eagle3Head
+from draftwing.models.eagle_head import EagleHead
+from draftwing.models.feature_head import FeatureHead
+from draftwing.models.mtp_head import MTPHead
+
+_EAGLE_CLASSES = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
+
+_HEADER = 256  # bytes of a safetensors header that a tensor takes at most, its name included
+_ALIGNMENT = 64  # bytes of a header beside that
+
+
+def save_head(
+    head: FeatureHead,
+    folder: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    max_file_bytes: int = 5 << 30,
+    extra: Mapping[str, Any] | None = None,
+    card: str | None = None,
+) -> Path:
+    """Writes config.json and the weights into `folder`, in the place of a head that was there; returns the folder.
+
+    dtype: of floating point tensors.  max_file_bytes: weights that do not fit one file of this size are split into
+    shards with an index.  extra: further keys of the config.  card: text of README.md.
+
+    Files appear complete under their names, config.json last. Raises ConfigError for a tensor that alone is larger
+    than a file may be.
+    """
+    folder = Path(folder)
+    tensors = {
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+        for name, tensor in head.stored_tensors()
+    }
+    shards = _shards(tensors, max_file_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A folder in the middle of being replaced has no config, so that nobody takes it for a head.
+    for stale in (folder / "config.json", *folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+        stale.unlink(missing_ok=True)
+    where: dict[str, str] = {}
+    for i, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        where |= dict.fromkeys(names, file)
+        partial = folder / f"{file}.partial"
+        # Views of one parameter share its memory, which the format refuses: each tensor in memory of its own.
+        save_file({name: tensors[name].clone() for name in names}, partial, metadata={"format": "pt"})
+        replace_file(partial, folder / file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        _write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    if card is not None:
+        partial = folder / "README.md.partial"
+        partial.write_text(card, encoding="utf-8")
+        replace_file(partial, folder / "README.md")
+    _write(folder / "config.json", {**head_config(head, dtype), **(extra or {})})
+    return folder
+
+
+def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a head whose tensors are stored in `dtype`."""
+    if isinstance(head, MTPHead):
+        return _mtp_config(head, dtype)
+    if not isinstance(head, EagleHead | Eagle3Head):
+        raise ConfigError(f"{type(head).__name__} has no published format")
+    config = head.config
+    # The class names that engines look for: of EAGLE's two, some know the first and some the second.
+    classes = ["LlamaForCausalLMEagle3"] if isinstance(head, Eagle3Head) else _EAGLE_CLASSES
+    keys = {"architectures": classes, "model_type": "llama", **_sizes(config, dtype)}
+    keys |= {"attention_bias": False, "mlp_bias": False, "bias": head.fc.bias is not None}
+    if isinstance(head, EagleHead):
+        if config.qkv_bias:
+            keys["qkv_bias"] = True
+        return keys
+    eagle, layers = head.eagle, head.target.config.num_layers
+    keys["draft_vocab_size"] = eagle.draft_vocab or config.vocab_size
+    keys["target_hidden_size"] = eagle.tap_size
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        if getattr(eagle, key):
+            keys[key] = True
+    ids = aux_layer_ids(eagle.taps, layers)
+    if ids is not None:
+        keys["num_aux_hidden_states"] = len(ids)
+        keys["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    return keys
+
+
+def aux_layer_ids(taps: Sequence[int], layers: int) -> list[int] | None:
+    """How a config names the residual streams `taps` of a target with so many layers; None where nothing need be said.
+
+    Ids count the layers whose output is meant, unless that would be read otherwise; see `resolve_taps`. Raises
+    ConfigError for taps that no ids name without being misread.
+    """
+    if min(taps) < 0 or max(taps) > layers:
+        raise ConfigError(f"taps: expected 0 to {layers} for a target of {layers} layers, found {list(taps)}")
+    for ids in (None, [tap - 1 for tap in taps], list(taps)):
+        raw = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+        try:
+            if resolve_taps(raw, len(taps), layers, "auto") == tuple(taps):
+                return ids
+        except CheckpointError:
+            continue
+    raise ConfigError(
+        f"taps {list(taps)}: a config could only name them in a way that is taken for others; let the first be "
+        "neither 0 nor 3, or the last the number of layers"
+    )
+
+
+def _mtp_config(head: MTPHead, dtype: torch.dtype) -> dict[str, Any]:
+    """That of the target, as the layers are stored with it, which it has no other part of here."""
+    target = head.target.config
+    return {
+        "architectures": [target.architecture],
+        "model_type": FAMILIES[target.architecture].model_type,
+        **_sizes(target, dtype),
+        "num_nextn_predict_layers": head.config.num_layers,
+        "attention_bias": target.qkv_bias,
+        "mlp_bias": target.mlp_bias,
+    }
+
+
+def _sizes(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling(config.rope),
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.kind == "linear":
+        return {"rope_type": "linear", "factor": rope.factor}
+    if rope.kind == "llama3":
+        return {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        }
+    return None
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+    """Names of the tensors of each file, in order."""
+    shards: list[list[str]] = []
+    size = limit
+    for name, tensor in tensors.items():
+        needed = tensor.nbytes + _HEADER
+        if needed + _ALIGNMENT > limit:
+            raise ConfigError(f"{name} has {tensor.nbytes} bytes: expected the largest file to be larger than {limit}")
+        if size + needed > limit:
+            shards.append([])
+            size = _ALIGNMENT
+        shards[-1].append(name)
+        size += needed
+    return shards
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_file(partial, path)
+
+
+def replace_file(partial: Path, path: Path) -> None:
+    """Renames a complete file into its place; what is found there is whole even after the machine went down."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)

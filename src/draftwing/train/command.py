@@ -1,0 +1,75 @@
+"""`draftwing train`: its arguments, and the stages that it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from draftwing.compat import REFUSED
+from draftwing.config import LOG_LEVELS, REQUESTS, SERVER, Options, add_arguments
+from draftwing.errors import ConfigError
+from draftwing.train.settings import Settings, add_settings, open_run
+
+STAGES = ("generate", "capture", "fit", "eval")
+
+
+def add_train(commands: Any) -> None:
+    """Adds the parser to argparse's `commands`."""
+    train = commands.add_parser(
+        "train",
+        usage="draftwing train [generate|capture|fit|eval] --model M --prompts FILES... --out DIR [options]",
+        help="train a draft for a model",
+        description="Trains a draft head for a model: the model answers the prompts, its features are captured, the "
+        "head is trained on them and measured by the engine. Without a stage all run, each going on where a run of "
+        "the same --out was interrupted.",
+        allow_abbrev=False,
+    )
+    train.add_argument("stage", nargs="?", choices=STAGES, help="only this one")
+    train.add_argument("--out", required=True, metavar="DIR", help="folder of the run; the head is in DIR/head")
+    add_settings(train)
+    add_arguments(train)
+    other = {spec.name for spec in dataclasses.fields(Options) if spec.metadata["group"] in (SERVER, REQUESTS)}
+    for action in train._actions:
+        if action.dest in other | REFUSED.keys():
+            action.help = argparse.SUPPRESS
+
+
+def run_train(arguments: dict[str, Any]) -> None:
+    """Raises ConfigError and CheckpointError."""
+    stage, out = arguments.pop("stage"), Path(arguments.pop("out"))
+    names = {spec.name for spec in dataclasses.fields(Settings)}
+    given = {name: arguments.pop(name) for name in names & arguments.keys()}
+    first = os.environ.get("RANK", "0") == "0"  # of the processes of a torchrun
+    _log(arguments.pop("log_level", "info") if first else "warning")
+    if not first:
+        os.environ["TQDM_DISABLE"] = "1"
+    if stage == "generate" and "LOCAL_RANK" in os.environ:
+        _one_gpu(int(os.environ["LOCAL_RANK"]))
+    run = open_run(out, given, arguments)
+    from draftwing.train.stages import Stages  # late: it imports torch
+
+    stages = Stages(run)
+    stages.check()
+    if first:
+        run.save()
+    work = {"generate": stages.generate, "capture": stages.capture, "fit": stages.fit, "eval": stages.evaluate}
+    for name in STAGES if stage is None else (stage,):
+        work[name]()
+
+
+def _one_gpu(number: int) -> None:
+    """Leaves this process one GPU of those it may use, as an engine has one; before torch looks for them."""
+    allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = allowed[number % len(allowed)] if allowed else str(number)
+
+
+def _log(level: str) -> None:
+    """The engine's own lines, of every few steps, would hide those of training."""
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {level!r}")
+    logging.getLogger("draftwing.train").setLevel(level.upper())
+    logging.getLogger("draftwing").setLevel("WARNING" if level == "info" else level.upper())

@@ -1,0 +1,373 @@
+"""Prompts and conversations from files, cleaned: what cannot be used is skipped, counted and named by its line.
+
+No torch and no model: a user learns what is wrong with the data before anything large is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import logging
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NGRAM = 13  # words; as Brown et al. 2020 (arXiv 2005.14165, appendix C) look for evaluation data in training data
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_PROMPT_FIELDS = ("prompt", "turns", "question", "instruction", "text")
+# A word is a run of letters and digits, or one character of a script that is written without spaces.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+_SHOWN = 20  # places that a report names for each reason
+
+
+class BadData(Exception):
+    """An entry that cannot be used. `str()` is the reason, a few words that are the same for all of its kind."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a user says, turn after turn; the model is to answer each. where: file and line."""
+
+    turns: tuple[str, ...]
+    system: str | None = None
+    where: str = ""
+
+    @property
+    def key(self) -> str:
+        """The same for texts that differ in case and white space only."""
+        return _key([self.system or "", *self.turns])
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Alternating messages, {"role", "content"}: perhaps one of the system's, then the user's and the assistant's in
+    turn, the last one the assistant's."""
+
+    messages: tuple[Mapping[str, str], ...]
+    where: str = ""
+
+    @property
+    def key(self) -> str:
+        return _key([f"{message['role']} {message['content']}" for message in self.messages])
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """What the user says."""
+        return tuple(message["content"] for message in self.messages if message["role"] == "user")
+
+    def prompt(self) -> Prompt:
+        """Without the answers."""
+        first = self.messages[0]
+        return Prompt(self.turns, first["content"] if first["role"] == "system" else None, self.where)
+
+
+@dataclass
+class Skipped:
+    """Counts of what was read and of what was left out, with the first places of each reason."""
+
+    read: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, reason: str | BadData, where: str) -> None:
+        reason = str(reason)
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < _SHOWN:
+            places.append(where)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def report(self) -> dict[str, Any]:
+        return {"read": self.read, "skipped": self.counts, "places": self.places}
+
+    def log(self) -> None:
+        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            some = ", ".join(self.places[reason][:5]) + (", ..." if count > 5 else "")
+            logger.warning("skipped %d of %d: %s (%s)", count, self.read, reason, some)
+
+    def require(self, left: int, what: str) -> None:
+        """Raises ConfigError where nothing is left."""
+        if left:
+            return
+        reasons = "; ".join(
+            f"{count} {reason} (such as {self.places[reason][0]})" for reason, count in self.counts.items()
+        )
+        raise ConfigError(f"no {what} is left of {self.read} read: {reasons or 'the files are empty'}")
+
+
+# ---- prompts and conversations ---------------------------------------------------------------------------------------
+
+
+def read_prompts(files: Sequence[str | Path], skipped: Skipped, seed: int = 0) -> list[Prompt]:
+    """Distinct prompts of all files, in the order read; the first of equals stays.
+
+    files: JSON lines, JSON (an array, or an object of arrays), CSV, or text with a prompt a line, each also as .gz.
+    `FILE:N` takes a random N of a file's prompts, the same ones for the same seed.
+    An entry is a string, an array whose first element is one, or an object with `prompt`, `turns`, `question`,
+    `instruction` (and perhaps `input`) or `text`. Raises ConfigError for files that cannot be read.
+    """
+    found: dict[str, Prompt] = {}
+    for name in files:
+        path, limit = _limited(name)
+        here: dict[str, Prompt] = {}
+        for where, entry in _entries(path, skipped):
+            try:
+                prompt = Prompt(_turns(entry), where=where)
+            except BadData as error:
+                skipped.note(error, where)
+                continue
+            if prompt.key in found or prompt.key in here:
+                skipped.note("repeated", where)
+            else:
+                here[prompt.key] = prompt
+        if limit is not None and limit < len(here):
+            chosen = set(sorted(here, key=lambda key: _key([str(seed), key]))[:limit])
+            here = {key: prompt for key, prompt in here.items() if key in chosen}
+        found |= here
+    return list(found.values())
+
+
+def read_conversations(files: Sequence[str | Path], skipped: Skipped) -> list[Conversation]:
+    """Distinct conversations of files in ShareGPT's or OpenAI's layout, in the order read.
+
+    An entry has `conversations` or `messages`, whose elements have `from` and `value`, or `role` and `content`.
+    What the user says after the last answer is left out. Raises ConfigError for files that cannot be read.
+    """
+    found: dict[str, Conversation] = {}
+    for name in files:
+        for where, entry in _entries(Path(name), skipped):
+            try:
+                conversation = Conversation(_messages(entry), where)
+            except BadData as error:
+                skipped.note(error, where)
+                continue
+            if conversation.key in found:
+                skipped.note("repeated", where)
+            else:
+                found[conversation.key] = conversation
+    return list(found.values())
+
+
+def first_turns(path: str | Path, skipped: Skipped) -> list[str]:
+    """What an evaluation asks: the first turn of every prompt of a file."""
+    return [prompt.turns[0] for prompt in read_prompts([path], skipped)]
+
+
+def _turns(entry: Any) -> tuple[str, ...]:
+    if isinstance(entry, list) and entry and isinstance(entry[0], str):
+        entry = entry[0]  # [text, label]
+    if isinstance(entry, dict):
+        name = next((name for name in _PROMPT_FIELDS if entry.get(name) is not None), None)
+        if name is None:
+            raise BadData(f"none of the fields {', '.join(_PROMPT_FIELDS)}")
+        value = entry[name]
+        if name == "instruction" and isinstance(value, str) and isinstance(entry.get("input"), str):
+            value = "\n\n".join(part for part in (value, entry["input"]) if part.strip())
+        entry = value
+    turns = entry if isinstance(entry, list) else [entry]
+    if not turns:
+        raise BadData("empty")
+    return tuple(_text(turn) for turn in turns)
+
+
+def _messages(entry: Any) -> tuple[dict[str, str], ...]:
+    raw = entry.get("messages", entry.get("conversations")) if isinstance(entry, dict) else None
+    if not isinstance(raw, list):
+        raise BadData("neither messages nor conversations")
+    messages: list[dict[str, str]] = []
+    for turn in raw:
+        if not isinstance(turn, dict):
+            raise BadData("a message that is no object")
+        role = turn.get("role", turn.get("from"))
+        role = _ROLES.get(str(role), role)
+        if role not in ("system", "user", "assistant"):
+            raise BadData("wrong roles")
+        content = turn.get("content", turn.get("value"))
+        if isinstance(content, list):  # OpenAI's parts
+            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        if role == "system" and not (content or "").strip():
+            continue
+        messages.append({"role": role, "content": _text(content)})
+    if not messages:
+        raise BadData("empty")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadData("no assistant turn")
+    if messages[-1]["role"] == "user":
+        messages.pop()
+    start = messages[0]["role"] == "system"
+    if [m["role"] for m in messages[start:]] != ["user", "assistant"] * ((len(messages) - start) // 2):
+        raise BadData("wrong roles")
+    return tuple(messages)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadData("a text that is no string")
+    if not value.strip():
+        raise BadData("empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadData("not UTF-8") from None
+    return value
+
+
+# ---- overlap with evaluation prompts ---------------------------------------------------------------------------------
+
+
+class Overlap:
+    """Finds texts that share a run of `NGRAM` words with an evaluation prompt, case and punctuation aside. Of shorter
+    evaluation prompts, texts that have the same words."""
+
+    def __init__(self, prompts: Iterable[str]) -> None:
+        self._grams: set[str] = set()
+        self._short: set[str] = set()
+        for prompt in prompts:
+            words = _words(prompt)
+            if len(words) < NGRAM:
+                self._short.add(" ".join(words))
+            self._grams.update(_grams(words))
+
+    def found_in(self, texts: Iterable[str]) -> bool:
+        for text in texts:
+            words = _words(text)
+            if " ".join(words) in self._short or any(gram in self._grams for gram in _grams(words)):
+                return True
+        return False
+
+
+def without_overlap(items: Iterable[Any], overlap: Overlap, skipped: Skipped) -> list[Any]:
+    """Prompts or conversations in which `overlap` finds nothing, in what the user says."""
+    kept = []
+    for item in items:
+        if overlap.found_in(item.turns):
+            skipped.note(f"an evaluation prompt or {NGRAM} words of one", item.where)
+        else:
+            kept.append(item)
+    return kept
+
+
+def held_out(keys: Iterable[str], share: float, seed: int, purpose: str) -> set[str]:
+    """A random `share` of the keys, at least one. What is chosen does not change when others are added; choices for
+    different purposes are independent."""
+    order = {key: int(_key([str(seed), purpose, key])[:13], 16) / 2**52 for key in keys}
+    return {key for key, place in order.items() if place < share} or set(sorted(order, key=lambda k: order[k])[:1])
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _grams(words: Sequence[str]) -> Iterator[str]:
+    for i in range(len(words) - NGRAM + 1):
+        yield " ".join(words[i : i + NGRAM])
+
+
+def _key(parts: Iterable[str]) -> str:
+    text = "\x1f".join(" ".join(part.casefold().split()) for part in parts)
+    return blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _limited(name: str | Path) -> tuple[Path, int | None]:
+    """FILE:N -> FILE, N"""
+    path = Path(name)
+    head, colon, tail = str(name).rpartition(":")
+    if colon and tail.isdecimal() and not path.exists():
+        return Path(head), int(tail)
+    return path, None
+
+
+def _entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, Any]]:
+    """(file and line, entry) of everything that can be parsed."""
+    kind = Path(path.stem if path.suffix == ".gz" else path.name).suffix
+    try:
+        with _open(path) as lines:
+            if kind == ".csv":
+                found = _csv(lines, path)
+            elif kind in (".jsonl", ".json"):
+                found = _json(lines, path, kind)
+            else:
+                found = ((f"{path.name}:{number}", line.strip()) for number, line in enumerate(lines, 1))
+            for where, entry in found:
+                if entry == "":
+                    continue  # an empty line
+                skipped.read += 1
+                if isinstance(entry, BadData):
+                    skipped.note(entry, where)
+                else:
+                    yield where, entry
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[io.TextIOWrapper]:
+    """Bytes that are no UTF-8 come as lone surrogates, which `_text` refuses."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as raw:
+        yield io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _csv(lines: Iterable[str], path: Path) -> Iterator[tuple[str, Any]]:
+    rows = csv.DictReader(lines)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"{path.name}:{rows.line_num}", BadData(f"a broken line: {error}")
+            continue
+        yield f"{path.name}:{rows.line_num}", row
+
+
+def _json(lines: io.TextIOWrapper, path: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    if kind == ".json":
+        text = lines.read()
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            first = text.lstrip().partition("\n")[0]
+            if not first.startswith("{") or isinstance(_line(first), BadData):
+                raise ConfigError(f"{path} is not valid JSON: {error}") from None
+            yield from _json_lines(text.split("\n"), path)  # JSON lines under another name
+            return
+        parts: Sequence[Any] = [content]
+        if isinstance(content, dict) and content and all(isinstance(value, list) for value in content.values()):
+            looks_like_one = {"messages", "conversations", "turns"} & set(content)
+            parts = [content] if looks_like_one else list(content.values())  # an object of splits
+        entries = (entry for part in parts for entry in (part if isinstance(part, list) else [part]))
+        for number, entry in enumerate(entries, 1):
+            yield f"{path.name}, entry {number}", entry
+        return
+    yield from _json_lines(lines, path)
+
+
+def _json_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path.name}:{number}", _line(line)
+
+
+def _line(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return BadData("a broken line")

@@ -1,0 +1,170 @@
+"""How good a head is, by the engine that will run it: accept lengths on prompts that it was not trained on.
+
+Runs and counts are those of `draftwing bench`, so its figures are the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from draftwing.config import Options
+from draftwing.core import TreeShape
+from draftwing.errors import ConfigError
+from draftwing.tools.bench import Local, Sample, measure
+
+logger = logging.getLogger(__name__)
+
+SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 4, 16), TreeShape(6, 10, 60))
+ALGORITHMS = {"EAGLE3": "EAGLE3", "EAGLE": "EAGLE", "MTP": "NEXTN"}  # what --speculative-algorithm calls them
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is measured: every set of prompts, in every shape, at every temperature."""
+
+    shapes: Sequence[TreeShape] = SHAPES
+    temperatures: Sequence[float] = (0.0, 1.0)
+    max_tokens: int = 128
+    concurrency: int = 8
+
+
+class _Recorder(Local):
+    """Keeps the samples of the last run."""
+
+    samples: Sequence[Sample] = ()
+
+    def encode(self, prompt: str) -> list[int]:
+        """A text to complete where the model has no chat template."""
+        tokenizer = self._engine.tokenizer
+        return super().encode(prompt) if tokenizer.chat_template is not None else tokenizer.encode(prompt)
+
+    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
+        found = super().run(prompts, params, concurrency)
+        self.samples = found
+        return found
+
+
+def evaluate(
+    options: Mapping[str, Any], sets: Mapping[str, Sequence[str]], trial: Trial, report: Path
+) -> list[dict[str, Any]]:
+    """Measures what `options` (of an engine, with a speculative algorithm) accepts, and writes `report`, JSON.
+
+    sets: first user turns by the name of their set. A record has bench's fields, and `positions`: of the steps whose
+    first k drafts were accepted, the share in which one more was. Shapes that `report` has whole, of the same head and
+    trial, are kept, so a run that was killed goes on. Raises ConfigError and CheckpointError.
+    """
+    if not any(sets.values()):
+        raise ConfigError("there are no prompts to evaluate on: give --eval-prompts FILES")
+    same = {
+        "model": options.get("model", Options.model),
+        "algorithm": options["speculative_algorithm"],
+        "head": fingerprint(options.get("speculative_draft_model_path")),
+        "max_tokens": trial.max_tokens,
+        "concurrency": trial.concurrency,
+        "prompts": {name: _digest(prompts) for name, prompts in sets.items()},
+    }
+    records = _known(report, same)
+    runs = [(temperature, name) for temperature in trial.temperatures for name in sets if sets[name]]
+    for shape in trial.shapes:
+        done = [(r["temperature"], r["set"]) for r in records if r["shape"] == list(shape)]
+        if done == runs:
+            continue
+        # Seeds come from the engine one after the other, so a shape is measured whole to be what it would have been.
+        records = [r for r in records if r["shape"] != list(shape)]
+        for record in _measure_shape(options, shape, runs, sets, trial):
+            records.append(record)
+            _write(report, same, records)
+    return records
+
+
+def _measure_shape(
+    options: Mapping[str, Any],
+    shape: TreeShape,
+    runs: Sequence[tuple[float, str]],
+    sets: Mapping[str, Sequence[str]],
+    trial: Trial,
+) -> Iterator[dict[str, Any]]:
+    from draftwing.engine.engine import Engine  # late: it imports torch
+
+    tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    engine = Engine(Options.from_kwargs(**{**options, **dict(zip(tree, shape, strict=True))}))
+    target = _Recorder(engine)
+    for temperature, name in runs:
+        ids = [target.encode(prompt) for prompt in sets[name]]
+        params = {"temperature": temperature, "ignore_eos": False, "max_new_tokens": trial.max_tokens}
+        target.run(ids[:1], params, 1)  # first use of everything
+        record = measure(target, ids, params, trial.concurrency)
+        found = {"set": name, "shape": list(shape), "temperature": temperature, **record}
+        logger.info(
+            "%s %s, temperature %g: accept length %.3f", name, tuple(shape), temperature, record["accept_length"]
+        )
+        yield found | {"positions": positions(target.samples, shape.depth)}
+    engine.close()
+    del engine, target
+    gc.collect()
+
+
+def positions(samples: Sequence[Sample], depth: int) -> list[float]:
+    """[depth]: of the steps that accepted at least k drafts, the share that accepted another; 0 of no steps."""
+    steps = [0] * (depth + 1)  # that accepted exactly d
+    for sample in samples:
+        for accepted, count in enumerate(sample.meta.get("spec_correct_drafts_histogram", ())):
+            steps[accepted] += count
+    reached = [sum(steps[d:]) for d in range(depth + 1)]
+    return [reached[d + 1] / reached[d] if reached[d] else 0.0 for d in range(depth)]
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown: a row for each set and temperature, a column for each shape."""
+    shapes = list(dict.fromkeys(tuple(record["shape"]) for record in records))
+    runs = list(dict.fromkeys((record["set"], record["temperature"]) for record in records))
+    found = {(r["set"], r["temperature"], tuple(r["shape"])): r["accept_length"] for r in records}
+    head = ["prompts", "temperature", *(f"({', '.join(map(str, shape))})" for shape in shapes)]
+    lines = [head, ["---"] * len(head)]
+    for name, temperature in runs:
+        lengths = (found.get((name, temperature, shape)) for shape in shapes)
+        lines.append([name, f"{temperature:g}", *("" if one is None else f"{one:.2f}" for one in lengths)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def fingerprint(folder: str | Path | None) -> str | None:
+    """Of a head's config and weights; None without a folder."""
+    if folder is None:
+        return None
+    digest = sha256()
+    for file in sorted(Path(folder).glob("*")):
+        if file.suffix in (".json", ".safetensors", ".bin"):
+            digest.update(file.name.encode())
+            with file.open("rb") as content:
+                while block := content.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def _digest(prompts: Sequence[str]) -> str:
+    return f"{len(prompts)} {sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]}"
+
+
+def _known(report: Path, same: Mapping[str, Any]) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(report.read_text(encoding="utf-8"))
+        return list(found["records"]) if all(found.get(key) == value for key, value in same.items()) else []
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s); everything is measured again", report, error)
+        return []
+
+
+def _write(report: Path, same: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    report.parent.mkdir(parents=True, exist_ok=True)
+    partial = report.with_suffix(".partial")
+    partial.write_text(json.dumps({**same, "records": records}, indent=1), encoding="utf-8")
+    partial.replace(report)

@@ -1,0 +1,410 @@
+"""Trains a head: the loop around `ttt.Objective`, on one device or, started by torchrun, on several.
+
+A run can be killed at any moment and go on: the state it saves is complete or not there, and what comes next is a
+function of the seed and the number of the step alone; there is no random state to keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from draftwing.errors import ConfigError
+from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
+from draftwing.train.checkpoint import replace_file
+from draftwing.train.progress import Progress, Row, summary
+from draftwing.train.store import FeatureSource
+from draftwing.train.ttt import STATS, AnyHead, Loss, Objective, TargetHead
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.pt"
+_VERSION = 1
+# What a run may change when it goes on; everything else would make it another run.
+_FREE = ("log_every", "eval_every", "save_every", "readers")
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """How a head is trained.
+
+    steps: of the optimizer; 0: as many as `epochs` over the samples take.  tokens: of one forward, padding included.
+    accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
+    lr: the highest learning rate, 0: 0.4 / the head's hidden size.  warmup: share of the steps in which it rises;
+    final_lr: share of it that is left at the end.  clip: largest norm of a gradient.
+    precision: bfloat16 computes products in it; "auto" does on GPUs.  Parameters are float32 in any case.
+    readers: threads that read ahead.
+    """
+
+    loss: Loss = field(default_factory=Loss)
+    steps: int = 0
+    epochs: float = 1.0
+    tokens: int = 8192
+    accumulate: int = 1
+    max_length: int = 2048
+    lr: float = 0.0
+    warmup: float = 0.02
+    final_lr: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    seed: int = 0
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    log_every: int = 20
+    eval_every: int = 500
+    save_every: int = 500
+    readers: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "accumulate", "max_length", "log_every", "eval_every", "save_every", "readers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.steps < 0 or (self.steps == 0 and self.epochs <= 0):
+            raise ConfigError(f"expected steps or epochs above 0, found {self.steps} and {self.epochs}")
+        if self.loss.steps < 1:
+            raise ConfigError(f"loss.steps: expected at least 1, found {self.loss.steps}")
+        if self.lr < 0 or self.clip <= 0 or not 0 <= self.warmup <= 1:
+            raise ConfigError(
+                f"expected lr >= 0, clip > 0 and warmup from 0 to 1, found {self.lr}, {self.clip}, {self.warmup}"
+            )
+
+    def learning_rate(self, step: int, total: int, hidden: int) -> float:
+        """Of step 0, 1, ..: up in a line, then down in half a cosine."""
+        highest, rise = self.lr or 0.4 / hidden, self.warmup * total
+        if step < rise:
+            return highest * (step + 1) / (rise + 1)
+        done = (step - rise) / max(1.0, total - rise)
+        return highest * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+# By algorithm: the papers' terms and weights. An MTP layer is run for as many steps as an EAGLE-3 head.
+LOSSES = {
+    "EAGLE3": Loss(),
+    "EAGLE": Loss(steps=1, tokens=0.1, features=1.0, noise=0.2),
+    "MTP": Loss(),
+}
+
+
+def recipe(algorithm: str, **changes: Any) -> FitConfig:
+    """The config that `algorithm` (EAGLE3, EAGLE or MTP) is trained with unless one says otherwise."""
+    if algorithm not in LOSSES:
+        raise ConfigError(f"algorithm: expected one of {', '.join(LOSSES)}, found {algorithm!r}")
+    return FitConfig(**{"loss": LOSSES[algorithm], **changes})
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """steps: of the optimizer, earlier runs' included; seconds, tokens: of training, likewise.  train, eval: the last
+    rows of metrics.csv, empty where there is none. accept_<k> is how often the k-th draft of a chain is accepted where
+    the text goes on as the target would greedily have it, accept_length one more than their sum."""
+
+    steps: int
+    seconds: float
+    tokens: int
+    train: Row
+    eval: Row
+
+
+def join_world(device: str = "cuda") -> torch.device:
+    """The device that this process is to build its head on. Under torchrun it joins the others first: NCCL between
+    GPUs, gloo between CPUs."""
+    if "RANK" not in os.environ:
+        return torch.device(device)
+    chosen = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    return chosen
+
+
+def fit(
+    head: AnyHead,
+    target_head_fn: TargetHead,
+    source: FeatureSource,
+    eval_source: FeatureSource | None,
+    config: FitConfig,
+    out: str | Path,
+    resume: bool,
+) -> FitReport:
+    """Trains `head` in place, on the device it is on; every process of a torchrun calls it alike (`join_world`).
+
+    target_head_fn: `heads.target_head` of the target.  out: folder for state.pt, metrics.csv, curves.png and
+    TensorBoard events.  resume: go on from the state in `out`, if there is one.
+
+    Raises ConfigError for features that do not fit the head, for no samples, for a state of another run, and for one
+    that would be overwritten.
+    """
+    return _Run(head, target_head_fn, source, eval_source, config, Path(out), resume).go()
+
+
+class _Run:
+    def __init__(
+        self,
+        head: AnyHead,
+        target_head_fn: TargetHead,
+        source: FeatureSource,
+        eval_source: FeatureSource | None,
+        config: FitConfig,
+        out: Path,
+        resume: bool,
+    ) -> None:
+        self.head, self.config, self.out = head, config, out
+        self.source, self.eval_source = source, eval_source
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.params = [param for param in head.parameters() if param.requires_grad]
+        _check(head, self.params, source, eval_source)
+        self.device = self.params[0].device
+        half = config.precision == "bfloat16" or (config.precision == "auto" and self.device.type == "cuda")
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=half)
+        self.feature_dtype = None if half else self.params[0].dtype
+        self.lengths = usable(source, config.max_length)
+        if not self.lengths:
+            raise ConfigError(f"nothing to train on: none of {len(source)} samples has 3 tokens or more")
+        self.eval_lengths = usable(eval_source, config.max_length) if eval_source is not None else {}
+        self.total = config.steps or self._steps_of_epochs()
+        head.set_max_positions(config.max_length + config.loss.steps)
+        self.optimizer = torch.optim.AdamW(
+            self.params, betas=config.betas, weight_decay=config.weight_decay, fused=self.device.type == "cuda"
+        )
+        self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self.window = self._no_stats()  # what was counted since the last row
+        self.window_tokens, self.window_seconds = 0, 0.0
+        history: list[Row] = []
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / STATE_FILE).exists():
+            if not resume:
+                raise ConfigError(f"{out} holds a run already: let it go on (resume), or name another folder")
+            history = self._restore(torch.load(out / STATE_FILE, map_location="cpu", weights_only=True))
+        self.objective = Objective(head, target_head_fn, config.loss)
+        self.wrapped: Any = self.objective
+        if self.world > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            self.wrapped = DistributedDataParallel(self.objective, ids, broadcast_buffers=False)
+        self.progress = Progress(out, self.total, self.step, history, self.rank == 0)
+
+    def _steps_of_epochs(self) -> int:
+        config = self.config
+        whole, part = divmod(config.epochs, 1)
+        epochs = range(math.ceil(whole + part))
+        counts = [len(epoch_batches(self.lengths, config.tokens, config.seed, epoch)) for epoch in epochs]
+        batches = sum(counts[: int(whole)]) + part * counts[-1]
+        return max(1, round(batches / (config.accumulate * self.world)))
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def go(self) -> FitReport:
+        config = self.config
+        try:
+            batches = self._batches()
+            self._clock = time.perf_counter()
+            while self.step < self.total:
+                norm = self._train_step(batches)
+                self.step += 1
+                done = self.step == self.total
+                self._tick()
+                if self.step % config.log_every == 0 or done:
+                    self._log(norm)
+                self.progress.advance()
+                if self.eval_lengths and (self.step % config.eval_every == 0 or done):
+                    self._evaluate()
+                if self.step % config.save_every == 0 or done:
+                    self._save()
+                self._clock = time.perf_counter()  # evaluating and saving is not training
+        finally:
+            self.progress.close()
+        return self._report()
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self.window_seconds += now - self._clock
+        self._clock = now
+
+    def _batches(self) -> Iterator[tuple[Any, int, bool]]:
+        """Of this process, from the current step on: a batch, the tokens of its whole step, whether it ends the step"""
+        config, each = self.config, self.config.accumulate * self.world
+
+        def steps() -> Iterator[list[list[int]]]:
+            numbers = stream(self.lengths, config.tokens, config.seed, self.step * each)
+            return (list(islice(numbers, each)) for _ in range(self.total - self.step))
+
+        mine = (batch for group in steps() for batch in group[self.rank :: self.world])
+        loaded = load(self.source, mine, config.max_length, config.readers)
+        for group in steps():
+            tokens = sum(self.lengths[i] for batch in group for i in batch)
+            for turn in range(config.accumulate):
+                yield next(loaded), tokens, turn == config.accumulate - 1
+
+    def _train_step(self, batches: Iterator[tuple[Any, int, bool]]) -> Tensor:
+        """-> the gradient's norm"""
+        config = self.config
+        rate = config.learning_rate(self.step, self.total, self.head.width)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for turn in range(config.accumulate):
+            batch, tokens, last = next(batches)
+            batch = to_device(batch, self.device, self.feature_dtype)
+            noise = self._generator(turn) if config.loss.noise else None
+            sync = contextlib.nullcontext() if last or self.world == 1 else self.wrapped.no_sync()
+            with sync:
+                with self.autocast:
+                    loss, stats = self.wrapped(batch, noise)
+                # Processes' gradients are averaged, their losses are to be summed.
+                (loss * (self.world / tokens)).backward()
+            self.window += stats
+        self.window_tokens += tokens
+        self.tokens += tokens
+        norm = torch.nn.utils.clip_grad_norm_(self.params, config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _generator(self, turn: int) -> torch.Generator:
+        """Of one forward: the same whether or not the run was interrupted before it."""
+        number = (self.step * self.config.accumulate + turn) * self.world + self.rank
+        return torch.Generator(self.device).manual_seed((self.config.seed << 32) + number)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        config, stats = self.config, self._no_stats()
+        assert self.eval_source is not None
+        mine = in_order(self.eval_lengths, config.tokens)[self.rank :: self.world]
+        for batch in load(self.eval_source, mine, config.max_length, config.readers):
+            with self.autocast:
+                stats += self.objective(to_device(batch, self.device, self.feature_dtype))[1]
+        self.progress.add({"step": self.step, "split": "eval", **self._metrics(stats)})
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def _no_stats(self) -> Tensor:
+        return torch.zeros(self.config.loss.steps, len(STATS), dtype=torch.float64, device=self.device)
+
+    def _metrics(self, stats: Tensor) -> dict[str, float]:
+        """Of all processes' counts."""
+        stats = stats.clone()
+        if self.world > 1:
+            dist.all_reduce(stats)
+        rows, token_loss, feature_loss, hits, chains, chain_hits = stats.t().tolist()
+        loss, accept = self.config.loss, [_ratio(*pair) for pair in zip(chain_hits, chains, strict=True)]
+        means = [loss.tokens * _ratio(t, n) + loss.features * _ratio(f, n)
+                 for t, f, n in zip(token_loss, feature_loss, rows, strict=True)]  # fmt: skip
+        return {
+            "loss": sum(loss.decay**k * mean for k, mean in enumerate(means)),
+            "token_loss": _ratio(token_loss[0], rows[0]),
+            "hit_rate": _ratio(hits[0], rows[0]),
+            "accept_length": 1 + sum(accept),
+            **{f"accept_{k}": rate for k, rate in enumerate(accept, 1)},
+        }
+
+    def _log(self, norm: Tensor) -> None:
+        rate = self.config.learning_rate(self.step - 1, self.total, self.head.width)
+        metrics = self._metrics(self.window)  # waits for the device, whose time that is
+        self._tick()
+        speed = self.window_tokens / max(self.window_seconds, 1e-9)
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(float(norm)):
+            raise ConfigError(f"the loss is not finite at step {self.step}: try a lower lr than {rate:.2g}")
+        more = {"lr": rate, "gradient_norm": float(norm), "tokens_per_second": speed}
+        self.progress.add({"step": self.step, "split": "train", **metrics, **more})
+        self.seconds += self.window_seconds
+        self.window, self.window_tokens, self.window_seconds = self._no_stats(), 0, 0.0
+
+    def _report(self) -> FitReport:
+        last = {str(row["split"]): row for row in self.progress.history}
+        report = FitReport(self.step, self.seconds, self.tokens, last.get("train", {}), last.get("eval", {}))
+        if self.rank == 0 and report.train:
+            logger.info("%d steps, %d tokens in %.0f s; %s", self.step, self.tokens, self.seconds,
+                        summary(report.eval or report.train))  # fmt: skip
+        return report
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        config = {f"config.{k}": v for k, v in dataclasses.asdict(self.config).items() if k not in _FREE}
+        config["config.betas"] = list(self.config.betas)
+        shapes = {name: list(param.shape) for name, param in self.head.named_parameters()}
+        return {
+            **config,
+            "steps in all": self.total,
+            "processes": self.world,
+            "samples": len(self.source),
+            "their tokens": sum(self.lengths.values()),
+            "parameters": shapes,
+            "draft vocabulary": None if self.head.target_ids is None else self.head.target_ids.tolist(),
+        }
+
+    def _save(self) -> None:
+        # The counts differ between processes: their sum is kept, by the first.
+        window = self.window.clone()
+        if self.world > 1:
+            dist.all_reduce(window)
+        if self.rank:
+            return
+        state = {
+            "version": _VERSION,
+            "identity": self._identity(),
+            "step": self.step,
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": [dict(row) for row in self.progress.history],
+            "window": window.cpu(),
+            "counts": [self.window_tokens, self.window_seconds, self.tokens, self.seconds],
+        }
+        partial = self.out / f"{STATE_FILE}.partial"
+        torch.save(state, partial)
+        replace_file(partial, self.out / STATE_FILE)
+
+    def _restore(self, state: dict[str, Any]) -> list[Row]:
+        expected, found = self._identity(), state.get("identity", {})
+        differ = [key for key in expected if expected[key] != found.get(key)]
+        if state.get("version") != _VERSION or differ:
+            shown = "; ".join(f"{key}: {_short(found.get(key))}, now {_short(expected[key])}" for key in differ)
+            raise ConfigError(f"{self.out} holds a run that cannot go on as this one: {shown or 'another version'}")
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        if self.rank == 0:
+            self.window += state["window"].to(self.device)
+        self.window_tokens, self.window_seconds, self.tokens, self.seconds = state["counts"]
+        logger.info("%s: going on after step %d of %d", self.out, self.step, self.total)
+        return list(state["history"])
+
+
+def _check(head: AnyHead, params: Sequence[Tensor], source: FeatureSource, eval_source: FeatureSource | None) -> None:
+    if not params:
+        raise ConfigError("the head has no trainable parameters: it was loaded for serving (see train.heads)")
+    if any(param.dtype not in (torch.float32, torch.float64) for param in params):
+        raise ConfigError(f"expected a head with float32 parameters, found {params[0].dtype}")
+    for one in (source, eval_source):
+        if one is not None and tuple(one.meta.taps) != head.taps:
+            raise ConfigError(
+                f"expected features of the layers {list(head.taps)} of the target, found those of {list(one.meta.taps)}"
+            )
+        if one is not None and (one.meta.hidden, one.meta.vocab) != (
+            head.target.config.hidden_size,
+            head.target.config.vocab_size,
+        ):
+            raise ConfigError("the features are those of a target of another size")
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 60 else text[:57] + "..."

@@ -1,0 +1,200 @@
+"""Fresh draft heads for a target, and published ones to be trained further: serving modules in float32, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.layers.rope import RopeConfig
+from draftwing.models import gguf
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.draft_config import AuxLayerIds
+from draftwing.models.draft_loader import load_draft_head
+from draftwing.models.eagle3_head import Eagle3Config, Eagle3Head
+from draftwing.models.eagle_head import EagleHead
+from draftwing.models.feature_head import FeatureHead
+from draftwing.models.loader import fill_parameters, folder_tensors, load_config
+from draftwing.models.mtp_head import MTPHead
+from draftwing.models.names import canonical, checkpoint_names
+from draftwing.train.capture import eagle3_taps
+from draftwing.train.checkpoint import aux_layer_ids
+from draftwing.train.ttt import TargetHead
+
+Head = TypeVar("Head", bound=FeatureHead)
+
+TRAINED = torch.float32  # what parameters are kept in
+
+
+def new_eagle3_head(
+    target: DecoderModel,
+    target_ids: Tensor | None,
+    taps: Sequence[int] = (),
+    ffn_size: int = 0,
+    seed: int = 0,
+    copy_head: bool = True,
+) -> Eagle3Head:
+    """An untrained EAGLE-3 head of one layer of the target's sizes, on the device of the target's embedding.
+
+    target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
+    taps: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_taps`.
+    ffn_size: width of its MLP, 0 for the target's.  copy_head: its lm_head and final norm start as the target's.
+
+    Raises ConfigError for taps that its config could not name, and for ids that are no ascending ids of the target.
+    """
+    config = _layer_config(target.config, ffn_size)
+    taps = tuple(taps) or eagle3_taps(target.config.num_layers)
+    aux_layer_ids(taps, target.config.num_layers)
+    rows = config.vocab_size
+    if target_ids is not None:
+        _check_ids(target_ids, rows)
+        rows = target_ids.shape[0]
+    device = target.embed.weight.device
+    head = Eagle3Head(config, Eagle3Config(taps, config.hidden_size, rows), target, TRAINED, device)
+    head.target_ids = None if target_ids is None else target_ids.to(device)
+    _initialise(head, seed)
+    if copy_head:
+        assert head.lm_head is not None
+        with torch.no_grad():
+            weight = _head_weight(target)
+            head.lm_head.weight.copy_(weight if head.target_ids is None else weight[head.target_ids])
+            head.norm.weight.copy_(target.norm.weight)
+    return trainable(head)
+
+
+def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:
+    """An untrained EAGLE (EAGLE-2) head of one layer of the target's sizes; q, k and v have biases where the target's
+    have, as published heads for Qwen2 do."""
+    config = replace(_layer_config(target.config, ffn_size), qkv_bias=target.config.qkv_bias)
+    head = EagleHead(config, target, fc_bias, TRAINED, target.embed.weight.device)
+    _initialise(head, seed)
+    return trainable(head)
+
+
+def new_mtp_head(target: DecoderModel, seed: int = 0) -> MTPHead:
+    """An untrained prediction layer in the manner of MiMo, of the target's own shape. Its final norm starts as the
+    target's, whose head reads what it gives."""
+    head = MTPHead(target, 1, TRAINED, target.embed.weight.device)
+    _initialise(head, seed)
+    with torch.no_grad():
+        head.get_parameter("layers.0.final_norm.weight").copy_(target.norm.weight)
+    return trainable(head)
+
+
+def load_head(
+    path: str | Path, target: DecoderModel, algorithm: str, aux_layer_ids: AuxLayerIds = "auto"
+) -> EagleHead | Eagle3Head | MTPHead:
+    """A published head to be trained further, on the device of the target's embedding.
+
+    algorithm: EAGLE3, EAGLE or MTP.  Raises CheckpointError, and ConfigError for several prediction layers.
+    """
+    name = "NEXTN" if algorithm == "MTP" else algorithm
+    head = load_draft_head(path, target, name, TRAINED, target.embed.weight.device, aux_layer_ids=aux_layer_ids)
+    return trainable(head)
+
+
+def trainable(head: Head) -> Head:
+    """Lets gradients into all parameters but an embedding, which is never trained."""
+    if isinstance(head, MTPHead) and head.config.num_layers != 1:
+        raise ConfigError(f"training takes one prediction layer, the head has {head.config.num_layers}")
+    head.requires_grad_(True)
+    embed = getattr(head, "embed", None)
+    if isinstance(embed, nn.Embedding):
+        embed.requires_grad_(False)
+    return head.train()
+
+
+# ---- the target ------------------------------------------------------------------------------------------------------
+
+
+def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device | str) -> DecoderModel:
+    """A target without its layers, which stay without memory: embedding, final norm and head are all that training
+    from stored features needs. path: a model folder or a `.gguf` file."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        file = gguf.open_gguf(path)
+        config = gguf.model_config(file)
+        tensors = gguf.tensors(file, config, None)
+    else:
+        config = load_config(path)
+        tensors = ((canonical(name), tensor) for name, tensor in folder_tensors(path))
+    model = DecoderModel(config, dtype, "meta")
+    table = {name: slot for name, slot in checkpoint_names(config).items() if not slot.param.startswith("layers.")}
+    fill_parameters(model, table, ((name, tensor) for name, tensor in tensors if name in table), device)
+    if config.tie_embeddings:
+        model.lm_head.weight = model.embed.weight
+    return model.requires_grad_(False)
+
+
+def target_head(target: DecoderModel) -> TargetHead:
+    """The target's logits [n, V] in float32, from hidden states [n, hidden] after its final norm.
+
+    Summed and kept in float32: rounded to bfloat16 a logit of 25 is off by up to 6%, and so is a probability.
+    """
+    weight = _head_weight(target)
+
+    def logits(hidden: Tensor) -> Tensor:
+        if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return hidden.to(wide) @ weight.to(wide).t()
+
+    return logits
+
+
+def _head_weight(target: DecoderModel) -> Tensor:
+    """[V, hidden]"""
+    weight = target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
+    return weight.detach()
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _layer_config(target: ModelConfig, ffn_size: int) -> ModelConfig:
+    """One plain Llama layer of the target's sizes: what engines expect of a head, whatever family the target is of.
+
+    Its rotary base is the target's. Scaling is not taken over, as published heads do not have it either.
+    """
+    return replace(
+        target,
+        architecture="LlamaForCausalLM",
+        num_layers=1,
+        ffn_size=ffn_size or target.ffn_size,
+        rope=RopeConfig(target.rope.theta),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_embeddings=False,
+    )
+
+
+def _initialise(head: FeatureHead, seed: int) -> None:
+    """Matrices uniform with the variance 1 / (3 columns), as torch's own linear layers start; norms one, biases zero.
+
+    Made on the CPU, so that a seed gives the same head on any device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in head.named_parameters():
+            if name.endswith("bias"):
+                param.zero_()
+            elif param.dim() == 1:
+                param.fill_(1.0)
+            else:
+                limit = param.shape[1] ** -0.5
+                param.copy_(torch.rand(param.shape, generator=generator) * (2 * limit) - limit)
+
+
+def _check_ids(ids: Tensor, vocab: int) -> None:
+    if ids.dim() != 1 or ids.dtype != torch.int64 or not ids.numel():
+        raise ConfigError(f"draft vocabulary: expected int64 ids [n], found {ids.dtype} {list(ids.shape)}")
+    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+        raise ConfigError(f"draft vocabulary: expected ascending, different ids below {vocab}")

@@ -1,0 +1,303 @@
+"""What `draftwing train` can be asked: the command line, and what a run's folder remembers of it.
+
+No torch here: settings are checked before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftwing.config import Options
+from draftwing.core import TreeShape
+from draftwing.errors import ConfigError
+
+ALGORITHMS = ("EAGLE3", "EAGLE", "MTP")
+DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
+# Engine options that say which model it is; the others may differ from run to run.
+MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
+
+
+def _setting(
+    default: Any, stage: str, help: str, *, least: float | None = None, choices: Sequence[str] = (), fixed: bool = True
+) -> Any:
+    """fixed: a run cannot go on with another value."""
+    meta = {"stage": stage, "help": help, "least": least, "choices": choices, "fixed": fixed}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one run. Tuples are given with spaces on the command line; None means a default that follows from others."""
+
+    seed: int = _setting(0, DATA, "of all that is drawn: answers, samples, weights, batches", least=0)
+
+    prompts: tuple[str, ...] = _setting(
+        (), DATA, "files of prompts that the model answers: JSON lines, JSON, CSV or lines of text, also as .gz; "
+        "FILE:N takes a random N", fixed=False,
+    )  # fmt: skip
+    conversations: tuple[str, ...] = _setting(
+        (), DATA, "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are", fixed=False
+    )
+    regenerate: bool = _setting(False, DATA, "let the model itself answer what users say in --conversations")
+    eval_prompts: tuple[str, ...] = _setting(
+        (), DATA, "files of prompts to measure acceptance on; prompts that share 13 words in a row with them are not "
+        "trained on (default: some prompts are held out)", fixed=False,
+    )  # fmt: skip
+    max_length: int = _setting(2048, DATA, "tokens of a conversation; longer ones are skipped", least=32)
+
+    max_tokens: int = _setting(1024, GENERATE, "tokens of an answer", least=1)
+    greedy_share: float = _setting(0.5, GENERATE, "share of prompts that are answered at temperature 0", least=0)
+    temperatures: tuple[float, ...] = _setting((0.6, 1.0), GENERATE, "lowest and highest temperature of the others")
+
+    algorithm: str = _setting("EAGLE3", CAPTURE, "what is trained", choices=ALGORITHMS)
+    data: str | None = _setting(
+        None, CAPTURE, "folder of another run whose answers and features are used (default: --out)"
+    )
+    online: bool = _setting(
+        False, CAPTURE, "compute features while training, for data that would not fit on the disk", fixed=False
+    )
+    aux_layers: tuple[int, ...] = _setting(
+        (), CAPTURE, "hidden states that EAGLE-3 reads, by layers before them (default: 2, L/2, L-3)", fixed=False
+    )
+    held_out: float = _setting(
+        0.02, CAPTURE, "share of conversations to watch the training with", least=0, fixed=False
+    )  # fmt: skip
+
+    # What of these may change is the saved state's matter.
+    init_head: str | None = _setting(None, FIT, "a head to start from, in place of a fresh one")
+    draft_vocab_size: int | None = _setting(
+        None, FIT, "tokens that EAGLE-3 may draft (default: a quarter of the vocabulary, at most 32000)", least=64,
+        fixed=False,
+    )  # fmt: skip
+    ffn_size: int = _setting(0, FIT, "width of the head's MLP (default: the target's)", least=0, fixed=False)
+    epochs: float = _setting(1.0, FIT, "passes over the data", least=0, fixed=False)
+    steps: int = _setting(0, FIT, "steps of the optimizer, in place of epochs", least=0, fixed=False)
+    lr: float = _setting(0.0, FIT, "highest learning rate (default: 0.4 / hidden size)", least=0, fixed=False)
+    warmup: float = _setting(0.02, FIT, "share of the steps in which the learning rate rises", least=0, fixed=False)
+    batch_tokens: int = _setting(8192, FIT, "tokens of one forward", least=1, fixed=False)
+    accumulate: int = _setting(1, FIT, "forwards per step and GPU", least=1, fixed=False)
+    ttt_steps: int | None = _setting(
+        None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", least=1, fixed=False
+    )
+    ttt_decay: float | None = _setting(
+        None, FIT, "weight of each of them beside the one before (default: 0.8)", least=0, fixed=False
+    )
+    clip: float = _setting(0.5, FIT, "largest norm of a gradient", least=0, fixed=False)
+    save_every: int = _setting(500, FIT, "steps after which the state is saved", least=1, fixed=False)
+    eval_every: int = _setting(500, FIT, "steps after which held-out loss is measured", least=1, fixed=False)
+    log_every: int = _setting(20, FIT, "steps between lines of metrics.csv", least=1, fixed=False)
+    gpus: int = _setting(1, FIT, "GPUs (or with --device cpu processes) that generate and train", least=1, fixed=False)
+
+    shapes: tuple[str, ...] = _setting(
+        ("3,1,4", "5,4,16", "6,10,60"), EVAL, "trees to measure: steps, topk, draft tokens", fixed=False
+    )
+    eval_count: int = _setting(80, EVAL, "most prompts of each evaluation file", least=1, fixed=False)
+    eval_tokens: int = _setting(128, EVAL, "tokens of an answer that is measured", least=1, fixed=False)
+    eval_temperatures: tuple[float, ...] = _setting((0.0, 1.0), EVAL, "temperatures to measure at", fixed=False)
+    eval_concurrency: int = _setting(8, EVAL, "requests at once", least=1, fixed=False)
+
+    licence: tuple[str, ...] = _setting(
+        (), CARD, "where the data is from and under which licence, an item a source", fixed=False
+    )
+    max_file_mb: int = _setting(5000, CARD, "largest file of the head, in MB", least=1, fixed=False)
+
+    def check(self) -> None:
+        """Raises ConfigError for values that cannot work."""
+        for spec in dataclasses.fields(self):
+            value, meta = getattr(self, spec.name), spec.metadata
+            flag = "--" + spec.name.replace("_", "-")
+            if meta["choices"] and value not in meta["choices"]:
+                raise ConfigError(f"{flag}: expected one of {', '.join(meta['choices'])}, found {value!r}")
+            if meta["least"] is not None and value is not None and not value >= meta["least"]:
+                raise ConfigError(f"{flag}: expected at least {meta['least']:g}, found {value}")
+        for name in ("greedy_share", "held_out", "warmup"):
+            share = getattr(self, name)
+            if share > 1:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected a share from 0 to 1, found {share}")
+        low, high = (*self.temperatures, *self.temperatures)[:2] if self.temperatures else (-1.0, -1.0)
+        if len(self.temperatures) > 2 or not 0 <= low <= high:
+            raise ConfigError(f"--temperatures: expected the lowest and the highest, found {list(self.temperatures)}")
+        if self.regenerate and not self.conversations:
+            raise ConfigError("--regenerate needs --conversations, whose answers it replaces")
+        if self.algorithm != "EAGLE3" and (self.aux_layers or self.draft_vocab_size):
+            raise ConfigError("--aux-layers and --draft-vocab-size are for --algorithm EAGLE3")
+        self.trees()
+
+    def trees(self) -> list[TreeShape]:
+        found = []
+        for text in self.shapes:
+            parts = text.replace(" ", "").split(",")
+            if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+                raise ConfigError(f"--shapes: expected steps,topk,draft tokens such as 5,4,16; found {text!r}")
+            shape = TreeShape(*map(int, parts))
+            options = dict(zip(_TREE, shape, strict=True))
+            Options.from_kwargs(speculative_algorithm="EAGLE", **options).resolve()
+            found.append(shape)
+        return found
+
+
+_FIELDS = {spec.name: spec.metadata for spec in dataclasses.fields(Settings)}
+_TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """An argument per field; defaults stay out, so that only what was given is set."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for spec in dataclasses.fields(Settings):
+        meta, kind = spec.metadata, _kind(spec.name)
+        group = groups.get(meta["stage"]) or groups.setdefault(
+            meta["stage"], parser.add_argument_group(f"train: {meta['stage']}")
+        )
+        flag, text = "--" + spec.name.replace("_", "-"), meta["help"]
+        if kind.single is bool:
+            group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        if spec.default not in (None, (), 0):
+            shown = spec.default
+            text += f" (default: {' '.join(map(str, shown)) if isinstance(shown, tuple) else shown})"
+        metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.single.__name__.upper()
+        group.add_argument(
+            flag, type=kind.single, nargs="+" if kind.many else None, default=argparse.SUPPRESS, metavar=metavar,
+            help=text.replace("%", "%%"),
+        )  # fmt: skip
+
+
+class _Kind(typing.NamedTuple):
+    single: type[Any]
+    many: bool
+
+
+def _kind(name: str) -> _Kind:
+    hint = typing.get_type_hints(Settings)[name]
+    if isinstance(hint, types.UnionType):
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is tuple:
+        return _Kind(typing.get_args(hint)[0], True)
+    return _Kind(hint, False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings and engine options of a run, and its folder."""
+
+    out: Path
+    settings: Settings
+    options: Mapping[str, Any]
+
+    @property
+    def data(self) -> Path:
+        """Where answers and features are."""
+        return Path(self.settings.data) if self.settings.data is not None else self.out
+
+    def engine_options(self, **more: Any) -> dict[str, Any]:
+        """For `Options.from_kwargs`."""
+        return {"random_seed": self.settings.seed, **self.options, **more}
+
+    def command(self) -> str:
+        """What to type to make the same."""
+        words = ["draftwing", "train", "--out", str(self.out)]
+        for name, value in self.options.items():
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        for spec in dataclasses.fields(Settings):
+            value = getattr(self.settings, spec.name)
+            if value == spec.default:
+                continue
+            words.append(f"--{spec.name.replace('_', '-')}")
+            if value is not True:
+                words += map(str, value) if isinstance(value, tuple) else [str(value)]
+        return shlex.join(words)
+
+    def save(self) -> None:
+        """Remembers it in the folder."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        content = {"settings": dataclasses.asdict(self.settings), "options": dict(self.options)}
+        partial = self.out / "train.json.partial"
+        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        partial.replace(self.out / "train.json")
+
+
+def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> Run:
+    """A new run, or the one in `out` going on: what is not given is as it was.
+
+    given: fields of `Settings`; options: of the engine. With another run's data (`data`), what made that data is taken
+    from there. Raises ConfigError for values that cannot work, and for those that would make the run another one.
+    """
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    before = _load(out)
+    source = given.get("data", before[0].get("data") if before else None)
+    made = _load(Path(source)) if source is not None else None
+    if source is not None and made is None:
+        raise ConfigError(f"--data: {source} holds no run of `draftwing train`")
+    settings: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    for folder, found in ((source, made), (out, before)):
+        if folder is None or found is None:
+            continue
+        if folder == out and given and not _begun(out):
+            continue  # somebody tries again
+        kept, chosen = found
+        if folder != out:  # only what its data is made by
+            kept = {name: value for name, value in kept.items() if _FIELDS[name]["stage"] in (DATA, GENERATE)}
+            chosen = {name: value for name, value in chosen.items() if name in MODEL_OPTIONS}
+        _check_same(Path(folder), kept, chosen, given, options)
+        settings, asked = settings | kept, asked | chosen
+    run = Run(out, Settings(**{**settings, **given}), {**asked, **options})
+    run.settings.check()
+    Options.from_kwargs(**run.engine_options()).resolve()
+    return run
+
+
+def _begun(out: Path) -> bool:
+    """Whether there is something in the folder that settings have shaped."""
+    return (out / "fit").exists() or any(next(out.glob(f"{name}*"), None) for name in ("responses", "features-"))
+
+
+def _check_same(
+    folder: Path,
+    kept: Mapping[str, Any],
+    chosen: Mapping[str, Any],
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Raises ConfigError where a run in `folder`, made with settings `kept` and options `chosen`, is asked to be
+    another one."""
+    for name in kept.keys() & given.keys():
+        if _FIELDS[name]["fixed"] and given[name] != kept[name]:
+            raise _changed(folder, name, kept[name], given[name])
+    for name in MODEL_OPTIONS:
+        before = chosen.get(name, getattr(Options, name))
+        if options.get(name, before) != before:
+            raise _changed(folder, name, before, options[name])
+
+
+def _changed(folder: Path, name: str, found: Any, asked: Any) -> ConfigError:
+    return ConfigError(
+        f"{folder} was made with --{name.replace('_', '-')} {_shown(found)}, not {_shown(asked)}: leave it out to go "
+        "on, or name another --out"
+    )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    path = folder / "train.json"
+    if not path.exists():
+        return None
+    known = {spec.name for spec in dataclasses.fields(Settings)}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in content["settings"].items()}
+        return {name: value for name, value in settings.items() if name in known}, dict(content["options"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): name another --out") from None

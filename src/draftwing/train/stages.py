@@ -1,0 +1,385 @@
+"""The stages of `draftwing train`: generate, capture, fit, eval. Each finds in the run's folder what the others left,
+and goes on where it was when it was killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.config import Options
+from draftwing.engine.device import pick_device, pick_dtype
+from draftwing.errors import ConfigError
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.hub import resolve_model
+from draftwing.models.loader import load_config
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+from draftwing.train import heads
+from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_taps
+from draftwing.train.card import write_card
+from draftwing.train.checkpoint import save_head
+from draftwing.train.data import (
+    BadData,
+    Conversation,
+    Overlap,
+    Prompt,
+    Skipped,
+    first_turns,
+    held_out,
+    read_conversations,
+    read_prompts,
+    without_overlap,
+)
+from draftwing.train.evaluate import ALGORITHMS, Trial, evaluate, summary
+from draftwing.train.fit import FitConfig, FitReport, fit, join_world, recipe
+from draftwing.train.generate import Sampling, finished, generate, usable
+from draftwing.train.sequences import conversation_tokens, read_responses, responses_files
+from draftwing.train.settings import Run
+from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, Tokens
+from draftwing.train.ttt import AnyHead
+from draftwing.train.vocabulary import draft_vocabulary
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Cleaned: prompts to be answered, conversations as they are in tokens, first user turns of evaluation sets."""
+
+    prompts: list[Prompt]
+    conversations: list[Tokens]
+    sets: dict[str, list[str]]
+    skipped: Skipped
+
+
+class Stages:
+    """Of one run. Data is read once, and before any model."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.settings = run, run.settings
+        self.engine_options = Options.from_kwargs(**run.engine_options())
+        # Under torchrun, as several processes of one stage.
+        self.rank, self.processes = (
+            int(os.environ.get(name, other)) for name, other in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
+
+    # -- data -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def path(self) -> Path:
+        return resolve_model(self.engine_options.model, self.engine_options.revision)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return load_config(self.path)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        options = self.engine_options
+        path = self.path
+        if options.tokenizer_path is not None:
+            path = resolve_model(options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False)
+        return load_tokenizer(path, options.chat_template)
+
+    @cached_property
+    def data(self) -> Data:
+        """Raises ConfigError where nothing is left to train on."""
+        settings, skipped = self.settings, Skipped()
+        if not settings.prompts and not settings.conversations:
+            raise ConfigError("there is nothing to train on: give --prompts or --conversations FILES")
+        prompts = read_prompts(settings.prompts, skipped, settings.seed)
+        talks = read_conversations(settings.conversations, skipped)
+        sets = self._evaluation_sets()
+        if sets:
+            overlap = Overlap(text for texts in sets.values() for text in texts)
+            prompts = without_overlap(prompts, overlap, skipped)
+            talks = without_overlap(talks, overlap, skipped)
+        else:
+            prompts, talks, sets = self._hold_out(prompts, talks)
+        if settings.regenerate:
+            known = {prompt.key for prompt in prompts}
+            prompts += [talk.prompt() for talk in talks if talk.prompt().key not in known]
+            talks = []
+        conversations = []
+        for talk in talks:
+            try:
+                conversations.append(conversation_tokens(talk, self.tokenizer, settings.max_length))
+            except BadData as error:
+                skipped.note(error, talk.where)
+        skipped.require(len(prompts) + len(conversations), "prompt or conversation")
+        skipped.log()
+        logger.info("%d prompts to answer, %d conversations as they are", len(prompts), len(conversations))
+        return Data(prompts, conversations, sets, skipped)
+
+    def _evaluation_sets(self) -> dict[str, list[str]]:
+        sets: dict[str, list[str]] = {}
+        for file in self.settings.eval_prompts:
+            path, broken = Path(file), Skipped()
+            stem = path.name.partition(".")[0]
+            name = path.parent.name if stem in ("question", "questions", "test") and path.parent.name else stem
+            texts = first_turns(file, broken)
+            broken.require(len(texts), f"evaluation prompt of {file}")
+            sets[name if name not in sets else file] = texts
+        return sets
+
+    def _hold_out(
+        self, prompts: list[Prompt], talks: list[Conversation]
+    ) -> tuple[list[Prompt], list[Conversation], dict[str, list[str]]]:
+        """Some of what there is to train on is measured on instead."""
+        items: list[Prompt | Conversation] = [*prompts, *talks]
+        chosen = held_out((item.key for item in items), self.settings.held_out, self.settings.seed, "eval")
+        texts = [item.turns[0] for item in items if item.key in chosen]
+        return (
+            [prompt for prompt in prompts if prompt.key not in chosen],
+            [talk for talk in talks if talk.key not in chosen],
+            {"held out": texts} if texts else {},
+        )
+
+    def check(self) -> None:
+        """Raises what would fail later for certain: no model, no data, hidden states that are not there."""
+        assert self.taps
+        assert self.data
+
+    # -- stages -----------------------------------------------------------------------------------------------------
+
+    def generate(self) -> None:
+        """Answers the prompts that have no answer yet."""
+        settings, data = self.settings, self.data
+        low, high = (*settings.temperatures, *settings.temperatures)[:2]
+        temperatures = (low, high) if len(settings.temperatures) == 2 else (low, low)
+        sampling = Sampling(
+            settings.max_tokens, settings.max_length, settings.greedy_share, temperatures, settings.seed
+        )  # fmt: skip
+        name = "responses.jsonl" if self.processes == 1 else f"responses-{self.rank}.jsonl"
+        file = self.run.data / name
+        done = finished(file, Skipped()) if self.run.data == self.run.out else set()
+        done |= {response.key for response in read_responses(responses_files(self.run.data), Skipped())}
+        todo = [prompt for prompt in data.prompts if prompt.key not in done]
+        ready = usable(todo, self.tokenizer, sampling, data.skipped)
+        data.skipped.require(len(ready) + len(done) + len(data.conversations), "prompt or conversation")
+        self._report_data()
+        if not ready:
+            logger.info("all %d prompts have their answers", len(data.prompts))
+            return
+        if self.run.data != self.run.out:
+            raise ConfigError(
+                f"{len(ready)} prompts have no answer in {self.run.data}: run `draftwing train generate --out "
+                f"{self.run.data}` first"
+            )
+        if done:
+            logger.info("%d prompts are answered already, %d are left", len(data.prompts) - len(todo), len(ready))
+        if settings.gpus > self.processes:
+            self._spawn("generate")
+            self._report_data()
+            return
+        from draftwing.engine.engine import Engine
+
+        ready = [one for one in ready if int(one[0].key, 16) % self.processes == self.rank]
+        engine = Engine(self.engine_options)
+        try:
+            generate(engine, ready, file, sampling, data.skipped)
+        finally:
+            engine.close()
+            del engine
+            self._trim()
+        self._report_data()
+
+    def _report_data(self) -> None:
+        if self.rank:
+            return
+        self.run.out.mkdir(parents=True, exist_ok=True)
+        data = self.data
+        counts = {"prompts": len(data.prompts), "conversations": len(data.conversations)}
+        (self.run.out / "data.json").write_text(json.dumps(counts | data.skipped.report(), indent=1), encoding="utf-8")
+
+    @cached_property
+    def tokens(self) -> list[Tokens]:
+        """Everything there is to train on: answers to this run's prompts, and conversations."""
+        broken, asked = Skipped(), {prompt.key for prompt in self.data.prompts}
+        responses = read_responses(responses_files(self.run.data), broken)
+        found = [response.tokens() for response in responses if response.key in asked]
+        broken.log()
+        found += self.data.conversations
+        if len(found) < 2:
+            raise ConfigError(
+                f"{len(found)} conversations to train on in {self.run.data}, 2 are needed at least: run `draftwing "
+                "train generate` first, or give more --prompts or --conversations"
+            )
+        return found
+
+    @cached_property
+    def taps(self) -> tuple[int, ...]:
+        return target_taps(self.settings.algorithm, self.config.num_layers, self.settings.aux_layers)
+
+    @property
+    def features(self) -> Path:
+        """Where features are; heads that read other hidden states have others."""
+        return self.run.data / f"features-{self.settings.algorithm.lower()}-{'-'.join(map(str, self.taps))}"
+
+    def _target(self, device: str | torch.device) -> FeatureModel:
+        return FeatureModel.load(
+            self.path, self.settings.algorithm, str(device), self.engine_options.dtype, self.settings.aux_layers
+        )
+
+    def capture(self) -> None:
+        """Features of what the store does not have yet."""
+        if self.settings.online:
+            return
+        tokens = self.tokens
+        if (self.features / "index.json").exists():
+            known = FeatureStore(self.features).keys
+            if all(one.key in known for one in tokens):
+                logger.info("%s has the features of all %d conversations", self.features, len(tokens))
+                return
+        target = self._target(self.engine_options.device)
+        meta = target.meta(self.engine_options.model, self.settings.algorithm)
+        store = FeatureStore.create(self.features, meta)
+        needed = sum(len(one.ids) for one in tokens if one.key not in store.keys) * bytes_per_token(meta)
+        free = shutil.disk_usage(self.features).free
+        if needed > free:
+            raise ConfigError(
+                f"the features take {needed / 1e9:.1f} GB, and {self.features} has room for {free / 1e9:.1f}: give "
+                "--online to compute them while training, or fewer prompts"
+            )
+        capture(target, store, tokens)
+        size = f"{store.bytes / 1e9:.2f} GB"
+        logger.info("%s: %d conversations, %d tokens, %s", store.folder, len(store), store.tokens, size)
+        del target
+        self._trim()
+
+    def fit(self) -> None:
+        """Trains the head and writes it to the folder `head`."""
+        settings, out = self.settings, self.run.out
+        tokens = self.tokens
+        if settings.gpus > self.processes:
+            self._spawn("fit")
+            return
+        device = join_world(pick_device(self.engine_options.device).device.type)
+        target, source = self._source(tokens, device)
+        target_ids = self._target_ids(tokens)
+        head = self._head(target, target_ids)
+        wanted = {one.key for one in tokens}
+        chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
+        train, watch = _parts(source, source.order, wanted, chosen)
+        report = fit(head, heads.target_head(target), train, watch, self._fit_config(), out / "fit", resume=True)
+        if not self.rank:
+            self._save(head, report)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        del head, target, source, train, watch
+        self._trim()
+
+    def evaluate(self) -> list[dict[str, Any]]:
+        """Accept lengths of the head, by the engine; writes eval.json and the head's card."""
+        settings, out = self.settings, self.run.out
+        folder = out / "head"
+        if not (folder / "config.json").exists():
+            raise ConfigError(f"there is no head in {folder}: run `draftwing train fit --out {out}` first")
+        options = {name: v for name, v in self.run.engine_options().items() if not name.startswith("speculative_")}
+        options |= {
+            "speculative_algorithm": ALGORITHMS[settings.algorithm],
+            "speculative_draft_model_path": str(folder),
+        }
+        trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
+        sets = {name: texts[: settings.eval_count] for name, texts in self.data.sets.items()}
+        records = evaluate(options, sets, trial, out / "eval.json")
+        write_card(self.run, self.config, records)
+        self._trim()
+        print(summary(records))
+        logger.info("the head and its card are in %s", folder)
+        return records
+
+    # -- parts of fit -----------------------------------------------------------------------------------------------
+
+    def _spawn(self, stage: str) -> None:
+        """A stage by torchrun, a process per GPU; what it is to do they read in the run's folder."""
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += [f"--nproc-per-node={self.settings.gpus}", "-m", "draftwing", "train", stage, "--out"]
+        code = subprocess.run([*words, str(self.run.out)], check=False).returncode
+        if code:
+            raise ConfigError(f"{stage} with {self.settings.gpus} processes failed; their messages are above")
+
+    def _source(
+        self, tokens: Sequence[Tokens], device: torch.device
+    ) -> tuple[DecoderModel, FeatureStore | OnlineSource]:
+        """The target, of which only embedding and head are needed beside stored features, and the features."""
+        if self.settings.online:
+            features = self._target(device.type)
+            return features.model, online(features, self.engine_options.model, self.settings.algorithm, tokens)
+        store = FeatureStore(self.features)
+        missing = sum(one.key not in store.keys for one in tokens)
+        if missing:
+            raise ConfigError(f"{self.features} lacks {missing} of {len(tokens)} conversations: run `draftwing train "
+                              "capture` first")  # fmt: skip
+        dtype = pick_dtype(self.engine_options.dtype, pick_device(self.engine_options.device), self.config.dtype)
+        return heads.load_target_ends(self.path, dtype, device), store
+
+    def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:
+        if self.settings.algorithm != "EAGLE3":
+            return None
+        vocab = self.config.vocab_size
+        size = self.settings.draft_vocab_size or min(32000, vocab // 4)
+        found = draft_vocabulary(tokens, size, vocab, self.tokenizer.stop_ids)
+        logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the answers", len(found.ids), vocab,
+                    100 * found.coverage)  # fmt: skip
+        if not self.rank:
+            found.save(self.run.out / "vocabulary.json")
+        return found.target_ids() if len(found.ids) < vocab else None
+
+    def _head(self, target: DecoderModel, target_ids: Tensor | None) -> AnyHead:
+        settings = self.settings
+        if settings.init_head is not None:
+            return heads.load_head(resolve_model(settings.init_head, option="--init-head"), target, settings.algorithm)
+        if settings.algorithm == "EAGLE3":
+            return heads.new_eagle3_head(target, target_ids, self.taps, settings.ffn_size, settings.seed)
+        if settings.algorithm == "EAGLE":
+            return heads.new_eagle_head(target, settings.ffn_size, seed=settings.seed)
+        return heads.new_mtp_head(target, settings.seed)
+
+    def _fit_config(self) -> FitConfig:
+        settings = self.settings
+        loss = recipe(settings.algorithm).loss
+        if settings.ttt_steps is not None:
+            loss = dataclasses.replace(loss, steps=settings.ttt_steps)
+        if settings.ttt_decay is not None:
+            loss = dataclasses.replace(loss, decay=settings.ttt_decay)
+        names = (
+            "steps", "epochs", "accumulate", "max_length", "lr", "warmup", "clip", "seed", "log_every", "eval_every",
+            "save_every",
+        )  # fmt: skip
+        return FitConfig(loss=loss, tokens=settings.batch_tokens, **{name: getattr(settings, name) for name in names})
+
+    def _save(self, head: AnyHead, report: FitReport) -> None:
+        out = self.run.out
+        dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
+        save_head(head, out / "head", dtype, self.settings.max_file_mb * 1_000_000)
+        (out / "fit.json").write_text(json.dumps(dataclasses.asdict(report), indent=1), encoding="utf-8")
+        logger.info("the head is in %s", out / "head")
+
+    def _trim(self) -> None:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _parts(source: FeatureSource, keys: Sequence[str], wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
+    """Of the samples `wanted` those that are trained on, and the chosen ones; in the order of their keys, however they
+    came into a store. keys: of the source's samples."""
+    numbers = sorted((i for i, key in enumerate(keys) if key in wanted), key=lambda i: keys[i])
+    train, watch = ([i for i in numbers if (keys[i] in chosen) == part] for part in (False, True))
+    return Part(source, train), Part(source, watch)

@@ -1,0 +1,309 @@
+"""What a draft head is trained on: token sequences with the target's features, on disk or computed when asked for.
+
+A `FeatureStore` is a folder: `index.json` and safetensors shards. A shard counts once the index names it, and both are
+renamed into place when they are complete, so that a run which is killed at any moment goes on where the index ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftwing.errors import ConfigError
+
+_VERSION = 1
+_OPEN_SHARDS = 64  # each open one holds a file handle
+
+
+class Sample(NamedTuple):
+    """One sequence of T tokens. Tensors are where their source has them: on the CPU from a store.
+
+    ids [T] int32.  loss_mask [T] bool: the token at t is the assistant's, so that predicting it counts.
+    taps [T, len(meta.taps) * hidden]: what `DecoderModel.forward` gives for `meta.taps` at each position.
+    final [T, hidden]: after the final norm; the frozen head makes the target's logits for position t + 1 of it.
+    key: names the sequence, so that it is not captured twice.
+    """
+
+    ids: Tensor
+    loss_mask: Tensor
+    taps: Tensor
+    final: Tensor
+    key: str = ""
+
+
+class Tokens(NamedTuple):
+    """A sequence before its features are known: ids [T] int32, which of them are the assistant's [T] bool, its name."""
+
+    ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    key: str
+
+
+@dataclass(frozen=True)
+class SourceMeta:
+    """What features were computed by and for.
+
+    model: as the user named it.  algorithm: EAGLE3, EAGLE or MTP.  taps: as for `DecoderModel.forward`.
+    hidden, vocab: of the target.  dtype: of taps and final, such as "bfloat16".
+    """
+
+    model: str
+    algorithm: str
+    taps: tuple[int, ...]
+    hidden: int
+    vocab: int
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+class FeatureSource(Protocol):
+    """What training reads. `FeatureStore` and `OnlineSource` also know all `lengths` beforehand."""
+
+    @property
+    def meta(self) -> SourceMeta: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, i: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class _Shard:
+    file: str
+    bytes: int
+    keys: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+class FeatureStore:
+    """Samples on disk, appended a shard at a time.
+
+    Raises ConfigError for a folder that is no store, or whose shards are not what its index says.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Opens a store that is there."""
+        self.folder = Path(folder)
+        self.meta, self._shards = _read_index(self.folder)
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._starts: list[int] = []  # number of the first sample of each shard
+        self.lengths: list[int] = []
+        self.order: list[str] = []  # keys, by number
+        self.keys: set[str] = set()
+        for shard in self._shards:
+            self._add(shard)
+
+    @classmethod
+    def create(cls, folder: str | Path, meta: SourceMeta) -> FeatureStore:
+        """A new store, or the one that is there; ConfigError if that holds features of something else."""
+        folder = Path(folder)
+        if not (folder / "index.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_index(folder, meta, ())
+        store = cls(folder)
+        if store.meta != meta:
+            expected, found = dataclasses.asdict(meta), dataclasses.asdict(store.meta)
+            differ = [f"{key}: expected {expected[key]}, found {found[key]}" for key in expected
+                      if expected[key] != found[key]]  # fmt: skip
+            raise ConfigError(
+                f"{folder} holds features of something else ({'; '.join(differ)}): remove it or name another folder"
+            )
+        return store
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """On disk, without the index."""
+        return sum(shard.bytes for shard in self._shards)
+
+    def append(self, samples: Iterable[Sample]) -> None:
+        """Writes one shard; when this returns the samples are kept, if it does not none of them is."""
+        samples = list(samples)
+        if not samples:
+            return
+        name = f"shard-{len(self._shards):05d}.safetensors"
+        path = self.folder / name
+        dtype = self.meta.torch_dtype
+        tensors = {
+            "ids": torch.cat([s.ids for s in samples]).to("cpu", torch.int32),
+            "loss_mask": torch.cat([s.loss_mask for s in samples]).to("cpu", torch.bool),
+            "final": torch.cat([s.final for s in samples]).to("cpu", dtype),
+        }
+        if not self._final_only:
+            tensors["taps"] = torch.cat([s.taps for s in samples]).to("cpu", dtype)
+        total = len(tensors["ids"])
+        assert all(len(tensor) == total for tensor in tensors.values()), "all of a sample's tensors have T rows"
+        partial = path.with_suffix(".partial")
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial)
+        _sync_and_rename(partial, path)
+        shard = _Shard(
+            name, path.stat().st_size, tuple(s.key for s in samples), tuple(len(s.ids) for s in samples)
+        )  # fmt: skip
+        _write_index(self.folder, self.meta, (*self._shards, shard))
+        self._shards.append(shard)
+        self._add(shard)
+
+    def read(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        number = bisect_right(self._starts, i) - 1
+        shard, within = self._shards[number], i - self._starts[number]
+        start = sum(shard.lengths[:within])
+        end = start + shard.lengths[within]
+        file = self._file(number)
+        ids, mask, final = (file.get_slice(name)[start:end] for name in ("ids", "loss_mask", "final"))
+        taps = final if self._final_only else file.get_slice("taps")[start:end]
+        return Sample(ids, mask, taps, final, shard.keys[within])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Open files stay behind: a store may be sent to a loader's worker."""
+        return self.__dict__ | {"_open": OrderedDict()}
+
+    @property
+    def _final_only(self) -> bool:
+        """Whether the one tap is what comes after the final norm, which is not stored twice."""
+        return self.meta.algorithm != "EAGLE3"
+
+    def _add(self, shard: _Shard) -> None:
+        self._starts.append(len(self.lengths))
+        self.lengths += shard.lengths
+        self.order += shard.keys
+        self.keys |= set(shard.keys)
+
+    def _file(self, number: int) -> Any:
+        file = self._open.pop(number, None)
+        if file is None:
+            path = self.folder / self._shards[number].file
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}; remove {self.folder} and capture again") from None
+            if len(self._open) >= _OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open[number] = file
+        return file
+
+
+Features = Callable[[Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
+
+
+class OnlineSource:
+    """Features computed when samples are read, by the model itself: no disk, but a forward of the target each time.
+
+    features: sequences of ids [T] int32 -> (taps [T, len(taps) * hidden], final [T, hidden]) of each, on the target's
+    device (`capture.FeatureModel.batch`).
+    """
+
+    def __init__(self, meta: SourceMeta, tokens: Sequence[Tokens], features: Features) -> None:
+        self.meta, self._tokens, self._features = meta, tokens, features
+        self.lengths = [len(one.ids) for one in tokens]
+        self.order = [one.key for one in tokens]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, i: int) -> Sample:
+        return self.read_many([i])[0]
+
+    def read_many(self, numbers: Sequence[int]) -> list[Sample]:
+        """Several samples by one forward."""
+        chosen = [self._tokens[i] for i in numbers]
+        ids = [torch.from_numpy(one.ids) for one in chosen]
+        found = []
+        for one, row, (taps, final) in zip(chosen, ids, self._features(ids), strict=True):
+            mask = torch.from_numpy(one.loss_mask)
+            found.append(Sample(row.to(final.device), mask.to(final.device), taps, final, one.key))
+        return found
+
+
+class Part:
+    """Some samples of a source."""
+
+    def __init__(self, source: FeatureSource, numbers: Sequence[int]) -> None:
+        self.source, self.numbers = source, list(numbers)
+
+    @property
+    def meta(self) -> SourceMeta:
+        return self.source.meta
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """None where the source does not know them."""
+        lengths: Sequence[int] | None = getattr(self.source, "lengths", None)
+        return None if lengths is None else [lengths[i] for i in self.numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def read(self, i: int) -> Sample:
+        return self.source.read(self.numbers[i])
+
+    def read_many(self, numbers: Sequence[int]) -> list[Sample]:
+        """By one forward where the source computes."""
+        many: Callable[[Sequence[int]], list[Sample]] | None = getattr(self.source, "read_many", None)
+        chosen = [self.numbers[i] for i in numbers]
+        return many(chosen) if many is not None else [self.source.read(i) for i in chosen]
+
+
+def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if index["version"] != _VERSION:
+            raise ConfigError(f"{path}: expected version {_VERSION}, found {index['version']}: capture again")
+        meta = SourceMeta(**{**index["meta"], "taps": tuple(index["meta"]["taps"])})
+        shards = [_Shard(s["file"], s["bytes"], tuple(s["keys"]), tuple(s["lengths"])) for s in index["shards"]]
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has no index.json: it is no feature store; make one by `draftwing train capture`"
+                          ) from None  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): remove {folder} and capture again") from None
+    for shard in shards:
+        file = folder / shard.file
+        found = file.stat().st_size if file.is_file() else 0
+        if found != shard.bytes:
+            raise ConfigError(f"{file}: expected {shard.bytes} bytes, found {found}: remove {folder} and capture again")
+    return meta, shards
+
+
+def _write_index(folder: Path, meta: SourceMeta, shards: Sequence[_Shard]) -> None:
+    index = {
+        "version": _VERSION,
+        "meta": dataclasses.asdict(meta),
+        "shards": [dataclasses.asdict(shard) for shard in shards],
+    }
+    partial = folder / "index.json.partial"
+    partial.write_text(json.dumps(index), encoding="utf-8")
+    _sync_and_rename(partial, folder / "index.json")
+
+
+def _sync_and_rename(partial: Path, path: Path) -> None:
+    """What is behind the new name is complete even after the machine goes down."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,230 @@
+"""The training-time test (EAGLE-3, Li et al. 2025, arXiv 2503.01840): a head is trained on what it will be run on.
+
+From every position of a text a chain of drafts is unrolled, each step fed with the head's own output of the step before
+and with the text's next token, as the growth loop does it in serving. The head is the serving module; only the
+attention that is handed to it differs (`ChainAttention`). EAGLE and MTP heads are trained by the same unrolling: with
+one step it is their ordinary recipe.
+
+Indices. A row at index t of a sequence is made of the target's feature at t. In step k its token is ids[t + 1 + k], its
+rotary position t + k, and it foretells the target's distribution at j = t + 1 + k, of which the token ids[j + 1] was
+drawn. Where that token is to be learnt (`loss_mask[j + 1]`), j is one of the batch's *places*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from draftwing.models.eagle3_head import Eagle3Head
+from draftwing.models.eagle_head import EagleHead
+from draftwing.models.mtp_head import MTPHead
+from draftwing.train.chain_attention import ChainAttention, wide
+
+AnyHead = EagleHead | Eagle3Head | MTPHead
+
+# hidden states after the final norm [n, hidden] -> logits of the target [n, V]
+TargetHead = Callable[[Tensor], Tensor]
+
+# Logits that exist at a time, 256 MB in float32. They are made again in the backward pass.
+_CHUNK_ELEMENTS = 1 << 26
+
+
+class Batch(NamedTuple):
+    """B sequences, padded at their ends to the length T of the longest, and the n places that are to be learnt."""
+
+    ids: Tensor  # [B, T] int64
+    taps: Tensor  # [B, T, len(taps) * hidden]
+    final: Tensor  # [n, hidden]: the target's state after its final norm at each place
+    place: Tensor  # [n] int64: index into the flat [B * T]
+    depth: Tensor  # [n] int64: index within the sequence
+    lengths: Tensor  # [B] int64
+
+
+class Teacher(NamedTuple):
+    """What the target says at each place."""
+
+    shares: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
+    best: Tensor  # [n] int64: its favourite token
+    known: Tensor  # [n] bool: whether that is in the draft vocabulary
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How steps and terms weigh.
+
+    steps: drafts per chain.  decay: weight of each step beside the one before.  tokens: of the cross-entropy with the
+    target's distribution.  features: of the smooth L1 distance between the head's output and the target's next
+    feature.  noise: width of the uniform noise on the features it is fed, for a text of 512 tokens; it falls with the
+    length of the text.
+    """
+
+    steps: int = 7
+    decay: float = 0.8
+    tokens: float = 1.0
+    features: float = 0.0
+    noise: float = 0.0
+
+
+# Columns of what `Objective` counts, per step.
+STATS = ("rows", "token_loss", "feature_loss", "hits", "chains", "chain_hits")
+
+
+class Objective(nn.Module):
+    """The loss of a head on a batch. A module, so that torch's data parallelism can wrap it."""
+
+    def __init__(self, head: AnyHead, target_head: TargetHead, loss: Loss) -> None:
+        super().__init__()
+        self.head, self.loss = head, loss
+        self._target_head = target_head
+
+    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """-> the loss summed over steps and places, a scalar, and what there was to count, [steps, len(STATS)] float64.
+
+        generator: of the noise; without one there is none.
+
+        rows: places that the step foretells.  hits: of these, where the head's favourite token is the target's.
+        chains: rows whose earlier steps foretold places too; chain_hits: of these, where all steps up to this one hit,
+        so that chain_hits / chains is how often a draft of this depth is accepted, as far as the text is greedy.
+        """
+        loss, head = self.loss, self.head
+        teacher = self._teach(batch.final)
+        features = head.features(batch.taps.flatten(0, 1))  # [B * T, width]
+        if loss.noise and generator is not None:
+            features = features + _noise(features, batch, loss.noise, generator)
+        total = features.new_zeros((), dtype=torch.float32)
+        stats = []
+        chains = _Chains(batch)
+        for k, hidden in enumerate(unroll(head, batch.ids, features, loss.steps)):
+            rows, counts = chains.rows(k)
+            tokens, guess = self._token_loss(hidden, rows, counts, teacher)
+            near = self._feature_loss(hidden, rows, counts, batch.final) if loss.features else tokens.new_zeros(())
+            total = total + loss.decay**k * (loss.tokens * tokens + loss.features * near)
+            hit = (guess == teacher.best) & counts
+            chain, chain_hit = chains.add(rows, counts, hit)
+            sums = (counts.sum(), tokens.detach(), near.detach(), hit.sum(), chain.sum(), chain_hit.sum())
+            stats.append(torch.stack([value.double() for value in sums]))
+        return total, torch.stack(stats)
+
+    # -- the target -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _teach(self, final: Tensor) -> Teacher:
+        """final [n, hidden]"""
+        kept, vocab = self.head.target_ids, self.head.vocab
+        # Half precision holds a probability to 3 digits and saves half of what is this step's largest tensor.
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(final.device.type) else self._dtype
+        shares = final.new_empty(final.shape[0], vocab, dtype=dtype)
+        best = final.new_empty(final.shape[0], dtype=torch.int64)
+        known = torch.ones_like(best, dtype=torch.bool)
+        for part in _chunks(final.shape[0], self.head.config.vocab_size):
+            with torch.autocast(final.device.type, enabled=False):
+                logits = self._target_head(final[part])
+            logits = logits.to(wide(logits))
+            best[part] = logits.argmax(-1)
+            if kept is not None:
+                member = torch.zeros(logits.shape[1], dtype=torch.bool, device=final.device).index_fill_(0, kept, True)
+                known[part] = member[best[part]]
+                logits = logits[:, kept]
+            shares[part] = logits.softmax(-1).to(dtype)
+        return Teacher(shares, best, known)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.head.parameters()).dtype
+
+    # -- terms ------------------------------------------------------------------------------------------------------
+
+    def _token_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropies, and the head's favourite tokens [n]; hidden [B * T, width], rows, counts [n].
+
+        Places whose favourite token the head cannot say do not count: it would learn to be sure of the second best.
+        """
+        counts = counts & teacher.known
+        losses, guesses = [hidden.new_zeros((), dtype=wide(hidden))], []
+        for part in _chunks(rows.shape[0], self.head.vocab):
+            loss, guess = checkpoint(
+                self._chunk_loss,
+                hidden.index_select(0, rows[part]),
+                teacher.shares[part],
+                counts[part],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            losses.append(loss)
+            guesses.append(guess)
+        best = torch.cat(guesses) if guesses else rows
+        return torch.stack(losses).sum(), best if self.head.target_ids is None else self.head.target_ids[best]
+
+    def _chunk_loss(self, hidden: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [m, width], shares [m, Vd], counts [m] -> sum of the cross-entropies, favourites [m]"""
+        logits = self.head.logits(hidden)
+        logits = logits.to(wide(logits))
+        shares = shares.to(logits.dtype)
+        # -sum p log q = (log sum exp z) sum p - sum p z: one tensor of this size less than with log_softmax.
+        cross = logits.logsumexp(-1) * shares.sum(-1) - (shares * logits).sum(-1)
+        return (cross * counts).sum(), logits.detach().argmax(-1)
+
+    def _feature_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, final: Tensor) -> Tensor:
+        hidden = hidden.index_select(0, rows)
+        distance = F.smooth_l1_loss(hidden.to(wide(hidden)), final.to(wide(hidden)), reduction="none").mean(-1)
+        return (distance * counts).sum()
+
+
+def unroll(head: AnyHead, ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+    """The hidden states [B * T, width] of step 0, 1, ...; ids [B, T], features [B * T, width]
+
+    Rows without a token of their own, at the end, are made of token 0: nobody looks at them.
+    """
+    sequences, length = ids.shape
+    padded = F.pad(ids, (0, steps))  # [B, T + steps]
+    places = torch.arange(length, device=ids.device).repeat(sequences)
+    attention = ChainAttention(sequences, length)
+    for k in range(steps):
+        tokens = padded[:, k + 1 : k + 1 + length].flatten()
+        features = head.run(tokens, places + k, features, k, attention.step(k))
+        yield features
+
+
+class _Chains:
+    """Which row of a step foretells each place, and which chains have been right so far."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._place, self._depth = batch.place, batch.depth
+        cells = batch.ids.numel() + 1  # the last one is for rows before the text
+        self._whole = torch.ones(cells, dtype=torch.bool, device=batch.ids.device)
+        self._right = self._whole
+
+    def rows(self, k: int) -> tuple[Tensor, Tensor]:
+        """For each place the row [n] that foretells it in step k, and whether there is one [n]; if not, a row of the
+        same sequence that is not to be counted."""
+        back = 1 + k
+        counts = self._depth >= back
+        return self._place - self._depth.clamp(max=back), counts
+
+    def add(self, rows: Tensor, counts: Tensor, hit: Tensor) -> tuple[Tensor, Tensor]:
+        """hit [n] -> whether the row's chain has foretold a place in every step [n], and each of them rightly [n]"""
+        whole = self._whole[rows] & counts
+        right = self._right[rows] & hit
+        at = torch.where(counts, rows, self._whole.shape[0] - 1)
+        # New tensors: chains that end here, at the end of a turn, take no further part.
+        self._whole = torch.zeros_like(self._whole).index_copy_(0, at, whole)
+        self._right = torch.zeros_like(self._right).index_copy_(0, at, right)
+        return whole, whole & right
+
+
+def _noise(features: Tensor, batch: Batch, width: float, generator: torch.Generator) -> Tensor:
+    """[B * T, width] uniform, as EAGLE's recipe has it: a text of T tokens gets 512 / T of the noise."""
+    noise = torch.rand(features.shape, generator=generator, device=features.device, dtype=torch.float32) - 0.5
+    scale = width * 512.0 / batch.lengths.float()  # [B]
+    return (noise * scale.repeat_interleave(batch.ids.shape[1]).unsqueeze(1)).to(features.dtype)
+
+
+def _chunks(rows: int, columns: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // columns)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

@@ -1,0 +1,67 @@
+"""The tokens that an EAGLE-3 head may draft: the most frequent ones of what the target answered.
+
+Its own head has a row for each of them alone, which is most of what a draft step costs where the target is small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.errors import ConfigError
+from draftwing.train.store import Tokens
+
+MULTIPLE = 64  # rows of a product that run at full speed on a GPU
+
+
+class Vocabulary(NamedTuple):
+    """ids: of the target, ascending.  coverage: share of the counted tokens that are among them."""
+
+    ids: tuple[int, ...]
+    counted: int
+    coverage: float
+
+    def target_ids(self) -> Tensor:
+        """[n] int64: the target's id of each draft token."""
+        return torch.tensor(self.ids, dtype=torch.int64)
+
+    def save(self, path: Path) -> None:
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._asdict()), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Vocabulary:
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            return cls(tuple(map(int, fields["ids"])), fields["counted"], fields["coverage"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}): remove it, and it is counted again") from None
+
+
+def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: Iterable[int]) -> Vocabulary:
+    """The `size` most frequent tokens of the answers, the lower id of equals; `size` is rounded up to a multiple of 64.
+
+    vocab: of the target, which is all there is where `size` is not below it.  ending: ids that are kept in any case,
+    for a drafter that cannot propose the end of an answer drafts past every end.
+    Where fewer tokens occur, the lowest of the other ids fill it up.
+    """
+    counts = np.zeros(vocab, np.int64)
+    for one in tokens:
+        counts += np.bincount(one.ids[one.loss_mask], minlength=vocab)
+    total = int(counts.sum())
+    if not total:
+        raise ConfigError("there is no answer to count tokens of: run `draftwing train generate` first")
+    size = -(-size // MULTIPLE) * MULTIPLE
+    if size >= vocab:
+        return Vocabulary(tuple(range(vocab)), total, 1.0)
+    ending = {token for token in ending if token < vocab}
+    ranked = [token for token in np.argsort(-counts, kind="stable").tolist() if token not in ending]
+    kept = sorted([*ending, *ranked[: size - len(ending)]])
+    return Vocabulary(tuple(kept), total, int(counts[kept].sum()) / total)

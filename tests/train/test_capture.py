@@ -1,0 +1,264 @@
+"""Features for training equal what the engine computes while it serves; stores survive kills; counted vocabularies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from reference.checkpoints import eagle2_head, eagle3_head, llama_target
+from tiny_checkpoint import write_checkpoint, write_tokenizer
+
+from draftwing import LLM
+from draftwing.errors import ConfigError
+from draftwing.models.decoder import DecoderModel
+from draftwing.train import store as store_module
+from draftwing.train.capture import FeatureModel, batches, capture, eagle3_taps, online, target_taps
+from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
+from draftwing.train.vocabulary import Vocabulary, draft_vocabulary
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", layers=6)
+
+
+@pytest.fixture(scope="module")
+def target(model: Path) -> FeatureModel:
+    return FeatureModel.load(model, "EAGLE3", "cpu", "float32")
+
+
+def sequences(lengths: list[int], seed: int = 0) -> list[Tokens]:
+    draw = random.Random(seed)
+    return [
+        Tokens(np.array([draw.randrange(256) for _ in range(n)], np.int32), np.arange(n) >= n // 2, f"key {i}")
+        for i, n in enumerate(lengths)
+    ]
+
+
+# ---- features --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+def test_features_are_those_that_serving_feeds_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """What the engine's target gives its drafter for a prompt, in chunks and from the paged pool, packed weights."""
+    checkpoint = llama_target(vocab_size=258, num_hidden_layers=6)
+    folder = checkpoint.write(tmp_path / "target")
+    write_tokenizer(folder)
+    make = eagle3_head if algorithm == "EAGLE3" else eagle2_head
+    head = make(checkpoint, vocab_size=258).write(tmp_path / "head")
+    given: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    forward = DecoderModel.forward
+
+    def spy(self: DecoderModel, *args: Any, **kw: Any) -> Any:
+        out = forward(self, *args, **kw)
+        given.append((out[0].clone(), out[1].clone()))  # type: ignore[union-attr]
+        return out
+
+    options = {
+        "dtype": "float32", "max_total_tokens": 2000, "chunked_prefill_size": 16, "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": str(head), "device": "cpu",
+    }  # fmt: skip
+    ids = sequences([41])[0].ids.tolist()
+    with LLM(str(folder), **options) as llm, monkeypatch.context() as patch:
+        patch.setattr(DecoderModel, "forward", spy)
+        llm.generate([ids], {"temperature": 0, "max_new_tokens": 1})
+    served_final, served_taps = (torch.cat([out[i] for out in given])[:41] for i in (0, 1))  # type: ignore[misc]
+
+    model = FeatureModel.load(folder, algorithm, "cpu", "float32")
+    taps, final = model(torch.tensor(ids))
+    assert len(given) > 2 and taps.shape == (41, (3 if algorithm == "EAGLE3" else 1) * 32)
+    torch.testing.assert_close(final, served_final, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(taps, served_taps, rtol=1e-5, atol=1e-5)
+    # In a batch, padded, they are the same again.
+    for one, (taps_too, final_too) in zip(
+        (ids, ids[:7]), model.batch([torch.tensor(ids), torch.tensor(ids[:7])]), strict=True
+    ):
+        torch.testing.assert_close(final_too, served_final[: len(one)], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(taps_too, served_taps[: len(one)], rtol=1e-5, atol=1e-5)
+
+
+def test_final_gives_the_target_s_own_choices(model: Path, target: FeatureModel) -> None:
+    ids = sequences([12])[0].ids.tolist()
+    with LLM(str(model), dtype="float32", max_total_tokens=500) as llm:
+        (answer,) = llm.generate([ids], {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True})
+    _, final = target(torch.tensor(ids + answer.token_ids))
+    chosen = target.model.logits(final).argmax(-1)
+    assert chosen[len(ids) - 1 : -1].tolist() == answer.token_ids
+
+
+def test_which_streams(target: FeatureModel) -> None:
+    assert eagle3_taps(32) == (2, 16, 29) and eagle3_taps(30) == (2, 15, 27)
+    for layers in range(1, 40):
+        taps = eagle3_taps(layers)
+        assert len(taps) == 3 and list(taps) == sorted(taps) and taps[0] >= 0 and taps[-1] <= layers
+    assert target_taps("EAGLE", 30) == target_taps("MTP", 30) == (31,)
+    assert target_taps("EAGLE3", 30, [1, 15, 30]) == (1, 15, 30)
+    with pytest.raises(ConfigError, match="expected 0 to 30"):
+        target_taps("EAGLE3", 30, [1, 15, 31])
+
+
+# ---- capture ---------------------------------------------------------------------------------------------------------
+
+
+def same(a: Sample, b: Sample) -> bool:
+    return a.key == b.key and all(torch.equal(x, y) for x, y in zip(a[:4], b[:4], strict=True))
+
+
+def content(store: FeatureStore) -> dict[str, Sample]:
+    found = [store.read(i) for i in range(len(store))]
+    assert [len(sample.ids) for sample in found] == store.lengths
+    return {sample.key: sample for sample in found}
+
+
+LENGTHS = [30, 3, 17, 60, 5, 44, 9, 21, 2, 33]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "MTP"])
+def test_a_store_has_what_the_target_gives(model: Path, tmp_path: Path, algorithm: str) -> None:
+    target = FeatureModel.load(model, algorithm, "cpu", "float32")
+    tokens = sequences(LENGTHS)
+    store = FeatureStore.create(tmp_path / "f", target.meta("tiny", algorithm))
+    assert capture(target, store, tokens, batch_tokens=64, shard_bytes=8000) == len(tokens)
+    assert len(list((tmp_path / "f").glob("*.safetensors"))) > 2
+    store = FeatureStore(tmp_path / "f")
+    found = content(store)
+    source = online(target, "tiny", algorithm, tokens)
+    assert source.meta == store.meta and sorted(source.lengths) == sorted(store.lengths) == sorted(LENGTHS)
+    for i, one in enumerate(tokens):
+        stored, direct = found[one.key], source.read(i)
+        assert stored.ids.dtype == torch.int32 and stored.ids.tolist() == one.ids.tolist() == direct.ids.tolist()
+        assert stored.loss_mask.tolist() == one.loss_mask.tolist() == direct.loss_mask.tolist()
+        torch.testing.assert_close(stored.taps, direct.taps, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stored.final, direct.final, rtol=1e-5, atol=1e-5)
+    assert stored.taps.shape[1] == (3 if algorithm == "EAGLE3" else 1) * 32
+    if algorithm == "MTP":
+        assert store.bytes < 1.2 * sum(LENGTHS) * 32 * 4 + 2000 * len(store), "the one tap is not stored twice"
+    assert capture(target, store, tokens) == 0, "nothing is computed again"
+    assert same(pickle.loads(pickle.dumps(store)).read(3), store.read(3))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", range(9))
+def test_killed_at_any_moment_it_goes_on(
+    target: FeatureModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """The kill comes at the n-th of: a file written, about to be renamed, renamed, for shards and the index."""
+    tokens, folder = sequences(LENGTHS), tmp_path / "f"
+    kills = iter(range(100))
+
+    def maybe() -> None:
+        if next(kills) == moment:
+            raise Killed
+
+    save, sync = store_module.save_file, store_module._sync_and_rename
+
+    def torn_save(tensors: Any, path: Path) -> None:
+        save(tensors, path)
+        with open(path, "r+b") as file:
+            size = os.path.getsize(path)
+            file.truncate(size // 2)
+            maybe()
+            file.truncate(0)
+        save(tensors, path)
+
+    def torn_rename(partial: Path, path: Path) -> None:
+        maybe()
+        sync(partial, path)
+        maybe()
+
+    store = FeatureStore.create(folder, target.meta("tiny", "EAGLE3"))
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "save_file", torn_save)
+        patch.setattr(store_module, "_sync_and_rename", torn_rename)
+        with pytest.raises(Killed):
+            capture(target, store, tokens, 64, 20000)
+    again = FeatureStore.create(folder, target.meta("tiny", "EAGLE3"))
+    before = len(again)
+    assert before < len(tokens)
+    assert capture(target, again, tokens, 64, 20000) == len(tokens) - before
+    found = content(FeatureStore(folder))
+    assert set(found) == {one.key for one in tokens} and len(again) == len(tokens)
+    for one in tokens:
+        taps, final = target(torch.from_numpy(one.ids))
+        torch.testing.assert_close(found[one.key].taps, taps, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[one.key].final, final, rtol=1e-5, atol=1e-5)
+
+
+def test_a_store_refuses_what_is_not_its_own(target: FeatureModel, tmp_path: Path) -> None:
+    meta = target.meta("tiny", "EAGLE3")
+    store = FeatureStore.create(tmp_path / "f", meta)
+    capture(target, store, sequences([9, 8]))
+    with pytest.raises(ConfigError, match=r"taps: expected .*, found"):
+        FeatureStore.create(tmp_path / "f", SourceMeta(**{**meta.__dict__, "taps": (1, 2, 3)}))
+    with pytest.raises(ConfigError, match="no feature store"):
+        FeatureStore(tmp_path)
+    with pytest.raises(IndexError):
+        store.read(2)
+    (shard,) = (tmp_path / "f").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"expected \d+ bytes, found \d+"):
+        FeatureStore(tmp_path / "f")
+
+
+def test_batches_hold_all_within_their_limit() -> None:
+    draw = random.Random(4)
+    tokens = sequences([draw.randrange(1, 90) for _ in range(300)] + [500])
+    found = list(batches(tokens, 128))
+    assert sorted(one.key for batch in found for one in batch) == sorted(one.key for one in tokens)
+    padded = [len(batch) * max(len(one.ids) for one in batch) for batch in found]
+    assert all(size <= 128 or len(batch) == 1 for size, batch in zip(padded, found, strict=True))
+    assert sum(padded) < 1.3 * sum(len(one.ids) for one in tokens), "little padding"
+    assert not list(batches([], 128))
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
+
+
+def tokens(ids: list[int], mask: list[bool]) -> Tokens:
+    return Tokens(np.array(ids, np.int32), np.array(mask), "a")
+
+
+def test_the_most_frequent_answer_tokens() -> None:
+    draw = random.Random(5)
+    ids = [min(int(draw.expovariate(0.02)), 299) for _ in range(20000)]
+    mask = [i % 2 == 0 for i in range(len(ids))]
+    found = draft_vocabulary([tokens(ids, mask)], 100, 300, ending=[298])
+    counts = [0] * 300
+    for token, counted in zip(ids, mask, strict=True):
+        counts[token] += counted
+    kept = found.target_ids()
+    assert kept.dtype == torch.int64 and len(kept) == 128 and kept.tolist() == sorted(set(kept.tolist()))
+    assert 298 in found.ids
+    others = set(range(300)) - set(found.ids)
+    assert min(counts[i] for i in found.ids if i != 298) >= max(counts[i] for i in others)
+    assert found.counted == 10000 and abs(found.coverage - sum(counts[i] for i in found.ids) / 10000) < 1e-12
+    assert 0.8 < found.coverage < 1
+
+
+def test_few_tokens_are_filled_up_and_many_are_all(tmp_path: Path) -> None:
+    one = tokens([7, 7, 200, 9], [True, True, True, False])
+    found = draft_vocabulary([one], 64, 300, ending=[2])
+    assert len(found.ids) == 64 and {2, 7, 200} < set(found.ids) and found.coverage == 1
+    assert draft_vocabulary([one], 300, 300, ending=[]).ids == tuple(range(300))
+    with pytest.raises(ConfigError, match="no answer"):
+        draft_vocabulary([tokens([1, 2], [False, False])], 64, 300, ending=[])
+    found.save(tmp_path / "v.json")
+    assert Vocabulary.load(tmp_path / "v.json") == found
+    (tmp_path / "v.json").write_text("{")
+    with pytest.raises(ConfigError, match="remove it"):
+        Vocabulary.load(tmp_path / "v.json")

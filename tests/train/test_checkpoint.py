@@ -1,0 +1,241 @@
+"""A trained head as a folder: published names, shapes, dtypes and config keys, and the same logits in the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference.checkpoints import llama_target, qwen2_target
+from reference.learnable import ENGINE, VOCAB, drafting, write_target
+from safetensors import safe_open
+
+from draftwing import LLM, ConfigError
+from draftwing.engine.device import pick_device
+from draftwing.models.draft_config import resolve_taps
+from draftwing.models.draft_loader import load_draft_head
+from draftwing.models.loader import load_model
+from draftwing.train.capture import FeatureModel
+from draftwing.train.checkpoint import aux_layer_ids, save_head
+from draftwing.train.heads import load_head, load_target_ends, new_eagle3_head, new_eagle_head, new_mtp_head
+from draftwing.train.ttt import unroll
+
+HIDDEN, FFN, HEADS, KV, SIZE, V = 32, 48, 4, 2, 8, 64
+KEPT = torch.tensor([1, 4, 5, 9, 20, 33, 40, 63])
+
+
+def target_of(family: str, folder: Path, **changes: Any) -> Any:
+    if family == "qwen3":
+        changes |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": SIZE}
+        plain = llama_target(0, num_hidden_layers=8, rope_theta=10000.0, rope_scaling=None, **changes)
+        for i in range(8):
+            for part in "qk":
+                plain.tensors[f"model.layers.{i}.self_attn.{part}_norm.weight"] = torch.ones(SIZE)
+    else:
+        plain = (qwen2_target if family == "qwen2" else llama_target)(0, num_hidden_layers=8, **changes)
+    return load_model(plain.write(folder / "target"), torch.float32, "cpu")
+
+
+def stored(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """name -> dtype and shape, of all files"""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118 (not a dict)
+                part = content.get_slice(name)
+                assert name not in found
+                found[name] = (part.get_dtype(), part.get_shape())
+    return found
+
+
+def layer(prefix: str, inputs: int, norms: tuple[str, ...], bias: bool = False) -> dict[str, list[int]]:
+    table = {
+        "self_attn.q_proj.weight": [HEADS * SIZE, inputs],
+        "self_attn.k_proj.weight": [KV * SIZE, inputs],
+        "self_attn.v_proj.weight": [KV * SIZE, inputs],
+        "self_attn.o_proj.weight": [HIDDEN, HEADS * SIZE],
+        "mlp.gate_proj.weight": [FFN, HIDDEN],
+        "mlp.up_proj.weight": [FFN, HIDDEN],
+        "mlp.down_proj.weight": [HIDDEN, FFN],
+        **{f"{norm}.weight": [HIDDEN] for norm in norms},
+    }
+    if bias:
+        table |= {f"self_attn.{p}_proj.bias": [n * SIZE] for p, n in (("q", HEADS), ("k", KV), ("v", KV))}
+    return {f"{prefix}.{name}": shape for name, shape in table.items()}
+
+
+def half(shapes: dict[str, list[int]]) -> dict[str, tuple[str, list[int]]]:
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+SIZES = {
+    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": FFN, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV, "head_dim": SIZE, "num_hidden_layers": 1, "vocab_size": V, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bias": False, "attention_bias": False,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+THETA = {"llama": 500000.0, "qwen2": 1000000.0, "qwen3": 10000.0}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_an_eagle3_head_is_stored_as_published(family, tmp_path):
+    head = new_eagle3_head(target_of(family, tmp_path), KEPT)
+    folder = save_head(head, tmp_path / "head")
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    shapes = {"fc.weight": [HIDDEN, 3 * HIDDEN], "norm.weight": [HIDDEN], "lm_head.weight": [len(KEPT), HIDDEN]}
+    expected = half(shapes | layer("midlayer", 2 * HIDDEN, norms))
+    assert stored(folder) == expected | {"d2t": ("I64", [len(KEPT)]), "t2d": ("BOOL", [V])}
+    with safe_open(folder / "model.safetensors", "pt") as content:
+        assert content.get_tensor("d2t").tolist() == [i - n for n, i in enumerate(KEPT.tolist())]
+        assert content.get_tensor("t2d").nonzero().flatten().tolist() == KEPT.tolist()
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == len(KEPT)
+    assert SIZES.items() <= config.items()
+    assert (config["rope_theta"], config["rope_scaling"]) == (THETA[family], None)  # llama3 scaling is not inherited
+    assert "eagle_config" not in config  # default layers: every engine has the same
+    loaded = load_draft_head(folder, head.target, "EAGLE3", torch.float32, "cpu")
+    assert loaded.taps == (2, 4, 5) and loaded.target_ids.tolist() == KEPT.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_an_eagle_head_is_stored_as_published(family, tmp_path):
+    head = new_eagle_head(target_of(family, tmp_path), fc_bias=family == "llama")
+    folder = save_head(head, tmp_path / "head")
+    shapes = {"fc.weight": [HIDDEN, 2 * HIDDEN]} | ({"fc.bias": [HIDDEN]} if family == "llama" else {})
+    expected = shapes | layer("layers.0", HIDDEN, ("post_attention_layernorm",), family == "qwen2")
+    assert stored(folder) == half(expected)
+    config = json.loads((folder / "config.json").read_text())
+    assert {**SIZES, "bias": family == "llama"}.items() <= config.items()
+    assert config.get("qkv_bias", False) == (family == "qwen2") and "draft_vocab_size" not in config
+    assert {"LlamaForCausalLMEagle", "LlamaForCausalLM"} == set(config["architectures"])
+    load_draft_head(folder, head.target, "EAGLE", torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_mtp_layer_has_mimos_names(family, tmp_path):
+    head = new_mtp_head(target_of(family, tmp_path))
+    folder = save_head(head, tmp_path / "head")
+    prefix = "model.mtp_layers.0"
+    own = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    norms = ("input_layernorm", "post_attention_layernorm", *own)
+    shapes = {f"{prefix}.input_proj.weight": [HIDDEN, 2 * HIDDEN]}
+    assert stored(folder) == half(shapes | layer(prefix, HIDDEN, norms, family == "qwen2"))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1 and config["num_hidden_layers"] == 8
+    load_draft_head(folder, head.target, "NEXTN", torch.float32, "cpu")
+
+
+def test_weights_are_split_into_files_of_a_given_size(tmp_path):
+    head = new_eagle3_head(target_of("llama", tmp_path), KEPT)
+    one, many = save_head(head, tmp_path / "one"), save_head(head, tmp_path / "many", max_file_bytes=8000)
+    assert [file.name for file in one.iterdir() if "model" in file.name] == ["model.safetensors"]
+    files = sorted(many.glob("*.safetensors"))
+    assert len(files) > 2 and all(file.stat().st_size <= 8000 for file in files)
+    assert stored(many) == stored(one)
+    index = json.loads((many / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(stored(many)) and set(index["weight_map"].values()) == {
+        file.name for file in files
+    }
+    with safe_open(files[0], "pt") as content:
+        assert all(index["weight_map"][name] == files[0].name for name in content.keys())  # noqa: SIM118
+    loaded = [load_draft_head(folder, head.target, "EAGLE3", torch.bfloat16, "cpu") for folder in (one, many)]
+    for a, b in zip(*(head.parameters() for head in loaded), strict=True):
+        assert torch.equal(a, b)
+    # a smaller head in the place of a larger one leaves nothing of it
+    save_head(head, many, extra={"note": 1}, card="# A head")
+    assert sorted(file.name for file in many.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert json.loads((many / "config.json").read_text())["note"] == 1
+    with pytest.raises(ConfigError, match=r"fc\.weight has 6144 bytes"):
+        save_head(head, tmp_path / "none", max_file_bytes=6000)
+    assert not (tmp_path / "none").exists()
+
+
+def test_layers_are_named_so_that_they_are_read_back():
+    unnamed = 0
+    for layers in (3, 8, 30):
+        for first in range(layers + 1):
+            for last in range(first + 1, layers + 1):
+                try:
+                    ids = aux_layer_ids((first, last), layers)
+                except ConfigError:
+                    unnamed += 1
+                    assert first in (0, 3) and last < layers
+                    continue
+                raw = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+                assert resolve_taps(raw, 2, layers, "auto") == (first, last)
+    assert unnamed
+    assert aux_layer_ids((2, 4, 5), 8) is None and aux_layer_ids((2, 4, 6), 8) == [1, 3, 5]
+    with pytest.raises(ConfigError, match="0 to 8"):
+        aux_layer_ids((2, 4, 9), 8)
+
+
+def test_a_head_of_other_layers_and_width(tmp_path):
+    target = target_of("llama", tmp_path)
+    head = new_eagle3_head(target, None, taps=(1, 6), ffn_size=20)
+    loaded = load_draft_head(save_head(head, tmp_path / "h"), target, "EAGLE3", torch.float32, "cpu")
+    assert loaded.taps == (1, 6) and loaded.config.ffn_size == 20 and loaded.target_ids is None
+    assert not {"d2t", "t2d"} & set(stored(tmp_path / "h")) and loaded.vocab == V
+    with pytest.raises(ConfigError, match="taken for others"):
+        new_eagle3_head(target, None, taps=(3, 4, 5))
+    for ids in (torch.tensor([3, 3]), torch.tensor([5, 2]), torch.tensor([1, V])):
+        with pytest.raises(ConfigError, match="ascending"):
+            new_eagle3_head(target, ids)
+
+
+def test_the_ends_of_a_target_are_enough(tmp_path):
+    whole = target_of("llama", tmp_path)
+    ends = load_target_ends(tmp_path / "target", torch.float32, "cpu")
+    assert torch.equal(ends.embed.weight, whole.embed.weight) and torch.equal(ends.lm_head.weight, whole.lm_head.weight)
+    assert torch.equal(ends.norm.weight, whole.norm.weight) and all(p.is_meta for p in ends.layers.parameters())
+    heads = [new_eagle3_head(target, KEPT, seed=3) for target in (whole, ends)]
+    for a, b in zip(*(head.parameters() for head in heads), strict=True):
+        assert torch.equal(a, b) and a.requires_grad
+    # a fresh head says what the target would of the same state
+    assert torch.equal(heads[0].lm_head.weight, whole.lm_head.weight[KEPT])
+    assert torch.equal(heads[0].norm.weight, whole.norm.weight)
+    assert not torch.equal(new_eagle3_head(whole, KEPT, copy_head=False).lm_head.weight, whole.lm_head.weight[KEPT])
+    assert not torch.equal(new_eagle3_head(whole, KEPT, seed=4).fc.weight, heads[0].fc.weight)
+
+
+@pytest.fixture(scope="module")
+def served_target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("served") / "target")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
+def test_trainer_and_engine_have_the_same_logits(algorithm, served_target, tmp_path):
+    target, depth, prompt = load_model(served_target, torch.float32, "cpu"), 3, [7, 130, 4, 99, 250]
+    if algorithm == "EAGLE3":
+        head = new_eagle3_head(target, torch.arange(0, VOCAB, 2), seed=5)
+    else:
+        head = new_eagle_head(target, fc_bias=True, seed=5) if algorithm == "EAGLE" else new_mtp_head(target, seed=5)
+    with torch.no_grad():  # as after training: norms and biases are not what they were at first
+        for i, param in enumerate(head.parameters()):
+            if param.dim() == 1:
+                param.add_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
+    folder = save_head(head, tmp_path / "head", torch.float32)
+    name = "NEXTN" if algorithm == "MTP" else algorithm
+    options = drafting(name, folder, depth)
+    served: list[torch.Tensor] = []
+    with LLM(str(served_target), **ENGINE, **options) as llm:
+        drafter = llm.engine.parts.executor.drafter
+        logits = drafter.head.logits
+        drafter.head.logits = lambda hidden: served.append(logits(hidden).clone()) or logits(hidden)
+        (answer,) = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True})
+    served = served[:depth]  # of the first tree: after the prompt, and its chain's levels
+    taps, _ = FeatureModel(target, head.taps, pick_device("cpu"))(torch.tensor(prompt))
+    drafts = [int(row.argmax()) for row in served]
+    if head.target_ids is not None:
+        drafts = head.target_ids[drafts].tolist()
+    ids = torch.tensor([[*prompt, answer.token_ids[0], *drafts]])
+    head.set_max_positions(64)
+    features = head.features(torch.cat((taps, taps.new_zeros(ids.shape[1] - len(prompt), taps.shape[1]))))
+    with torch.no_grad():
+        for found, hidden in zip(served, unroll(head, ids, features, depth), strict=True):
+            expected = head.logits(hidden[len(prompt) - 1 : len(prompt)])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    again = load_head(folder, target, algorithm)  # and a head that is trained further starts as the one that was saved
+    for a, b in zip(again.parameters(), head.parameters(), strict=True):
+        assert torch.equal(a, b) and a.requires_grad

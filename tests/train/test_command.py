@@ -1,0 +1,331 @@
+"""`draftwing train` from prompts to a measured head, on a target of 258 tokens; kills, single stages, and refusals.
+
+The target says mostly the successor of each token in a fixed permutation, with a little of everything before mixed in,
+so a head learns a good part of it in two seconds, and none of it before that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from reference import exact_heads
+from reference.checkpoints import Checkpoint, Maker
+from tiny_checkpoint import write_tokenizer
+
+from draftwing import LLM
+from draftwing.cli import main
+from draftwing.train import stages
+
+UNTRAINED, TRAINED = 1.25, 2.5  # accept lengths at (3, 1, 4), greedy: at most, at least
+LEARN = ("--steps", "60", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
+ENGINE = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", "16",
+          "--num-threads", "1")  # fmt: skip
+
+
+class Bench(NamedTuple):
+    folder: Path
+    target: str
+
+    def args(self, out: str, *more: str, algorithm: str = "EAGLE3", stage: str | None = None) -> list[str]:
+        vocabulary = ("--draft-vocab-size", "256") if algorithm == "EAGLE3" else ()
+        return [
+            "train", *([stage] if stage else []), "--model", self.target, "--algorithm", algorithm,
+            "--prompts", str(self.folder / "p.jsonl"), "--eval-prompts", str(self.folder / "e.jsonl"),
+            "--out", str(self.folder / out), "--max-tokens", "48", "--max-length", "128", *ENGINE, *LEARN, *vocabulary,
+            "--shapes", "3,1,4", "4,3,9", "--eval-tokens", "24", "--licence", "made here: CC0-1.0", *more,
+        ]  # fmt: skip
+
+    def train(self, out: str, *more: str, algorithm: str = "EAGLE3", stage: str | None = None) -> Path:
+        assert main(self.args(out, *more, algorithm=algorithm, stage=stage)) == 0
+        return self.folder / out
+
+
+def write_prompts(path: Path, field: str, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("train")
+    exact = exact_heads.exact_eagle3(vocab_size=258)
+    make, tensors = Maker(99), dict(exact.target.tensors)
+    for name, value in tensors.items():
+        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
+            tensors[name] = make.matrix(*value.shape, 0.4)
+    write_tokenizer(Checkpoint(tensors, exact.target.config).write(folder / "target"))
+    write_prompts(folder / "p.jsonl", "prompt", [f"{i} prompt {i * i}" for i in range(80)])
+    write_prompts(folder / "e.jsonl", "question", [f"ask {i} {i**3}" for i in range(6)])
+    return Bench(folder, str(folder / "target"))
+
+
+@pytest.fixture(scope="module")
+def run(bench: Bench) -> Path:
+    """A whole run of EAGLE-3, whose answers and features other tests use."""
+    return bench.train("run")
+
+
+def accept(out: Path, shape: tuple[int, int, int] = (3, 1, 4), temperature: float = 0.0) -> float:
+    records = json.loads((out / "eval.json").read_text())["records"]
+    (record,) = [r for r in records if r["shape"] == list(shape) and r["temperature"] == temperature]
+    return float(record["accept_length"])
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "head" / "model.safetensors")
+
+
+def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(args) == 2
+    return capsys.readouterr().err
+
+
+# ---- it learns -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
+def test_acceptance_rises(bench: Bench, run: Path, algorithm: str) -> None:
+    short = ("--data", str(run), "--shapes", "3,1,4", "--eval-temperatures", "0")
+    trained = run if algorithm == "EAGLE3" else bench.train(algorithm, *short, algorithm=algorithm)
+    untrained = bench.train(f"{algorithm} 0", *short, "--steps", "1", "--lr", "1e-9", algorithm=algorithm)
+    assert accept(untrained) < UNTRAINED and accept(trained) > TRAINED
+    if trained == run:
+        assert accept(trained, (4, 3, 9)) > accept(trained) and accept(trained, (4, 3, 9), 1.0) > TRAINED
+    assert (run / "responses.jsonl").exists() and not (untrained / "responses.jsonl").exists()
+
+
+def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_total_tokens": 2000}
+    prompts, params = ["ask 1", "another"], {"temperature": 0, "max_new_tokens": 30}
+    with LLM(bench.target, **options) as llm:
+        expected = [completion.token_ids for completion in llm.generate(prompts, params)]
+    spec = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(run / "head")}
+    with LLM(bench.target, **options, **spec) as llm:
+        found = llm.generate(prompts, params)
+        assert [completion.token_ids for completion in found] == expected
+        assert llm.engine.accept_length > 1.5
+    card = (run / "head" / "README.md").read_text()
+    for part in (
+        "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "60 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} |",
+        "80 prompts", "256 tokens", "--speculative-algorithm EAGLE3",
+    ):  # fmt: skip
+        assert part in card, part
+
+
+def test_fine_tuning_starts_from_the_head(bench: Bench, run: Path) -> None:
+    again = ("--data", str(run), "--init-head", str(run / "head"), "--steps", "1", "--lr", "1e-9")
+    tuned = bench.train("tuned", *again, "--eval-temperatures", "0", "--shapes", "3,1,4")
+    assert abs(accept(tuned) - accept(run)) < 0.05
+
+
+def test_features_from_the_disk_or_while_training(bench: Bench, run: Path) -> None:
+    short = ("--data", str(run), "--steps", "5")
+    stored = bench.train("stored", *short, stage="fit")
+    direct = bench.train("direct", *short, "--online", stage="fit")
+    for name, tensor in weights(stored).items():
+        torch.testing.assert_close(weights(direct)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_conversations_as_they_are(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bench.folder / "talks.jsonl"
+    talks = [
+        {"conversations": [{"from": "human", "value": f"q {i}"}, {"from": "gpt", "value": f"answer {i * i}"}]}
+        for i in range(20)
+    ]
+    bad = [{"conversations": [{"from": "human", "value": "q"}]}, {"conversations": "no"}]
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in [*talks, *bad]) + "{broken\n")
+    out = bench.folder / "talks"
+    args = ["train", "--model", bench.target, "--conversations", str(path), "--out", str(out), "--held-out", "0.2"]
+    assert main([*args, *ENGINE, "--steps", "2", "--shapes", "3,1,4", "--eval-tokens", "8"]) == 0
+    data = json.loads((out / "data.json").read_text())
+    assert data["read"] == 23 and data["prompts"] == 0 and 10 < data["conversations"] < 20
+    assert data["places"] == {
+        "no assistant turn": ["talks.jsonl:21"],
+        "neither messages nor conversations": ["talks.jsonl:22"],
+        "a broken line": ["talks.jsonl:23"],
+    }
+    assert not (out / "responses.jsonl").exists()
+    (found,) = {record["set"] for record in json.loads((out / "eval.json").read_text())["records"]}
+    assert found == "held out"
+
+
+# ---- it goes on ------------------------------------------------------------------------------------------------------
+
+
+def test_stage_after_stage_is_the_whole(bench: Bench, run: Path) -> None:
+    out = bench.folder / "stages"
+    first = bench.args("stages", stage="generate")
+    assert main(first) == 0 and not (out / "head").exists()
+    for stage in ("capture", "fit", "eval"):  # what is not said again is remembered
+        assert main(["train", stage, "--out", str(out)]) == 0
+    same_run(out, run)
+
+
+def same_run(out: Path, expected: Path) -> None:
+    def answers(folder: Path) -> dict[str, Any]:
+        return {json.loads(line)["key"]: line for line in (folder / "responses.jsonl").read_text().splitlines()}
+
+    assert answers(out) == answers(expected)
+    assert weights(out).keys() == weights(expected).keys()
+    for name, tensor in weights(out).items():
+        assert torch.equal(tensor, weights(expected)[name]), name
+    for temperature in (0.0, 1.0):
+        assert accept(out, (3, 1, 4), temperature) == accept(expected, (3, 1, 4), temperature)
+
+
+def test_killed_again_and_again_it_is_the_same(bench: Bench, run: Path) -> None:
+    """SIGKILL while answers are written, while the head is trained, and while it is measured."""
+    out = bench.folder / "killed"
+    words = [sys.executable, "-m", "draftwing", *bench.args("killed", "--save-every", "7")]
+
+    def lines() -> int:
+        file = out / "responses.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def records() -> int:
+        file = out / "eval.json"
+        return len(json.loads(file.read_text())["records"]) if file.exists() else 0
+
+    moments: list[Callable[[], bool]] = [
+        lambda: lines() > 20,
+        lambda: (out / "fit" / "state.pt").exists(),
+        lambda: records() > 0,
+    ]
+    for reached in moments:
+        process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while not reached() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
+    assert (out / "fit" / "state.pt").exists() and records() < 4
+    assert main(["train", "--out", str(out)]) == 0
+    same_run(out, run)
+
+
+def test_nothing_is_done_twice(bench: Bench, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **kw: Any) -> None:
+        raise AssertionError
+
+    before = {path: path.stat().st_mtime_ns for path in (run / "responses.jsonl", run / "eval.json")}
+    monkeypatch.setattr(stages, "generate", never)
+    monkeypatch.setattr(stages, "capture", never)
+    monkeypatch.setattr("draftwing.train.evaluate.measure", never)
+    bench.train("run")
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **kw: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    for name in ("draftwing.models.loader.load_model", "draftwing.engine.build.load_model",
+                 "draftwing.train.capture.load_model", "draftwing.train.heads.load_target_ends"):  # fmt: skip
+        monkeypatch.setattr(name, never)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "no prompt or conversation is left of 0 read: the files are empty"),
+        ('{"prompt": ""}\n{"question": 5}\n', "of 2 read: 1 empty (such as bad.jsonl:1); 1 a text that is no string"),
+        ('{"prompt": "%s"}\n' % ("x" * 200), "of 1 read: 1 longer than 112 tokens (such as bad.jsonl:1)"),
+        ('{"prompt": "ask 3 27"}\n', "of 1 read: 1 an evaluation prompt or 13 words of one"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_nothing_to_train_on(
+    bench: Bench, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    if content is not None:
+        path.write_text(content)
+    args = bench.args(str(tmp_path / "out"))
+    args[args.index("--prompts") + 1] = str(path)
+    assert message in refused(args, capsys)
+
+
+def test_what_cannot_work_is_refused_at_once(
+    bench: Bench, run: Path, tmp_path: Path, no_model: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = str(tmp_path / "out"), ("--data", str(run))
+    for more, message in (
+        (["--algorithm", "EAGLE9"], "--algorithm: expected one of EAGLE3, EAGLE, MTP, found 'EAGLE9'"),
+        (["--shapes", "3,1"], "--shapes: expected steps,topk,draft tokens such as 5,4,16; found '3,1'"),
+        (["--shapes", "3,2,99"], "which is 4 to 11 for 3 steps and topk 2; found 99"),
+        (["--greedy-share", "1.5"], "--greedy-share: expected a share from 0 to 1, found 1.5"),
+        (["--temperatures", "1", "0.5"], "--temperatures: expected the lowest and the highest"),
+        (["--aux-layers", "1", "2", "40"], "taps: expected 0 to 7 for a target of 7 layers, found [1, 2, 40]"),
+        (["--regenerate"], "--regenerate needs --conversations"),
+        (["--data", str(tmp_path)], "holds no run of `draftwing train`"),
+        ([*data, "--seed", "5"], "was made with --seed 0, not 5"),
+        ([*data, "--max-tokens", "50"], "was made with --max-tokens 48, not 50"),
+        (["--model", str(tmp_path / "none")], "does not exist"),
+    ):
+        assert message in refused(bench.args(out, *more), capsys), more
+        assert not Path(out).exists()
+    for stage, message in (
+        ("capture", "run `draftwing train generate` first"),
+        ("fit", "run `draftwing train generate` first"),
+        ("eval", "run `draftwing train fit --out"),
+    ):
+        assert message in refused(bench.args(out, stage=stage), capsys)
+    assert "no feature store" in refused(bench.args(out, *data, "--aux-layers", "1", "2", "5", stage="fit"), capsys)
+    assert "nothing to train on: give --prompts" in refused(
+        ["train", "--model", bench.target, "--out", str(tmp_path / "new")], capsys
+    )
+    assert "was made with --model" in refused(["train", "--out", str(run), "--model", "smollm2"], capsys)
+    assert "was made with --algorithm EAGLE3, not MTP" in refused(bench.args("run", algorithm="MTP"), capsys)
+
+
+def test_a_full_disk_is_seen_before_it_is_full(
+    bench: Bench, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = shutil.disk_usage(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: space._replace(free=1000))
+    args = bench.args("full", "--data", str(run), "--aux-layers", "1", "3", "5", stage="capture")
+    assert "give --online" in refused(args, capsys)
+
+
+def test_processes_share_the_prompts(bench: Bench, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun would start them, one after the other."""
+    for name in ("TQDM_DISABLE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")
+    for rank in ("1", "0"):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        out = bench.train("shared", "--gpus", "2", stage="generate")
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == rank
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    parts = [(out / f"responses-{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+    assert all(len(part) > 20 for part in parts)
+    assert sorted(parts[0] + parts[1]) == sorted((run / "responses.jsonl").read_text().splitlines())
+
+
+def test_two_processes_train_together(bench: Bench, run: Path) -> None:
+    """By torchrun, whose processes know what to do from the folder alone."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    args = bench.args("two", "--data", str(run), "--steps", "3", "--gpus", "2", stage="fit")
+    words = [sys.executable, "-m", "draftwing", *args]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((bench.folder / "two" / "fit.json").read_text())["steps"] == 3
+    assert weights(bench.folder / "two").keys() == weights(run).keys()

@@ -1,0 +1,144 @@
+"""Accept lengths of a head, by the engine: bench's figures, per position, resumed after a kill."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from reference import exact_heads
+from reference.checkpoints import Checkpoint, Maker
+from tiny_checkpoint import write_tokenizer
+
+from draftwing.cli import main
+from draftwing.core import TreeShape
+from draftwing.errors import ConfigError
+from draftwing.tools.bench import Sample
+from draftwing.train import evaluate as module
+from draftwing.train.evaluate import Trial, evaluate, fingerprint, positions, summary
+
+PROMPTS = {"one": [f"prompt {i}" for i in range(5)], "two": ["another", "and more"]}
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 9)
+TRIAL = Trial((CHAIN, TREE), (0.0, 1.0), max_tokens=24, concurrency=3)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A target, and a head that would be perfect if the target's layers did nothing; they do a little."""
+    folder = tmp_path_factory.mktemp("models")
+    exact = exact_heads.exact_eagle3(vocab_size=258)
+    make, tensors = Maker(99), dict(exact.target.tensors)
+    for name, value in tensors.items():
+        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
+            tensors[name] = make.matrix(*value.shape, 0.65)
+    target = Checkpoint(tensors, exact.target.config).write(folder / "target")
+    write_tokenizer(target)
+    head = exact.head.write(folder / "head")
+    return {
+        "model": str(target), "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head),
+        "dtype": "float32", "device": "cpu", "max_total_tokens": 4000, "max_running_requests": 4, "random_seed": 3,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def records(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return evaluate(options, PROMPTS, TRIAL, tmp_path_factory.mktemp("eval") / "eval.json")
+
+
+def test_every_shape_temperature_and_set(records: list[dict[str, Any]]) -> None:
+    runs = [(tuple(r["shape"]), r["temperature"], r["set"]) for r in records]
+    assert runs == [(shape, t, name) for shape in (CHAIN, TREE) for t in (0.0, 1.0) for name in PROMPTS]
+    for record in records:
+        assert 1.05 < record["accept_length"] < record["shape"][0] + 1
+        # The mean of how far steps got, from the shares that went on at each position.
+        length, reached = 1.0, 1.0
+        for share in record["positions"]:
+            reached *= share
+            length += reached
+        assert len(record["positions"]) == record["shape"][0]
+        assert abs(length - record["accept_length"]) < 1e-9
+
+
+def test_the_same_numbers_as_bench(
+    options: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in PROMPTS["one"]))
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags += ["--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"]
+    own = ["--prompts", str(file), "--num-prompts", "5", "--max-tokens", "24", "--concurrency", "3"]
+    assert main(["bench", *flags, *own]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (ours,) = [r for r in records if (tuple(r["shape"]), r["temperature"], r["set"]) == (CHAIN, 0.0, "one")]
+    names = ("accept_length", "accept_rate", "completion_tokens", "prompt_tokens")
+    assert {name: found[name] for name in names} == pytest.approx({name: ours[name] for name in names}, abs=1e-4)
+    (drawn,) = evaluate(options, {"one": PROMPTS["one"]}, Trial((CHAIN,), (1.0,), 24, 3), tmp_path / "eval.json")
+    assert main(["bench", *flags, *own, "--temperature", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name: found[name] for name in names} == pytest.approx({name: drawn[name] for name in names}, abs=1e-4)
+
+
+def test_resumed_it_measures_what_is_missing(
+    options: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, measured, measure = tmp_path / "eval.json", [], module.measure
+
+    def counted(*args: Any) -> dict[str, Any]:
+        if len(measured) == 6:
+            raise KeyboardInterrupt
+        measured.append(args)
+        return measure(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "measure", counted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(options, PROMPTS, TRIAL, report)
+    assert len(json.loads(report.read_text())["records"]) == 6
+    calls = []
+    monkeypatch.setattr(module, "measure", lambda *args: calls.append(args) or measure(*args))
+    again = evaluate(options, PROMPTS, TRIAL, report)
+    assert len(calls) == len(records) - 4, "shapes are measured whole"
+    assert json.loads(report.read_text())["records"] == again
+    for a, b in zip(records, again, strict=True):
+        assert all(a[name] == b[name] for name in ("set", "shape", "temperature", "accept_length", "positions"))
+    calls.clear()
+    evaluate(options, PROMPTS, TRIAL, report)
+    assert not calls
+    evaluate(options, PROMPTS, Trial((CHAIN,), (0.0,), max_tokens=10, concurrency=3), report)
+    assert len(calls) == 2, "figures of other answers are not kept"
+
+
+def test_shares_of_positions() -> None:
+    samples = [Sample(0.0, meta={"spec_correct_drafts_histogram": h}) for h in ([4, 2, 0, 2], [1], [])]
+    assert positions(samples, 4) == [4 / 9, 2 / 4, 2 / 2, 0.0]
+    assert positions([], 2) == [0.0, 0.0]
+
+
+def test_the_table(records: list[dict[str, Any]]) -> None:
+    lines = summary(records).splitlines()
+    assert lines[0] == "| prompts | temperature | (4, 1, 5) | (3, 3, 9) |" and len(lines) == 6
+    assert lines[2] == f"| one | 0 | {records[0]['accept_length']:.2f} | {records[4]['accept_length']:.2f} |"
+
+
+def test_a_fingerprint_is_of_what_is_loaded(options: dict[str, Any], tmp_path: Path) -> None:
+    head = Path(options["speculative_draft_model_path"])
+    copy = tmp_path / "head"
+    copy.mkdir()
+    for file in head.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "README.md").write_text("a card")
+    assert fingerprint(copy) == fingerprint(head) and fingerprint(None) is None
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert fingerprint(copy) != fingerprint(head)
+
+
+def test_no_prompts(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--eval-prompts"):
+        evaluate(options, {"one": []}, TRIAL, tmp_path / "eval.json")

@@ -1,0 +1,232 @@
+"""The training loop: what it teaches, what it refuses, and its parts."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from reference import learnable
+from reference.checkpoints import llama_target
+from reference.fit_run import Random, config, run
+
+from draftwing import ConfigError
+from draftwing.engine.device import pick_device
+from draftwing.models.loader import load_model
+from draftwing.train import capture, progress
+from draftwing.train.batches import collate, epoch_batches, in_order, load, stream
+from draftwing.train.checkpoint import save_head
+from draftwing.train.fit import LOSSES, FitConfig, fit, recipe
+from draftwing.train.heads import load_head, new_eagle3_head, new_eagle_head, new_mtp_head, target_head
+from draftwing.train.store import FeatureStore, SourceMeta
+from draftwing.train.ttt import Loss
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return llama_target(0, num_hidden_layers=7).write(tmp_path_factory.mktemp("target"))
+
+
+# ---- it teaches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    """A target, and its own text at two temperatures."""
+    path = learnable.write_target(tmp_path_factory.mktemp("lesson") / "target")
+    return path, [*learnable.texts(path, 120, 1, 0.7), *learnable.texts(path, 56, 2)]
+
+
+# steps of the optimizer, steps of each chain
+LESSONS = {"EAGLE3": (100, 4), "EAGLE": (100, 1), "MTP": (60, 4)}
+
+
+@pytest.mark.parametrize("algorithm", LESSONS)
+def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
+    """Of chains of 4 drafts, where 5 is the most: from about 1 token per verification to more than 2.5."""
+    path, tokens = lesson
+    target = load_model(path, torch.float32, "cpu")
+    make = {"EAGLE": new_eagle_head, "MTP": new_mtp_head}
+    head = make[algorithm](target) if algorithm in make else new_eagle3_head(target, torch.arange(256))
+    name = "NEXTN" if algorithm == "MTP" else algorithm
+    before = learnable.accept_length(path, save_head(head, tmp_path / "before", torch.float32), name)
+    features = capture.FeatureModel(target, head.taps, pick_device("cpu"))
+    store = FeatureStore.create(tmp_path / "store", features.meta("tiny", algorithm))
+    capture.capture(features, store, tokens[:160])
+    steps, chain = LESSONS[algorithm]
+    loss = Loss(**{**vars(LOSSES[algorithm]), "steps": chain})
+    settings = recipe(algorithm, loss=loss, steps=steps, tokens=512, lr=6e-3, eval_every=50)
+    held_out = capture.online(features, "tiny", algorithm, tokens[160:])
+    report = fit(head, target_head(target), store, held_out, settings, tmp_path / "run", resume=False)
+    after = learnable.accept_length(path, save_head(head, tmp_path / "after", torch.float32), name)
+    assert before < 1.1 and after > 2.5
+    if chain == 4:  # what is foretold of chains within the text is what the engine accepts
+        assert report.eval["accept_length"] == pytest.approx(after, abs=0.5)
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    evals = [float(row["accept_1"]) for row in rows if row["split"] == "eval"]
+    assert len(evals) == math.ceil(steps / 50) and evals[-1] > 0.8
+    assert report.steps == steps and report.tokens > 400 * steps
+
+
+def test_a_published_head_is_trained_further(target, tmp_path):
+    """It starts where the saved one ended."""
+    head, report = run(target, tmp_path / "a", config("EAGLE3", steps=60))
+    folder = save_head(head, tmp_path / "head", torch.float32)
+    body = load_model(target, torch.float32, "cpu")
+    again = load_head(folder, body, "EAGLE3")
+    meta = SourceMeta("tiny", "EAGLE3", again.taps, 32, 64, "float32")
+    settings = config("EAGLE3", steps=20, lr=1e-3, log_every=5)
+    more = fit(again, target_head(body), Random(meta, 23, 1), None, settings, tmp_path / "b", resume=False)
+    rows = [float(row["loss"]) for row in csv.DictReader((tmp_path / "b" / "metrics.csv").open())]
+    first = float(next(csv.DictReader((tmp_path / "a" / "metrics.csv").open()))["loss"])
+    assert report.train["loss"] < 0.7 * first and rows[0] < report.train["loss"] * 1.1
+    assert more.eval == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
+def test_on_a_gpu_products_are_in_half_precision(algorithm, target, tmp_path):
+    """The same losses as on the CPU, roughly, from float32 parameters."""
+    rows = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        body = load_model(target, dtype, device)
+        make = {"EAGLE3": lambda b: new_eagle3_head(b, torch.arange(32)), "EAGLE": new_eagle_head, "MTP": new_mtp_head}
+        head = make[algorithm](body)
+        meta = SourceMeta("tiny", algorithm, head.taps, 32, 64, "float32")
+        loss = Loss(**{**vars(LOSSES[algorithm]), "noise": 0.0})  # which differs between devices
+        settings = config(algorithm, loss=loss, steps=30, log_every=1)
+        fit(head, target_head(body), Random(meta, 23, 1), None, settings, tmp_path / device, resume=False)
+        assert {param.dtype for param in head.parameters()} == {torch.float32}
+        rows[device] = [float(row["loss"]) for row in csv.DictReader((tmp_path / device / "metrics.csv").open())]
+    assert rows["cuda"][:10] == pytest.approx(rows["cpu"][:10], rel=0.05)
+    assert sum(rows["cuda"][-5:]) < sum(rows["cuda"][:5])
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def test_states_of_other_runs_are_refused(target, tmp_path):
+    run(target, tmp_path / "out", config("EAGLE3"))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run(target, tmp_path / "out", config("EAGLE3"))
+    with pytest.raises(ConfigError, match=r"config\.lr: 0\.01, now 0\.02"):
+        run(target, tmp_path / "out", config("EAGLE3", lr=0.02), resume=True)
+    run(target, tmp_path / "out", config("EAGLE3", log_every=1, save_every=1), resume=True)
+
+
+def test_what_does_not_fit_is_refused(target, tmp_path):
+    body = load_model(target, torch.float32, "cpu")
+    head = new_eagle3_head(body, None)
+
+    def fails(match: str, head: Any = head, **changes: Any) -> None:
+        meta = {"model": "m", "algorithm": "EAGLE3", "taps": head.taps, "hidden": 32, "vocab": 64, "dtype": "float32"}
+        source = Random(SourceMeta(**{**meta, **changes}), 3, 1)
+        source.lengths = changes.get("lengths", source.lengths)
+        with pytest.raises(ConfigError, match=match):
+            fit(head, target_head(body), source, None, config("EAGLE3"), tmp_path / "out", False)
+
+    fails(r"layers \[2, 3, 4\].*found those of \[1, 2, 3\]", taps=(1, 2, 3))
+    fails("another size", hidden=16)
+    fails("no trainable parameters", new_eagle_head(body).requires_grad_(False))
+    fails("float32 parameters", new_eagle_head(body).bfloat16())
+    short = Random(SourceMeta("m", "EAGLE3", head.taps, 32, 64, "float32"), 3, 1)
+    short.lengths = [1, 2, 2]
+    with pytest.raises(ConfigError, match="none of 3 samples"):
+        fit(head, target_head(body), short, None, config("EAGLE3"), tmp_path / "out", False)
+    for changes in ({"steps": -1}, {"epochs": 0}, {"tokens": 0}, {"clip": 0}, {"warmup": 2}):
+        with pytest.raises(ConfigError):
+            FitConfig(**changes)
+    with pytest.raises(ConfigError, match="MEDUSA"):
+        recipe("MEDUSA")
+
+
+def test_a_loss_that_is_no_number_ends_the_run(target, tmp_path):
+    with pytest.raises(ConfigError, match="not finite"):
+        run(target, tmp_path / "out", config("EAGLE3", lr=1e30, log_every=1))
+
+
+# ---- its parts -------------------------------------------------------------------------------------------------------
+
+
+def test_every_sample_once_an_epoch_in_batches_of_like_length():
+    lengths = {i: 3 + (37 * i) % 200 for i in range(500) if i % 7}
+    batches = epoch_batches(lengths, 1000, seed=3, epoch=0)
+    assert sorted(i for batch in batches for i in batch) == sorted(lengths)
+    padded = [len(batch) * max(lengths[i] for i in batch) for batch in batches]
+    assert max(padded) <= 1000 and sum(padded) < 1.1 * sum(lengths.values())
+    assert batches == epoch_batches(lengths, 1000, seed=3, epoch=0)
+    assert batches != epoch_batches(lengths, 1000, seed=3, epoch=1) != epoch_batches(lengths, 1000, seed=4, epoch=1)
+    longest = [max(lengths[i] for i in batch) for batch in batches]
+    assert longest != sorted(longest, reverse=True)
+    assert sorted(i for batch in in_order(lengths, 150) for i in batch) == sorted(lengths)  # some alone exceed it
+
+
+def test_a_stream_is_entered_anywhere():
+    lengths = {i: 4 + i % 5 for i in range(40)}
+    start = stream(lengths, 24, seed=1)
+    numbers = [next(start) for _ in range(60)]
+    for n in (0, 1, 7, 30, 59):
+        assert next(stream(lengths, 24, seed=1, start=n)) == numbers[n]
+
+
+def test_batches_hold_what_samples_hold():
+    meta = SourceMeta("tiny", "EAGLE", (5,), 4, 64, "float32")
+    source = Random(meta, 4, 1)
+    (batch,) = load(source, [[0, 2, 3]], max_length=9)
+    samples = [source.read(i) for i in (0, 2, 3)]
+    assert source.lengths[:4] == [5, 12, 19, 10] and batch.lengths.tolist() == [5, 9, 9]
+    for row, sample, end in zip(range(3), samples, (5, 9, 9), strict=True):
+        assert torch.equal(batch.ids[row, :end], sample.ids[:end].long()) and not batch.ids[row, end:].any()
+        assert torch.equal(batch.taps[row, :end], sample.taps[:end]) and not batch.taps[row, end:].any()
+        at = (batch.place // 9 == row).nonzero().flatten()
+        assert batch.depth[at].tolist() == list(range(1, end - 1)) == (batch.place[at] % 9).tolist()
+        assert torch.equal(batch.final[at], sample.final[1 : end - 1])
+    assert torch.equal(collate([samples[0]], 9).ids[0], samples[0].ids.long())
+
+
+def test_reading_ahead_keeps_the_order_and_passes_errors_on():
+    class Failing(Random):
+        def read(self, i: int) -> Any:
+            if i == 6:
+                raise OSError("disk")
+            return super().read(i)
+
+    source = Failing(SourceMeta("tiny", "EAGLE", (5,), 4, 64, "float32"), 8, 1)
+    batches = load(source, ([i] for i in range(8)), 100)
+    for i in range(6):
+        assert next(batches).lengths.tolist() == [source.lengths[i]]
+    with pytest.raises(OSError, match="disk"):
+        next(batches)
+
+
+def test_the_learning_rate_rises_and_falls():
+    settings = FitConfig(lr=1.0, warmup=0.1, final_lr=0.2)
+    rates = [settings.learning_rate(i, 100, 64) for i in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 11 for i in range(10)]) and rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.6) and rates[99] == pytest.approx(0.2, abs=0.01)
+    assert all(a > b for a, b in pairwise(rates[10:]))
+    assert FitConfig(warmup=0).learning_rate(0, 10, 4096) == pytest.approx(0.4 / 4096)
+
+
+def test_epochs_are_counted_in_steps(target, tmp_path):
+    lengths = {i: min(length, 18) for i, length in enumerate(Random(None, 23, 1).lengths)}
+    batches = [len(epoch_batches(lengths, 40, 0, epoch)) for epoch in range(2)]
+    _, report = run(target, tmp_path / "out", config("EAGLE3", steps=0, epochs=1.5))
+    assert report.steps == round(batches[0] + 0.5 * batches[1])
+
+
+def test_curves_are_drawn_where_they_can_be(tmp_path, caplog):
+    row = {"step": 1, "loss": 2.0, "accept_length": 1.5, "accept_1": 0.4, "accept_2": 0.1, "accept_10": 0.0}
+    rows = [{**row, "split": "train"}, {**row, "split": "eval"}]
+    assert progress.summary(row) == "loss 2.000, accept 0.40 0.10 0.00, length 1.50"
+    with caplog.at_level(logging.INFO):
+        drawn = progress.draw_curves(tmp_path / "curves.png", rows)
+    if drawn:
+        assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    else:
+        assert "pip install matplotlib" in caplog.text and not list(tmp_path.iterdir())

@@ -1,0 +1,185 @@
+"""Answers by the engine: what is written is what a server would answer, in any order and after any kill."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiny_checkpoint import write_checkpoint
+
+from draftwing import LLM
+from draftwing.engine.engine import Engine
+from draftwing.train.data import Prompt, Skipped
+from draftwing.train.generate import MIN_ANSWER, Sampling, finished, generate, usable
+from draftwing.train.sequences import Response, read_responses, responses_files
+
+SAMPLING = Sampling(max_tokens=24, max_length=200, seed=7)
+PROMPTS = [Prompt((f"question {i}",), where=f"p:{i}") for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    # Also drafts, which may change nothing.
+    options = {"max_total_tokens": 3000, "max_running_requests": 4, "speculative_algorithm": "NGRAM"}
+    with LLM(model, dtype="float32", **options) as loaded:
+        yield loaded
+
+
+def run(engine: Engine, prompts: list[Prompt], file: Path, sampling: Sampling = SAMPLING) -> dict[str, Response]:
+    skipped = Skipped()
+    done = finished(file, skipped)
+    todo = [prompt for prompt in prompts if prompt.key not in done]
+    generate(engine, usable(todo, engine.tokenizer, sampling, skipped), file, sampling, skipped)
+    found = {response.key: response for response in read_responses([file], skipped)}
+    assert not skipped.total, skipped.counts
+    return found
+
+
+def test_answers_are_the_server_s(llm: LLM, tmp_path: Path) -> None:
+    found = run(llm.engine, PROMPTS, tmp_path / "responses.jsonl")
+    assert set(found) == {prompt.key for prompt in PROMPTS}
+    for prompt in PROMPTS:
+        response = found[prompt.key]
+        messages = [{"role": "user", "content": prompt.turns[0]}]
+        params = {
+            "temperature": response.temperature, "sampling_seed": response.seed, "max_new_tokens": SAMPLING.max_tokens
+        }  # fmt: skip
+        (expected,) = llm.chat(messages, params)
+        ((start, end),) = response.spans
+        assert response.ids[:start] == llm.engine.tokenizer.encode_chat(messages)
+        assert response.ids[start:end] == expected.token_ids and end == len(response.ids)
+        assert response.finish == expected.finish_reason["type"]
+        assert response.messages == [*messages, {"role": "assistant", "content": expected.text}]
+        assert response.tokens().loss_mask.tolist() == [start <= i < end for i in range(end)]
+    temperatures = [response.temperature for response in found.values()]
+    assert 0 < temperatures.count(0.0) < len(PROMPTS)
+    assert all(t == 0 or 0.6 <= t <= 1.0 for t in temperatures) and len(set(temperatures)) > 3
+
+
+def test_killed_at_any_byte_it_goes_on(llm: LLM, tmp_path: Path) -> None:
+    whole = run(llm.engine, PROMPTS, tmp_path / "whole.jsonl")
+    text = (tmp_path / "whole.jsonl").read_bytes()
+    for cut in (0, 1, len(text) // 3, len(text) // 2, text.index(b"\n"), text.index(b"\n") + 1, len(text) - 1):
+        file = tmp_path / f"cut{cut}.jsonl"
+        file.write_bytes(text[:cut])
+        kept = text[:cut].count(b"\n")
+        # The rest comes in another order and beside other prompts.
+        assert run(llm.engine, PROMPTS[::-1], file) == whole
+        assert file.read_bytes().startswith(b"".join(text.splitlines(True)[:kept]))
+        assert file.read_bytes().count(b"\n") == len(PROMPTS)
+
+
+def test_an_exception_keeps_what_was_finished(llm: LLM, model: str, tmp_path: Path) -> None:
+    file, skipped = tmp_path / "responses.jsonl", Skipped()
+    with LLM(model, dtype="float32", max_total_tokens=3000, max_running_requests=2) as other:
+        engine, steps = other.engine, 0
+
+        class Dies:
+            def __getattr__(self, name: str) -> object:
+                return getattr(engine, name)
+
+            def step(self) -> object:
+                nonlocal steps
+                steps += 1
+                if steps == 60:
+                    raise KeyboardInterrupt
+                return engine.step()
+
+        with pytest.raises(KeyboardInterrupt):
+            generate(Dies(), usable(PROMPTS, engine.tokenizer, SAMPLING, skipped), file, SAMPLING, skipped)  # type: ignore[arg-type]
+    assert 0 < len(finished(file, skipped)) < len(PROMPTS)
+    assert run(llm.engine, PROMPTS, file) == run(llm.engine, PROMPTS, tmp_path / "whole.jsonl")
+
+
+def test_turn_after_turn(llm: LLM, tmp_path: Path) -> None:
+    """The tiny model's answers never end by themselves, so a bias makes them."""
+    prompt = Prompt(("first", "second"), "be brief", "p:1")
+    tokenizer = llm.engine.tokenizer
+    eos = 256
+    long = run(llm.engine, [prompt], tmp_path / "a.jsonl")[prompt.key]
+    assert len(long.spans) == 1 and long.finish == "length", "an unfinished answer is the last"
+
+    class Ends:
+        """An engine whose answers are 'ok' and the end."""
+
+        def __init__(self) -> None:
+            self.asked: list[list[int]] = []
+            self.tokenizer, self.info = tokenizer, llm.engine.info
+            self.new: list[object] = []
+
+        def submit(self, request: object) -> None:
+            self.asked.append(request.prompt_ids)  # type: ignore[attr-defined]
+            self.new.append(request.uid)  # type: ignore[attr-defined]
+
+        def step(self) -> list[object]:
+            from draftwing.core import Output
+
+            done, self.new = self.new, []
+            return [Output(str(uid), [*tokenizer.encode("ok"), eos], {"type": "stop", "matched": eos}) for uid in done]
+
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    from draftwing.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(Path(llm.engine.options.model), template)
+    ends = Ends()
+    (response,) = run(ends, [prompt], tmp_path / "b.jsonl").values()  # type: ignore[arg-type]
+    assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in ends.asked] == [
+        "system:be brief<eos>user:first<eos>assistant:",
+        "system:be brief<eos>user:first<eos>assistant:ok<eos>user:second<eos>assistant:",
+    ]
+    assert response.ids == [*ends.asked[1], *tokenizer.encode("ok"), eos]
+    assert [tokenizer.decode(response.ids[a:b], skip_special_tokens=False) for a, b in response.spans] == [
+        "ok<eos>"
+    ] * 2
+    assert [m["role"] for m in response.messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_prompts_without_room_for_an_answer(llm: LLM) -> None:
+    skipped, most = Skipped(), SAMPLING.max_length - MIN_ANSWER
+    overhead = len(llm.engine.tokenizer.encode_chat([{"role": "user", "content": ""}]))
+    fits, not_any_more = (Prompt(("x" * (most - overhead + more),), where=f"p:{more}") for more in (0, 1))
+    found = usable([fits, not_any_more], llm.engine.tokenizer, SAMPLING, skipped)
+    assert [prompt for prompt, _ in found] == [fits] and len(found[0][1]) == most
+    assert skipped.places == {f"longer than {most} tokens": ["p:1"]}
+
+
+def test_what_is_drawn_depends_on_seed_and_prompt_alone() -> None:
+    keys = [prompt.key for prompt in PROMPTS]
+    draws = [Sampling(seed=1).draw(key) for key in keys]
+    assert draws == [Sampling(seed=1).draw(key) for key in keys] != [Sampling(seed=2).draw(key) for key in keys]
+    assert len({draw.sampling_seed for draw in draws}) == len(keys)
+    many = [Sampling(seed=3).draw(str(i)).temperature for i in range(4000)]
+    assert abs(many.count(0.0) / 4000 - 0.5) < 0.03
+    warm = [t for t in many if t]
+    assert abs(sum(warm) / len(warm) - 0.8) < 0.01 and min(warm) < 0.61 and max(warm) > 0.99
+    assert all(Sampling(greedy=1.0).draw(key).temperature == 0 for key in keys)
+
+
+def test_broken_lines_are_made_again(llm: LLM, tmp_path: Path) -> None:
+    file = tmp_path / "responses.jsonl"
+    whole = run(llm.engine, PROMPTS[:3], file)
+    lines = file.read_text().splitlines(True)
+    bad = json.loads(lines[0]) | {"spans": [[5, 9999]]}
+    file.write_text(json.dumps(bad) + "\n{]\n" + lines[1] + lines[1])
+    skipped = Skipped()
+    assert finished(file, skipped) == {json.loads(lines[1])["key"]} and skipped.total == 2
+    todo = usable(PROMPTS[:3], llm.engine.tokenizer, SAMPLING, skipped)
+    todo = [(prompt, ids) for prompt, ids in todo if prompt.key not in finished(file, Skipped())]
+    generate(llm.engine, todo, file, SAMPLING, skipped)
+    again = Skipped()
+    assert {r.key: r for r in read_responses(responses_files(tmp_path), again)} == whole
+    assert again.counts == {"no assistant turn": 1, "a broken line": 1, "repeated": 1}

@@ -1,0 +1,248 @@
+"""The training-time test against serving, token by token: every chain of every position run on its own, each row
+attending through an explicit list of keys and values, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference.checkpoints import eagle2_head, eagle3_head, llama_target, mimo, qwen2_target
+from torch import Tensor
+
+from draftwing.models.draft_loader import load_draft_head
+from draftwing.models.loader import load_model
+from draftwing.train import chain_attention, ttt
+from draftwing.train.batches import collate
+from draftwing.train.heads import target_head, trainable
+from draftwing.train.store import Sample
+from draftwing.train.ttt import STATS, Batch, Loss, Objective
+
+LENGTHS = (9, 13, 4)
+
+
+def make_head(kind: str, folder: Any) -> Any:
+    """A head with random weights, all of them far from what a fresh one has, in float64."""
+    if kind == "MTP":
+        path = mimo(1).write(folder / "mimo")
+        target = load_model(path, torch.float64, "cpu")
+        head = load_draft_head(path, target, "NEXTN", torch.float64, "cpu")
+    else:
+        plain = qwen2_target(1) if kind == "EAGLE" else llama_target(1, num_hidden_layers=7)
+        made = {
+            "EAGLE": lambda: eagle2_head(plain),
+            "EAGLE3": lambda: eagle3_head(plain),
+            "EAGLE3 variant": lambda: eagle3_head(plain, fc_norm=True, norm_output=True, norm_before_residual=True),
+            "EAGLE3 two layers": lambda: eagle3_head(plain, rows=64, layers=2),
+        }[kind]()
+        target = load_model(plain.write(folder / "target"), torch.float64, "cpu")
+        algorithm = "EAGLE" if kind == "EAGLE" else "EAGLE3"
+        head = load_draft_head(made.write(folder / "head"), target, algorithm, torch.float64, "cpu")
+    head.set_max_positions(64)
+    return trainable(head)
+
+
+def make_samples(head: Any, seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    config, samples = head.target.config, []
+    for length in LENGTHS:
+        ids = torch.randint(config.vocab_size, (length,), generator=generator, dtype=torch.int32)
+        # a prompt, an answer, a second turn: chains must stop being counted where a turn ends
+        mask = torch.arange(length) >= 2
+        mask[5:6] = False
+        taps = torch.randn(length, len(head.taps) * config.hidden_size, generator=generator, dtype=torch.float64)
+        final = torch.randn(length, config.hidden_size, generator=generator, dtype=torch.float64)
+        samples.append(Sample(ids, mask, taps, taps if len(head.taps) == 1 else final))
+    return samples
+
+
+class Served:
+    """Attention of one row at a time over what was kept of the rows before it."""
+
+    def __init__(self, rows: tuple[tuple[int, Tensor, Tensor], ...] = ()) -> None:
+        self.rows = rows
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert q.shape[0] == 1
+        self.rows = (*self.rows, (layer, k[0], v[0]))
+        keys, values = (torch.stack([row[i] for row in self.rows if row[0] == layer]) for i in (1, 2))
+        group = q.shape[1] // k.shape[1]
+        out = []
+        for head in range(q.shape[1]):
+            scores = keys[:, head // group] @ q[0, head] / q.shape[2] ** 0.5
+            out.append(scores.softmax(0) @ values[:, head // group])
+        return torch.cat(out).unsqueeze(0)
+
+
+def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, Tensor]:
+    """Loss and counts by running every chain as the engine would: committed rows, then drafts, one row at a time."""
+    total = torch.zeros((), dtype=torch.float64)
+    stats = torch.zeros(loss.steps, len(STATS), dtype=torch.float64)
+    kept = torch.arange(head.vocab) if head.target_ids is None else head.target_ids
+    teacher = target_head(head.target)
+    for sample in samples:
+        ids, length = sample.ids.long(), len(sample.ids)
+        features = head.features(sample.taps)
+        committed = Served()
+        for t in range(length - 2):
+            hidden, cache, whole, right = features[t : t + 1], committed, True, True
+            for k in range(loss.steps):
+                j = t + 1 + k  # the target's state whose distribution this draft foretells
+                if j + 1 >= length:
+                    break
+                cache = Served(cache.rows)
+                token, position = ids[t + 1 + k].view(1), torch.tensor([t + k])
+                hidden = head.run(token, position, hidden, k, cache.attend)
+                if k == 0:
+                    committed = cache
+                if not sample.loss_mask[j + 1]:
+                    whole = False
+                    continue
+                says = teacher(sample.final[j : j + 1])[0]
+                log_q = head.logits(hidden)[0].log_softmax(-1)
+                inside = bool((kept == says.argmax()).any())
+                cross = -(says[kept].softmax(-1) * log_q).sum() * inside
+                near = F.smooth_l1_loss(hidden[0], sample.final[j]) if loss.features else torch.zeros(())
+                total = total + loss.decay**k * (loss.tokens * cross + loss.features * near)
+                hit = bool(kept[log_q.argmax()] == says.argmax())
+                right = right and hit
+                counted = (1, cross.item(), near.item(), hit, whole, whole and right)
+                stats[k] += torch.tensor(counted, dtype=torch.float64)
+    return total, stats
+
+
+CASES = {
+    "EAGLE3": Loss(steps=7),
+    "EAGLE3 variant": Loss(steps=4, decay=0.5),
+    "EAGLE3 two layers": Loss(steps=3),
+    "EAGLE": Loss(steps=1, tokens=0.1, features=1.0),
+    "EAGLE in several steps": Loss(steps=3, tokens=0.1, features=1.0),
+    "MTP": Loss(steps=4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_chains_at_once_are_each_chain_as_served(case, tmp_path, monkeypatch):
+    head, loss = make_head(case.removesuffix(" in several steps"), tmp_path), CASES[case]
+    samples = make_samples(head)
+    params = dict(head.named_parameters())
+    expected, counts = served_loss(head, samples, loss)
+    expected_grads = torch.autograd.grad(expected, list(params.values()))
+    monkeypatch.setattr(ttt, "_CHUNK_ELEMENTS", 5 * head.vocab)  # several chunks, the last one short
+    found, stats = Objective(head, target_head(head.target), loss)(collate(samples, 64))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(stats, counts, rtol=1e-10, atol=1e-12)
+    assert counts[0, 0] == 18 and counts[0, 3] < counts[0, 0]  # places; not all of them are hits
+    grads = torch.autograd.grad(found, list(params.values()))
+    for name, grad, expected_grad in zip(params, grads, expected_grads, strict=True):
+        assert expected_grad.abs().max() > 1e-6, f"{name} is not exercised"
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_hits_are_counted_along_chains(tmp_path):
+    """A head that is right in two places of three, other ones in each step: chains hit where all their steps do."""
+    head = make_head("EAGLE3", tmp_path)
+    samples, steps = make_samples(head), 4
+    batch = collate(samples, 64)
+    width, called = batch.ids.shape[1], []
+
+    def right(k: int, sequence: int, j: int) -> bool:
+        return (7 * k + 5 * sequence + 3 * j * j) % 11 > 3
+
+    def guess(hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Any) -> tuple[Tensor, Tensor]:
+        hits = [right(len(called), *divmod(place, width)) for place in batch.place.tolist()]
+        called.append(rows)
+        return hidden.new_zeros(()), torch.where(torch.tensor(hits), teacher.best, -1)
+
+    objective = Objective(head, target_head(head.target), Loss(steps=steps))
+    objective._token_loss = guess
+    _, stats = objective(batch)
+    expected = torch.zeros(steps, len(STATS), dtype=torch.float64)
+    for i, sample in enumerate(samples):
+        learnt = [*sample.loss_mask.tolist(), *[False] * 2 * steps]
+        for t in range(len(sample.ids)):
+            for k in range(steps):
+                whole = all(learnt[t + 2 : t + 3 + k])
+                hits = [right(n, i, t + 1 + n) for n in range(k + 1)]
+                row = (learnt[t + 2 + k], 0, 0, learnt[t + 2 + k] and hits[-1], whole, whole and all(hits))
+                expected[k] += torch.tensor(row, dtype=torch.float64)
+    assert torch.equal(stats, expected)
+    rows, *_, chains, chain_hits = expected[2].tolist()
+    assert 0 < chain_hits < chains < rows
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+def test_attention_is_a_softmax_under_an_explicit_mask(kernel, monkeypatch):
+    monkeypatch.setattr(chain_attention, "_kernel", lambda q: kernel)
+    generator = torch.Generator().manual_seed(0)
+    shape, steps, length = (2, 3, 11, 8), 4, 11
+
+    def tensors() -> list[Tensor]:
+        return [
+            torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(steps)
+        ]  # fmt: skip
+
+    q, k, v = tensors(), tensors(), tensors()
+    weights = [x.detach() for x in tensors()]
+    found, expected = [], []
+    for i in range(steps):
+        found.append(chain_attention.attend_chains(q[i], list(zip(k[: i + 1], v[: i + 1], strict=True))))
+        keys, values = torch.cat(k[: i + 1], 2), torch.cat(v[: i + 1], 2)
+        mask = torch.cat([torch.ones(length, length).tril()] + [torch.eye(length)] * i, 1).bool()
+        scores = (q[i] @ keys.transpose(-1, -2) / shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+        expected.append(scores.softmax(-1) @ values)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    losses = [sum((o * w).sum() for o, w in zip(out, weights, strict=True)) for out in (found, expected)]
+    grads, expected_grads = (torch.autograd.grad(loss, q + k + v) for loss in losses)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_flash_kernel_of_a_gpu_does_the_same():
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape, steps = (2, 3, 150, 64), 4
+    kinds = [[torch.randn(shape, generator=generator, device="cuda") for _ in range(steps)] for _ in range(4)]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v, weights = ([x.bfloat16().to(dtype).requires_grad_() for x in xs] for xs in kinds)
+        assert chain_attention._kernel(q[0]) == ("flash" if dtype == torch.bfloat16 else "dense")
+        outs = [chain_attention.attend_chains(q[i], list(zip(k[: i + 1], v[: i + 1], strict=True)))
+                for i in range(steps)]  # fmt: skip
+        loss = sum((o * w).sum() for o, w in zip(outs, weights, strict=True))
+        results.append([*outs, *torch.autograd.grad(loss, [*q, *k, *v])])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=0.03)
+
+
+def test_half_precision_is_close_and_gives_gradients_in_float32(tmp_path):
+    head = make_head("EAGLE3", tmp_path).float()
+    head.target.float()
+    head.set_max_positions(64)
+    samples = [s._replace(taps=s.taps.bfloat16(), final=s.final.bfloat16()) for s in make_samples(head)]
+    objective = Objective(head, target_head(head.target), Loss())
+    with torch.autocast("cpu", torch.bfloat16):
+        half, _ = objective(collate(samples, 64))
+    half.backward()
+    assert {param.grad.dtype for param in head.parameters()} == {torch.float32}
+    whole, _ = objective(collate([s._replace(taps=s.taps.float(), final=s.final.float()) for s in samples], 64))
+    torch.testing.assert_close(half, whole, rtol=0.02, atol=0)
+
+
+def test_noise_is_uniform_and_falls_with_the_length_of_the_text():
+    batch = Batch(*[torch.zeros(2, 1000, dtype=torch.int64)] * 5, lengths=torch.tensor([1000, 256]))
+    noise = ttt._noise(torch.zeros(2000, 16), batch, 0.2, torch.Generator().manual_seed(0)).view(2, -1)
+    for row, width in zip(noise, (0.2 * 512 / 1000, 0.2 * 512 / 256), strict=True):
+        assert row.abs().max() <= width / 2
+        torch.testing.assert_close(row.std(), torch.tensor(width / 12**0.5), rtol=0.05, atol=0)
+        assert abs(row.mean()) < width / 50
+
+
+def test_a_batch_with_nothing_to_learn_counts_nothing(tmp_path):
+    head = make_head("EAGLE3", tmp_path)
+    samples = [s._replace(loss_mask=torch.zeros_like(s.loss_mask)) for s in make_samples(head)]
+    loss, stats = Objective(head, target_head(head.target), Loss())(collate(samples, 64))
+    assert loss == 0 and not stats.any()
+    loss.backward()
+    assert all(param.grad is not None and not param.grad.any() for param in head.parameters())
