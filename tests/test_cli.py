@@ -32,7 +32,7 @@ sys.path.insert(0, {folder!r})
 import draftwing.server.run as run
 from fake_engine import byte_tokenizer
 run.EngineLink = partial(run.EngineLink, module={worker!r})
-run.resolve_model = lambda *args: Path()
+run.resolve_model = lambda *args, **options: Path()
 run.load_tokenizer = lambda *args: byte_tokenizer()
 from draftwing.cli import main
 sys.exit(main(["serve", "--port", "0", "--random_seed=5", *{argv!r}]))
@@ -97,7 +97,7 @@ def test_help_of_tools_leaves_out_what_concerns_a_server(command: str, capsys: p
         main([command, "--help"])
     text = capsys.readouterr().out
     assert "--api-key" in text and "--model" in text and "--speculative-algorithm" in text
-    for gone in ("--port", "--drain-timeout", "refused", "--reasoning-parser", "--tp-size"):
+    for gone in ("--port", "--drain-timeout", "refused", "--quantization", "--tp-size"):
         assert gone not in text
 
 

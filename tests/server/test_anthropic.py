@@ -275,9 +275,6 @@ def test_without_parsers_and_templates() -> None:
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
         with pytest.raises(anthropic.BadRequestError, match="--tool-call-parser"):
             client.messages.create(model="m", max_tokens=5, messages=HI, tools=TOOLS)
-        with pytest.raises(anthropic.BadRequestError, match="--reasoning-parser"):
-            thinking: Any = {"type": "adaptive"}
-            client.messages.create(model="m", max_tokens=5, messages=HI, thinking=thinking)
         assert ask(client).content[0].text == CALL
     with serving(ScriptedEngine(CALL, "qwen3", "hermes", WITHOUT_TOOLS)) as url:
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)

@@ -47,6 +47,8 @@ def known(response: Any) -> dict[str, Any]:
     data: dict[str, Any] = response.model_dump()
     for name in ("id", "created_at", "completed_at"):
         del data[name]
+    if data["usage"]:
+        del data["usage"]["input_tokens_details"]["cached_tokens"]
     for item in data["output"]:
         for name in ("id", "call_id"):
             assert item.pop(name, "x")
