@@ -35,6 +35,12 @@ class ToyGrammar:
             self.tokens.append(token)
         return legal
 
+    def fork(self):
+        return type(self)(self.seed, self.vocab, tuple(self.tokens))
+
+    def run(self, tokens):
+        return sum(self.advance(token) for token in tokens)
+
     def rollback(self, count: int) -> None:
         del self.tokens[len(self.tokens) - count :]
 

@@ -11,6 +11,7 @@ import pytest
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, LogprobParams, SpecLimits, TreeShape
+from draftwing.errors import RequestError
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 NEW = 24
@@ -177,6 +178,54 @@ def test_forced_text_is_accepted_without_a_good_draft(harness):
     assert forced > 10 and rig.stats.tokens - rig.stats.rows >= forced // 2
 
 
+class Fragile(ToyGrammar):
+    """Gives up, for good, after a certain token: as the library does where a grammar becomes too complex."""
+
+    poison, broken = -1, False
+
+    def fork(self):
+        state = super().fork()
+        state.poison, state.broken = self.poison, self.broken
+        return state
+
+    def advance(self, token):
+        if self.broken:
+            raise RequestError("the grammar became too complex", "grammar")
+        legal = super().advance(token)
+        self.broken = legal and token == self.poison
+        return legal
+
+    def mask(self, out=None):
+        if self.broken:
+            raise RequestError("the grammar became too complex", "grammar")
+        return super().mask(out)
+
+
+def test_a_grammar_that_gives_up_on_a_draft_harms_nobody(harness):
+    """Drafts that the answer never takes lead where the grammar fails."""
+    h = harness
+    model, prompt = h.tiny_model(seed=4), [1, 2, 3]
+
+    def ask(rig, poison):
+        grammar = Fragile(5, h.VOCAB)
+        grammar.poison = poison
+        rig.submit("0", prompt, h.greedy(60), grammar=grammar)
+        return rig.run()
+
+    expected = ask(h.Rig(model), poison=-1).tokens["0"]
+    book = h.make_book([prompt], ask(h.Rig(model), poison=-1))
+    met = 0
+    for poison in set(range(h.VOCAB)) - set(expected):
+        rig = h.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2)
+        assert ask(rig, poison).tokens["0"] == expected
+        met += 1
+    poison = expected[20]
+    plain, rig = h.Rig(model), h.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2)
+    a, b = ask(plain, poison), ask(rig, poison)
+    assert met > 3 and a.tokens == b.tokens and len(a.tokens["0"]) < 60
+    assert a.final["0"].finish_reason["type"] == b.final["0"].finish_reason["type"] == "abort"
+
+
 def test_prompt_logprobs_are_those_of_the_answer(harness):
     """A text as an answer, token by token, and the same text as a prompt."""
     h = harness
@@ -223,8 +272,6 @@ def test_what_the_edits_do(harness):
 
 
 def test_a_processor_that_fails_ends_its_request_alone(harness):
-    from draftwing.errors import RequestError
-
     def broken(tokens, logits):
         if len(tokens) > 8:
             raise RequestError("it broke", "custom_logit_processor")
@@ -250,10 +297,8 @@ def test_a_request_that_forbids_everything_is_told_so(harness):
         assert reason["type"] == "abort" and field in reason["message"]
 
 
-@pytest.mark.parametrize("where", ["advance", "done"])
+@pytest.mark.parametrize("where", ["advance", "complete"])
 def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(harness, where):
-    from draftwing.errors import RequestError
-
     def give_up(*_):
         raise RequestError("too complex", "grammar")
 
@@ -263,7 +308,7 @@ def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(h
         def advance(self, token):
             return give_up() if where == "advance" and len(self.tokens) == 3 else super().advance(token)
 
-        done = property(lambda self: give_up() if where == "done" and len(self.tokens) == 4 else False)
+        complete = property(lambda self: give_up() if where == "complete" and len(self.tokens) == 4 else False)
 
     h = harness
     rig = h.Rig(h.tiny_model(seed=4))
@@ -276,8 +321,6 @@ def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(h
 
 def test_a_processor_fails_only_where_the_answer_gets_to(harness):
     """It is asked about drafts that are then not accepted, too: what it says of those must not matter."""
-    from draftwing.errors import RequestError
-
     h, prompt = harness, [1, 2, 3]
     plain = h.Rig(h.tiny_model(seed=4))
     plain.submit("0", prompt, h.greedy(20))

@@ -69,9 +69,9 @@ class Guidance:
                 continue
             depth = max_depth if req.limits is None else min(max_depth, req.limits.depth)
             try:
-                tree = guide(req.grammar, tokens[i], parent[i], alive[i], depth)
-            except RequestError as error:
-                req.failure = str(error)
+                tree = guide(req.grammar.fork(), tokens[i], parent[i], alive[i], depth)
+            except RequestError:  # the grammar gave up on a draft: where the answer goes it need not
+                alive[i, 1:] = False
                 continue
             if req.limits is not None:
                 tree.alive &= tree.alive.cumsum() <= req.limits.nodes
@@ -91,9 +91,22 @@ class Guidance:
             if tree is not None and req.failure is None:
                 try:
                     tree.masks(masks[i])
-                except RequestError as error:
-                    req.failure = str(error)
+                except RequestError:
+                    self._masks_one_by_one(i, masks[i])
         return masks
+
+    def _masks_one_by_one(self, row: int, masks: Masks) -> None:
+        """Masks [N, W] of the live nodes of a row of which one is too much for its grammar: there nothing may follow,
+        and the answer ends if it gets there."""
+        grammar = self._reqs[row].grammar
+        assert grammar is not None
+        for node, path in self._paths(row, len(masks)):
+            try:
+                state = grammar.fork()
+                state.run(path)
+                state.mask(masks[node])
+            except RequestError:
+                masks[node] = 0
 
     def process(self, row: int, logits: Any) -> None:
         """Lets the processor of one of the rows change its logits [N, V], a tensor on the CPU, in place."""
