@@ -5,39 +5,17 @@ A growth is all launches of one tree but the head's own, whose hidden states and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from timing import replayed
 from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.spec.grow import First, RowGrowth, top_tokens
 
 HIDDEN, VOCAB, DRAFT_VOCAB, ROWS, LENGTH = 4096, 128256, 32000, 64, 4096
-LAUNCHES, REPLAYS = 20, 50
-
-
-def replayed(call: Callable[[], object], calls: int = LAUNCHES) -> float:
-    """Microseconds of one call among `calls` in a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / (calls * REPLAYS)
 
 
 def make_slots(temperature: float) -> Any:

@@ -6,30 +6,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timing import replayed
 
 HIDDEN, FFN, VOCAB, EPS = 4096, 14336, 128256, 1e-5
-LAUNCHES, REPLAYS = 20, 50
-
-
-def replayed(call: Callable[[], object]) -> float:
-    """Microseconds of one call among LAUNCHES in a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(LAUNCHES):
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / (LAUNCHES * REPLAYS)
 
 
 def bench() -> list[tuple[str, float]]:

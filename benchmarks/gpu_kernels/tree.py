@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from timing import replayed
 
-LAUNCHES, REPLAYS = 20, 50
 CONTEXT = 8192
-
-
-def replayed(call: Callable[[], object]) -> float:
-    """Microseconds of one call among LAUNCHES in a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(LAUNCHES):
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / (LAUNCHES * REPLAYS)
 
 
 def bench() -> list[tuple[str, float]]:

@@ -40,6 +40,7 @@ class Guidance:
         self._words = -(-vocab // 32)
         self._trees: list[Guided | None] = [None] * len(reqs)
         self._drafted: tuple[IntArray, IntArray, BoolArray] | None = None
+        self._roots: Masks | None = None  # once they were asked for
 
     @property
     def processed(self) -> list[int]:
@@ -48,8 +49,8 @@ class Guidance:
 
     def roots(self) -> Masks | None:
         """What may follow the newest token of each row, [g, W]; None where no row has a grammar."""
-        if all(req.grammar is None for req in self._reqs):
-            return None
+        if self._roots is not None or all(req.grammar is None for req in self._reqs):
+            return self._roots
         masks = np.full((len(self._reqs), self._words), _ALL)
         for i, req in enumerate(self._reqs):
             if req.grammar is not None and req.failure is None:
@@ -57,6 +58,7 @@ class Guidance:
                     masks[i] = req.grammar.mask()
                 except RequestError as error:
                     req.failure = str(error)
+        self._roots = masks
         return masks
 
     def fit(

@@ -1,0 +1,31 @@
+"""How the kernels of this folder are timed: as they run in the engine, from a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+LAUNCHES = 20  # of a call in a graph
+REPLAYS = 50
+
+
+def replayed(call: Callable[[], object], calls: int = LAUNCHES) -> float:
+    """Microseconds of one call among `calls` in a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / (calls * REPLAYS)
