@@ -14,7 +14,8 @@ setup(
     ext_modules=[
         Extension(
             "draftwing.kernels._cpu",
-            ["src/draftwing/kernels/cpu.c"],
+            ["src/draftwing/kernels/cpu.c", "src/draftwing/kernels/cpu_sampling.c"],
+            depends=["src/draftwing/kernels/cpu.h"],
             optional=True,
             extra_compile_args=["-O3", "-pthread", "-Wno-psabi", "-Wno-unused-parameter", *native],
             extra_link_args=["-pthread"],

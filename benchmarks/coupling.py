@@ -59,7 +59,9 @@ def main() -> None:
     target = load_model(fetch_default_model(), torch.float32, "cpu")
     draft = blurred(args.blur)
     device = pick_device("cpu")
-    options = Options(max_total_tokens=8192, max_running_requests=16, dtype="float32").resolve()
+    options = Options(
+        max_total_tokens=8192, max_running_requests=16, dtype="float32", speculative_algorithm="none"
+    ).resolve()
     tokenizer = load_tokenizer(fetch_default_model())
     with PROMPTS.open(encoding="utf8") as lines:
         questions = [json.loads(line)["turns"][0] for line in lines][:: 80 // args.prompts][: args.prompts]

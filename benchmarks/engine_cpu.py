@@ -214,7 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     parts = args.parts.split(",")
-    plain = LLM("smollm2", num_threads=args.threads)
+    plain = LLM("smollm2", speculative_algorithm="none", num_threads=args.threads)
     results: dict[str, Any] = {
         "machine": f"{platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}",
         "date": time.strftime("%Y-%m-%d"),

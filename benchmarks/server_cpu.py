@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     server, port = launch_server_cmd(
         f"python -m draftwing.launch_server --model {shlex.quote(args.model)} --num-threads 1 "
-        f"--max-running-requests {args.clients} --log-level warning {args.serve}",
+        f"--max-running-requests {args.clients} --log-level warning --speculative-algorithm none {args.serve}",
         HOST,
     )
     try:

@@ -13,6 +13,7 @@ HOST_ONLY = [
     "errors.py",
     "config.py",
     "params.py",
+    "shipped.py",
     *sorted(f"sched/{p.name}" for p in (ROOT / "sched").glob("*.py")),
 ]
 

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,12 @@ def parse(*argv: str) -> Options:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
     return Options(**vars(parser.parse_args(dashed(argv))))
+
+
+@pytest.fixture(autouse=True)
+def no_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As if no heads came with the package: those are tests/test_shipped.py's matter."""
+    monkeypatch.setattr("draftwing.shipped.HEADS", tmp_path)
 
 
 def test_nothing_given_is_the_documented_default() -> None:
@@ -83,6 +90,24 @@ def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -
     assert options.speculative_algorithm == name.upper()
     assert options.for_architecture("LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 8)
     assert options.for_architecture("Qwen2ForCausalLM").speculative_shape == TreeShape(3, 1, 4)
+    carried = TreeShape(4, 2, 10)
+    assert options.for_architecture("LlamaForCausalLM", carried).speculative_shape == carried
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        ({"num_steps": 2}, (2, 2, 7)),  # no more than there are
+        ({"num_steps": 7}, (7, 2, 10)),
+        ({"eagle_topk": 1}, (4, 1, 5)),
+        ({"num_draft_tokens": 6}, (4, 2, 6)),
+        ({"num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 4}, (2, 2, 4)),
+    ],
+)
+def test_what_is_given_wins_over_the_tree_that_a_head_asks_for(given: dict[str, int], shape: tuple[int, ...]) -> None:
+    fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
+    options = Options(speculative_algorithm="EAGLE", **fields).resolve()
+    assert options.for_architecture("LlamaForCausalLM", TreeShape(4, 2, 10)).speculative_shape == shape
 
 
 @pytest.mark.parametrize(

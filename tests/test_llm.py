@@ -202,7 +202,7 @@ def test_options_are_checked_before_the_engine_is_made() -> None:
     with pytest.raises(ConfigError, match="nearest one is 'dtype'"):
         LLM(dtpye="float32")
     with pytest.raises(ConfigError, match="needs speculative_draft_model_path"):
-        LLM(speculative_algorithm="EAGLE3")
+        LLM("x", speculative_algorithm="EAGLE3")
 
 
 def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

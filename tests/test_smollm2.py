@@ -17,7 +17,7 @@ STORY = [{"role": "user", "content": "Tell me a very short story about a fox and
 
 @pytest.fixture(scope="module")
 def plain(smollm2_path):
-    with LLM("smollm2", max_total_tokens=4096, max_running_requests=8) as llm:
+    with LLM("smollm2", speculative_algorithm="none", max_total_tokens=4096, max_running_requests=8) as llm:
         yield llm
 
 
@@ -88,7 +88,7 @@ def test_salts_isolate_prefixes_and_generated_text(ngram):
 def test_ignore_eos_and_request_timeout(plain, smollm2_path):
     (answer,) = plain.chat(CAPITAL, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=20))
     assert 2 in answer.token_ids[:-1] and answer.finish_reason == {"type": "length", "length": 20}
-    with LLM("smollm2", max_total_tokens=2048, request_timeout=0.3) as llm:
+    with LLM("smollm2", speculative_algorithm="none", max_total_tokens=2048, request_timeout=0.3) as llm:
         (late,) = llm.chat(STORY, SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=500))
     assert late.finish_reason["type"] == "abort" and "timeout" in late.finish_reason["message"]
     assert 0 < len(late.token_ids) < 500

@@ -22,6 +22,7 @@ from draftwing import compat
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from draftwing.shipped import DEFAULT_ALGORITHM, ShippedHead, most_nodes, shipped_head
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling",
 REQUESTS, CUDA = "requests", "CUDA"
 ALGORITHMS = ("none", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-# Trees when only an algorithm is given: chains, but for EAGLE heads of Llama models.
+# Trees when only an algorithm is given and the head asks for none: chains, but for EAGLE heads of Llama models.
 CHAIN_SHAPE, LLAMA_SHAPE = TreeShape(3, 1, 4), TreeShape(5, 4, 8)
 AUX_LAYER_IDS = ("auto", "output", "boundary")
 # (bytes of memory at least, most requests, prompt tokens of a step, largest batch with graphs) of a CUDA device
@@ -185,13 +186,18 @@ class Options:
         False, CUDA, "a request's text does not depend on what runs beside it, nor on whether tokens are drafted"
     )
 
-    speculative_algorithm: str = _option(
-        "none", SPECULATION, "who drafts tokens", aliases=("speculative_algo",), choices=ALGORITHMS
+    speculative_algorithm: str | None = _option(
+        None,
+        SPECULATION,
+        "who drafts tokens (default: EAGLE3 for smollm2, whose head is included, none for other models)",
+        aliases=("speculative_algo",),
+        choices=ALGORITHMS,
     )
     speculative_draft_model_path: str | None = _option(
         None,
         SPECULATION,
-        "model or head that drafts: as --model (EAGLE and NEXTN: the target's own prediction layers if not given)",
+        "model or head that drafts: as --model (default: the head that comes with smollm2; of other models their own "
+        "prediction layers, with EAGLE and NEXTN)",
         aliases=("speculative_draft_model",),
     )
     speculative_draft_model_revision: str | None = _option(
@@ -211,21 +217,24 @@ class Options:
     speculative_num_steps: int | None = _option(
         None,
         SPECULATION,
-        "depth of a draft (default: 3, or 5 for EAGLE on Llama; draft tokens - 1 for NGRAM)",
+        "depth of a draft (default: as the head's config says, else 3, or 5 for EAGLE on Llama; draft tokens - 1 for "
+        "NGRAM)",
         minimum=1,
         maximum=256,
     )
     speculative_eagle_topk: int | None = _option(
         None,
         SPECULATION,
-        "branching factor of a draft (default: 1, or 4 for EAGLE on Llama; max bfs breadth for NGRAM)",
+        "branching factor of a draft (default: as the head's config says, else 1, or 4 for EAGLE on Llama; max bfs "
+        "breadth for NGRAM)",
         minimum=1,
         maximum=64,
     )
     speculative_num_draft_tokens: int | None = _option(
         None,
         SPECULATION,
-        "nodes verified in a step, the root included (default: 4, or 8 for EAGLE on Llama; 12 for NGRAM)",
+        "nodes verified in a step, the root included (default: as the head's config says, else 4, or 8 for EAGLE on "
+        "Llama; 12 for NGRAM)",
         minimum=2,
         maximum=512,
     )
@@ -276,7 +285,8 @@ class Options:
         return cls(**values)
 
     def resolve(self) -> Options:
-        """Checked options with every default that follows from other options filled in. Raises ConfigError."""
+        """Checked options with every default that follows from other options filled in: afterwards somebody drafts or
+        `speculative_algorithm` is "none". Raises ConfigError."""
         for spec in dataclasses.fields(self):
             _check_field(spec, getattr(self, spec.name))
         if self.disable_overlap_schedule and self.enable_overlap:
@@ -288,8 +298,9 @@ class Options:
             logger.warning("max_total_tokens sets the size of the KV pool; mem_fraction_static has no effect")
             fraction = None
         seed = secrets.randbits(31) if self.random_seed is None else self.random_seed
-        found = {"mem_fraction_static": fraction, "random_seed": seed, **self._resolve_speculation()}
-        resolved = dataclasses.replace(self, **found)
+        drafting = self._with_drafter()
+        found = {"mem_fraction_static": fraction, "random_seed": seed, **drafting._resolve_speculation()}
+        resolved = dataclasses.replace(drafting, **found)
         resolved._check_simulation()
         return resolved
 
@@ -340,9 +351,20 @@ class Options:
         return {"simulated": parts} if parts else {}
 
     @property
+    def drafter(self) -> str:
+        """Who drafts, one of `ALGORITHMS`; of resolved options."""
+        assert self.speculative_algorithm is not None, "options are not resolved"
+        return self.speculative_algorithm
+
+    @property
+    def drafts_with_head(self) -> bool:
+        """Whether an EAGLE-like algorithm drafts; of resolved options."""
+        return self.drafter in ("EAGLE", "EAGLE3", "NEXTN")
+
+    @property
     def speculative_shape(self) -> TreeShape:
         """The draft tree that the user asked for; of resolved options."""
-        if self.speculative_algorithm == "none":
+        if self.drafter == "none":
             return PLAIN
         steps, topk, nodes = (
             self.speculative_num_steps,
@@ -352,14 +374,37 @@ class Options:
         assert steps is not None and topk is not None and nodes is not None, "options are not resolved"
         return TreeShape(steps, topk, nodes)
 
+    def _with_drafter(self) -> Options:
+        """With an algorithm, and with the head that comes with the model where that drafts and no other is given."""
+        asked, head = self.speculative_algorithm, None
+        if asked is not None:
+            algorithm = "none" if asked.lower() == "none" else asked.upper()
+            if self.speculative_draft_model_path is None:
+                head = shipped_head(self.model, algorithm)
+        else:
+            head = self._default_head()
+            algorithm = "none" if head is None else DEFAULT_ALGORITHM
+        found: dict[str, Any] = {"speculative_algorithm": algorithm}
+        if head is not None:
+            found["speculative_draft_model_path"] = str(head.folder)
+            if self.speculative_token_map is None and head.token_map is not None:
+                found["speculative_token_map"] = str(head.token_map)
+        return dataclasses.replace(self, **found)
+
+    def _default_head(self) -> ShippedHead | None:
+        """What drafts if nothing is asked for. Not for random weights: what a head has learnt of the true ones says
+        nothing of them."""
+        if self.dummy or self.speculative_draft_model_path is not None:
+            return None
+        return shipped_head(self.model, DEFAULT_ALGORITHM)
+
     def _resolve_speculation(self) -> dict[str, Any]:
-        name = self.speculative_algorithm
-        algorithm = "none" if name.lower() == "none" else name.upper()
+        algorithm = self.drafter
         draft = self.speculative_draft_model_path
         if draft is not None and algorithm in ("none", "NGRAM"):
             raise ConfigError(
                 f"speculative_draft_model_path needs a speculative_algorithm that drafts with a model "
-                f"({_list(ALGORITHMS[2:])}); found {name!r}"
+                f"({_list(ALGORITHMS[2:])}); found {algorithm!r}"
             )
         if draft is None and algorithm in ("STANDALONE", "EAGLE3"):
             raise ConfigError(
@@ -369,8 +414,9 @@ class Options:
         self._warn_of_idle_options(algorithm, tree)
         if algorithm == "none":
             return {"speculative_algorithm": "none"} | dict.fromkeys(tree)
-        if algorithm in ("EAGLE", "EAGLE3", "NEXTN"):
-            self._grown_shape(LLAMA_SHAPE)  # checked now, filled in when the target's architecture is known
+        if self.drafts_with_head:
+            if self.speculative_num_steps and self.speculative_eagle_topk:  # else it depends on head and target
+                self._grown_shape(CHAIN_SHAPE)
             return {"speculative_algorithm": algorithm}
         shape = self._grown_shape(CHAIN_SHAPE) if algorithm == "STANDALONE" else self._ngram_shape()
         return {"speculative_algorithm": algorithm} | dict(zip(tree, shape, strict=True))
@@ -409,11 +455,12 @@ class Options:
         if idle:
             logger.warning("with speculative_algorithm %s, %s has no effect", algorithm, ", ".join(idle))
 
-    def for_architecture(self, architecture: str) -> Options:
-        """Resolved options with the tree that an EAGLE-like algorithm has by default on such a target."""
-        if self.speculative_algorithm not in ("EAGLE", "EAGLE3", "NEXTN"):
+    def for_architecture(self, architecture: str, carried: TreeShape | None = None) -> Options:
+        """Resolved options with the tree that an EAGLE-like algorithm has by default: `carried`, what the head's config
+        asks for, or else what such targets have."""
+        if not self.drafts_with_head:
             return self
-        shape = self._grown_shape(LLAMA_SHAPE if architecture == "LlamaForCausalLM" else CHAIN_SHAPE)
+        shape = self._grown_shape(carried or (LLAMA_SHAPE if architecture == "LlamaForCausalLM" else CHAIN_SHAPE))
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         filled: dict[str, Any] = dict(zip(tree, shape, strict=True))
         options = dataclasses.replace(self, **filled)
@@ -426,7 +473,7 @@ class Options:
         if given == (None, None, None):
             return default
         steps, topk = given[0] or default.depth, given[1] or default.topk
-        most = 1 + topk + (steps - 1) * topk**2
+        most = most_nodes(steps, topk)
         nodes = given[2] or min(max(default.nodes, steps + 1), most)
         if topk == 1:
             if nodes != steps + 1 and given[2] is not None:

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices
 
 
 class TreeShape(NamedTuple):
@@ -204,14 +206,14 @@ class Plan:
     admits: tuple[Admission, ...] = ()
     new_slots: tuple[tuple[int, int, IntArray], ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    noisy: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # batch indices with temperature > 0
-    filtered: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of those, with top-k, top-p or min-p
-    banning: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # batch indices below min_new_tokens
+    noisy: IntArray = field(default_factory=lambda: NOBODY)  # batch indices with temperature > 0
+    filtered: IntArray = field(default_factory=lambda: NOBODY)  # of those, with top-k, top-p or min-p
+    banning: IntArray = field(default_factory=lambda: NOBODY)  # batch indices below min_new_tokens
     # What few plans have; a plan with any of it is `special`. All are batch indices of rows that draw.
-    edited: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # whose logits the device edits
-    guided: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # whose drafts and logits the host edits
-    limited: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # with limits of their own on drafts
-    predicted: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # with a predicted output
+    edited: IntArray = field(default_factory=lambda: NOBODY)  # whose logits the device edits
+    guided: IntArray = field(default_factory=lambda: NOBODY)  # whose drafts and logits the host edits
+    limited: IntArray = field(default_factory=lambda: NOBODY)  # with limits of their own on drafts
+    predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
 
@@ -234,7 +236,7 @@ class StepResult:
 
     tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk).
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
-    proposed[B]: live draft nodes, the root not counted.  levels[B, depth]: the same by their depth.
+    depth[B, nodes]: of the draft's nodes, 0 for the root and for those that were not proposed.
     hint[B]: the drafter's outlook for the next step.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     """
@@ -242,12 +244,16 @@ class StepResult:
     tokens: IntArray
     count: IntArray
     order: IntArray
-    proposed: IntArray
+    depth: IntArray
     hint: IntArray
-    levels: IntArray | None = None
     seconds: float = 0.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()
+
+    @cached_property
+    def proposed(self) -> IntArray:
+        """[B]: live draft nodes, the root not counted."""
+        return np.count_nonzero(self.depth, axis=1)
 
 
 @dataclass

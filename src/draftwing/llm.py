@@ -58,7 +58,8 @@ class Wishes(TypedDict, total=False):
 
 
 class LLM:
-    """A model, loaded and ready. Options have the server's names (`speculative_algorithm="NGRAM"`, ...).
+    """A model, loaded and ready. Options have the server's names (`speculative_algorithm="NGRAM"`, ...). None is an
+    option not given: `smollm2` is then drafted for by its own head; `speculative_algorithm="none"` is without drafts.
 
     Raises ConfigError for an option, CheckpointError for a model that cannot be served. Not thread-safe.
     """

@@ -56,7 +56,7 @@ class OracleDrafter:
 
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
         self.taps, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
-        self.first_hint = MAX_HINT
+        self.first_hint, self.fixed_hint = MAX_HINT, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
 
@@ -94,8 +94,8 @@ class OracleDrafter:
         k = torch.stack((batch.ids, next_ids), -1).to(self.pool.dtype)[:, None]
         self.pool.write(self.layer, batch.write_slots, k, k)
 
-    def outlook(self, slots, rows, max_bound):
-        return torch.full_like(rows, MAX_HINT)
+    def outlook(self, slots, rows, max_bound, out=None):
+        return (torch.empty_like(rows) if out is None else out).fill_(MAX_HINT)
 
     def constrain(self, slots, rows, banned, noisy):
         self.constrained = True  # it knows the answers, which are legal

@@ -111,4 +111,4 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
             pending = rig.executor.launch(plan)
             packed = rig.executor.settle(pending)._download
             commit = plan.shape.max_commit
-            assert tuple(packed.shape) == (len(plan.rows), 3 + commit + plan.shape.nodes + plan.shape.depth)
+            assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)

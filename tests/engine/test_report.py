@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,13 +40,19 @@ def plan(shape, *admission, kind="tree", admits=(), chunks=()):
     return Plan(0, kind, numbers, numbers, shape, 9, tuple(admits), (), tuple(chunks))
 
 
-def result(count, proposed, seconds=0.0, depth=3):
+def result(count, proposed, seconds=0.0, depth=3, levels=None):
+    """levels [B][D]: how many nodes each depth has, as in a chain where that is left out."""
     rows = len(count)
+    if levels is None:
+        levels = [[int(d < number) for d in range(depth)] for number in proposed]
+    nodes = [[d + 1 for d, number in enumerate(row) for _ in range(number)] for row in levels]
+    assert [len(row) for row in nodes] == list(proposed)
+    width = 1 + max(proposed)
     return StepResult(
         tokens=np.zeros((rows, depth + 1), np.int64),
         count=np.asarray(count, np.int64),
         order=np.zeros((rows, 1), np.int64),
-        proposed=np.asarray(proposed, np.int64),
+        depth=np.asarray([[0] + row + [0] * (width - 1 - len(row)) for row in nodes], np.int64),
         hint=np.zeros(rows, np.int64),
         seconds=seconds,
     )
@@ -73,16 +78,13 @@ def test_a_chain_by_depth():
     assert (stats["retractions"], stats["stale_rows"]) == (2, 1)
 
 
-def test_a_tree_needs_to_be_told_the_depths():
-    reporter = Reporter(scheduler(0, 1, shape=TREE), drafter="EAGLE")
-    step = plan(TREE, 0, 1), result(count=[3, 1], proposed=[4, 3], depth=2)
-    reporter.watch(*step)
+def test_a_tree_by_depth():
+    reporter = Reporter(scheduler(0, 1, 2, shape=TREE), drafter="EAGLE")
+    levels = [[2, 2], [2, 1], [0, 0]]
+    reporter.watch(plan(TREE, 0, 1, 2), result(count=[3, 1, 1], proposed=[4, 3, 0], depth=2, levels=levels))
     counts = reporter.drafters["EAGLE"]
-    assert (counts.proposed, counts.accepted, counts.accepted_at) == (7, 2, [1, 1])
-    assert counts.proposed_at == [0, 0], "nobody knows how the nodes of a tree were spread"
-    reporter = Reporter(scheduler(0, 1, shape=TREE), drafter="EAGLE")
-    reporter.watch(step[0], replace(step[1], levels=np.asarray([[2, 2], [2, 1]])))
-    assert reporter.drafters["EAGLE"].proposed_at == [4, 3]
+    assert (counts.drafts, counts.proposed, counts.accepted) == (2, 7, 2)
+    assert (counts.proposed_at, counts.accepted_at) == ([4, 3], [1, 1])
 
 
 def test_drafters_are_told_apart():
@@ -217,6 +219,26 @@ def test_stages_are_measured_now_and_then():
         for stage in took:
             timed(stage)
     assert times.steps == 2 and times.seconds == {"draft": 0.5, "verify": 3.0, "settle": 0.25}
+
+
+def test_steps_whose_end_has_not_come_to_pass_wait():
+    marks, arrived = iter(range(100)), [-1]
+    times = StepTimes(1, lambda: next(marks), arrived=lambda mark: mark <= arrived[0])
+    timed = times.timed(lambda stage: None)
+
+    def step() -> None:
+        for stage in ("draft", "verify", "settle"):
+            timed(stage)
+
+    for _ in range(3):
+        step()
+    assert times.steps == 0
+    arrived[0] = 3  # the end of the first
+    step()
+    assert times.steps == 1 and times.seconds == dict.fromkeys(("draft", "verify", "settle"), 1)
+    arrived[0] = 99
+    step()
+    assert times.steps == 4
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -27,7 +27,7 @@ def rig(harness):
 
 
 def options(**kw):
-    return Options(max_running_requests=6, chunked_prefill_size=20, **kw).resolve()
+    return Options(model="x", max_running_requests=6, chunked_prefill_size=20, **kw).resolve()
 
 
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
@@ -50,15 +50,17 @@ def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
 
 @pytest.fixture
 def on_cuda(rig, monkeypatch):
-    """A device of 80 GB with 60 free, on which a step takes 4 GB and graphs 1 GB; page tables take 0.112 GB."""
+    """A device of 80 GB with 60 free, on which a step takes 4 GB and graphs 1 GB; tables take 0.112 GB and as much as
+    `request_bytes` says."""
     monkeypatch.setattr(sizing, "trial", lambda options, rig, size: (4 * GB, 1 * GB))
+    monkeypatch.setattr(sizing, "request_bytes", lambda rows, vocab, length: [2 * GB, 0][length < 10**6])
     device = SimpleNamespace(is_cuda=True, trim=lambda: None, free_memory=lambda: 60 * GB, total_memory=lambda: 80 * GB)
     return rig._replace(device=device)
 
 
 def test_the_pool_gets_what_steps_and_graphs_leave(on_cuda):
     slot = 2 * 2 * 2 * 16 * 4
-    left = 60 * GB - 5 * GB - 2 * 8 * 7 * 10**6 - 1.6 * GB
+    left = 60 * GB - 5 * GB - 2 * 8 * 7 * 10**6 - 2 * GB - 1.6 * GB
     assert sizing.size_pool(options(), on_cuda, 10**6, 8) == int(left) // slot
     assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8) == 77
     assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8) == 20 * GB // slot
@@ -87,3 +89,15 @@ def test_a_step_that_does_not_fit(rig, monkeypatch):
         ConfigError, match=r"20 prompt tokens, or of 6 requests with 8 nodes.*lower --chunked-prefill-size"
     ):
         sizing.trial(options(), rig, 0)
+
+
+def test_tables_for_wishes_are_counted_at_their_largest():
+    """The columns of `EditTable` and `PredictedOutput`, named here once more."""
+    rows, vocab, length = 5, 1000, 5000
+    biases, words, before = 1024 * (8 + 4), 128 * 8, 128 * 15 * 8
+    row = 3 * 4 + 8 + biases + words + before + 32 * 4 + 2 * 8 * length + 4 * 8
+    assert sizing.request_bytes(rows, vocab, length) == rows * row + 256 * 8
+
+
+def test_rows_of_the_slot_table_have_lengths_that_kernels_are_compiled_for():
+    assert [sizing.row_length(n) for n in (1, 16, 17, 4129)] == [16, 16, 32, 4144]

@@ -9,7 +9,8 @@ from torch import Tensor
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU: CUDA C++")]
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 70)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 70, 300)
+MOST = ROWS[-1]
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -28,9 +29,9 @@ def products(dtype: torch.dtype):
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_against_float64(dtype: torch.dtype, width: int, depth: int, with_bias: bool) -> None:
     ours = products(dtype)
-    x, w = random(70, depth, dtype=dtype), random(width, depth, dtype=dtype, seed=1, scale=depth**-0.5)
+    x, w = random(MOST, depth, dtype=dtype), random(width, depth, dtype=dtype, seed=1, scale=depth**-0.5)
     bias = random(width, dtype=dtype, seed=2) if with_bias else None
-    extra = random(70, width, dtype=dtype, seed=3)
+    extra = random(MOST, width, dtype=dtype, seed=3)
     exact = x.double() @ w.double().T + (bias.double() if bias is not None else 0)
     for rows in ROWS:
         for residual in (None, extra[:rows]):
@@ -42,22 +43,24 @@ def test_against_float64(dtype: torch.dtype, width: int, depth: int, with_bias: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ffn, depth", [(8, 64), (21, 576), (14336, 4096)])
 def test_gated_against_float64(dtype: torch.dtype, ffn: int, depth: int) -> None:
-    x, w = random(33, depth, dtype=dtype), random(2 * ffn, depth, dtype=dtype, seed=1, scale=depth**-0.5)
+    x, w = random(MOST, depth, dtype=dtype), random(2 * ffn, depth, dtype=dtype, seed=1, scale=depth**-0.5)
     gate, up = (x.double() @ w.double().T).chunk(2, 1)
-    for rows in (1, 8, 11, 32, 33):
+    for rows in (1, 8, 11, 32, 33, MOST):
         got = products(dtype).gated(x[:rows], w, None)
         expected = (torch.nn.functional.silu(gate) * up)[:rows]
         torch.testing.assert_close(got.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
 
+@pytest.mark.parametrize("processors", [1, 10_000])  # blocks of 128 rows, and of 64
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, depth = products(dtype), 4096
-    x, extra = random(70, depth, dtype=dtype), random(70, 300, dtype=dtype, seed=3)
+    monkeypatch.setattr(ours, "_processors", processors)
+    x, extra = random(MOST, depth, dtype=dtype), random(MOST, 300, dtype=dtype, seed=3)
     w = random(300, depth, dtype=dtype, seed=1, scale=depth**-0.5)
     plain, added, gated = ours.linear(x, w, None), ours.linear(x, w, None, extra), ours.gated(x, w, None)
     for rows in ROWS:
-        for first in (0, 70 - rows):
+        for first in (0, MOST - rows):
             part = slice(first, first + rows)
             assert torch.equal(ours.linear(x[part], w, None), plain[part])
             assert torch.equal(ours.linear(x[part], w, None, extra[part]), added[part])

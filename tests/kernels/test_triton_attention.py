@@ -14,6 +14,8 @@ from draftwing.attn.base import Batch, ChunkSpan
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer
 
 attention = pytest.importorskip("draftwing.kernels.attention")
 paged = pytest.importorskip("draftwing.attn.paged")
@@ -315,6 +317,37 @@ def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.
         torch.testing.assert_close(turned[:, :heads], q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         torch.testing.assert_close(kv, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         assert torch.equal(kv[:, :, 1], expected[:, :, 1])
+
+
+def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Qwen3's layers leave norm, rope and the pool to the kernel, and get what they would get without it."""
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM", hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
+        ffn_size=64, vocab_size=16, max_positions=64, qk_norm=True,
+    )  # fmt: skip
+    layer = DecoderLayer(config, 0, torch.float32, device)
+    rng = torch.Generator().manual_seed(3)
+    for param in layer.parameters():
+        param.data.copy_(torch.randn(param.shape, generator=rng) * 0.2 + (param.dim() == 1))
+        param.requires_grad_(False)
+    count = 6
+    x = torch.randn(count, 64, generator=rng).to(device)
+    pool = KVPool([LayerSpec(2, 32)], 20, torch.float32, device)
+    table = torch.arange(1, 21, device=device).view(1, 20)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    positions = torch.arange(count, device=device)
+    batch = Batch(rows, positions, positions, table[0, :count], table, rows, chunks=(ChunkSpan(0, 0, 0, count),))
+    cos, sin = rope_table(RopeConfig(), 32, count, torch.float32, device).unsqueeze(2).unbind(1)
+    calls, kernel = [], paged.rope_and_write
+    monkeypatch.setattr(paged, "rope_and_write", lambda *args: (calls.append(args), kernel(*args))[1])
+    results, written = [], []
+    for fused in (True, False):
+        attend = paged.PagedAttention(pool, exact=True).bind(batch, 0)
+        results.append(layer(x, cos, sin, attend if fused else lambda *args, attend=attend: attend(*args)))
+        written.append(pool.kv[0].clone())
+    assert len(calls) == 1
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(written[0], written[1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunks", [True, False])

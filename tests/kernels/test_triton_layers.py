@@ -152,6 +152,19 @@ def test_fuse_inputs_without_norms(size: int, dtype: torch.dtype, device: torch.
     assert torch.equal(layers.fuse_inputs(ids, table, feature), torch.cat((table[ids], feature), -1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [100, 2048])
+def test_chosen_logits(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    weight, wide = made(device, dtype, 11, size), made(device, dtype, 4, 2 * size, seed=1)
+    hidden = wide[:, :size]
+    ids = torch.tensor([[3, 0, 10], [3, 3, 1], [0, 1, 2], [10, 9, 8]], device=device)
+    found = layers.chosen_logits(hidden, weight, ids)
+    expected = torch.einsum("mh,mkh->mk", hidden.double(), weight[ids].double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    # A logit has the same bits among others.
+    assert torch.equal(layers.chosen_logits(hidden[1:2], weight, ids[1:2, :1]), found[1:2, :1])
+
+
 def test_no_rows(device: torch.device) -> None:
     x, ids = torch.zeros(0, 64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     weight, table = torch.ones(64, device=device), torch.ones(3, 64, device=device)
@@ -159,6 +172,7 @@ def test_no_rows(device: torch.device) -> None:
     assert layers.add_rms_norm(x, x, weight, 1e-5)[1].shape == (0, 64)
     assert layers.silu_mul(x).shape == (0, 32)
     assert layers.fuse_inputs(ids, table, x).shape == (0, 128)
+    assert layers.chosen_logits(x, table, ids.view(0, 1)).shape == (0, 1)
 
 
 # ---- in the models ---------------------------------------------------------------------------------------------------
@@ -202,6 +216,9 @@ def test_packed_decoder_gives_the_same(device: torch.device) -> None:
     assert model.layers[0]._add_norm is layers.add_rms_norm
     found, taps = model(ids, positions, own_value, (0, 1, 2))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    hidden, chosen = found[:4].view(2, 2, -1), torch.tensor([[[3, 1], [0, 49]], [[7, 7], [2, 5]]], device=device)
+    weighed = model.exact_logits(hidden, chosen)
+    torch.testing.assert_close(weighed, (hidden @ model.lm_head.weight.T).gather(2, chosen), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(taps, expected_taps, rtol=1e-5, atol=1e-5)
 
 

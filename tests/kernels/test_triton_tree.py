@@ -168,13 +168,12 @@ def test_accept_and_advance(nodes: int, depth_max: int, tail: int | None, device
         advance(world.slots, rows.tolist(), accepted)
         state = world.state
         settled = kernels.accept_and_advance(
-            *on(device, *draft, target, rows), state["table"], state["text"], state["kv_len"], state["last"],
-            depth_max, hint=seed, tail=tail,
+            *on(device, *draft, tree.depth, target, rows), state["table"], state["text"], state["kv_len"],
+            state["last"], depth_max, hint=seed, tail=tail,
         )  # fmt: skip
         world.check(6)
-        proposed = draft.alive.sum(1) - 1
-        head = torch.stack((accepted.count, proposed, torch.full_like(proposed, seed)), 1)
-        same(settled.packed, torch.cat((head, accepted.committed, accepted.order), 1))
+        head = torch.stack((torch.full_like(accepted.count, seed), accepted.count), 1)
+        same(settled.packed, torch.cat((head, accepted.committed, accepted.order, tree.depth), 1))
         same(settled.committed, accepted.committed)
         same(settled.count, accepted.count)
         same(settled.kv_len, before + accepted.count)
@@ -204,9 +203,10 @@ def test_row_that_ends_at_the_last_entry(device: torch.device) -> None:
         store[0] = 96
     draft, target = random_draft(random.Random(1), 1, 4, 3, "chain")
     state, table = world.state, world.slots.table.clone()
+    depth = reference.derive(draft.parent, draft.alive, 3).depth
     kernels.accept_and_advance(
-        *on(device, *draft, target, torch.tensor([0])), state["table"], state["text"], state["kv_len"], state["last"],
-        3, tail=1,
+        *on(device, *draft, depth, target, torch.tensor([0])), state["table"], state["text"], state["kv_len"],
+        state["last"], 3, tail=1,
     )  # fmt: skip
     assert torch.equal(state["table"].cpu()[1:], table[1:])
     assert torch.equal(state["table"].cpu()[0].sort().values, table[0].sort().values)

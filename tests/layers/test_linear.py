@@ -1,6 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from draftwing.errors import ConfigError
+from draftwing.layers import linear as linear_module
 from draftwing.layers.linear import Linear
 
 CPU = torch.device("cpu")
@@ -72,3 +76,17 @@ def test_float16_stays_unpacked() -> None:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)).half()
     expected = x.double() @ weight[:, :-1].T + weight[:, -1]
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_deterministic_gpu_refuses_weights_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "skinny_kernels", lambda weight: None)
+    linear = Linear(100, 8, False, torch.float32, CPU)
+    del linear.weight
+    linear.__dict__["weight"] = SimpleNamespace(
+        is_cuda=True, dtype=torch.float32, shape=torch.Size((8, 100)), device=torch.device("cuda")
+    )
+    with pytest.raises(
+        ConfigError, match=r"expected layers\.3\.o\.weight in bfloat16 .*found torch\.float32, \[8, 100\]"
+    ):
+        linear.pack(deterministic=True, name="layers.3.o")
+    linear.pack()

@@ -15,7 +15,7 @@ import torch
 
 from draftwing.models.loader import load_model
 from draftwing.train.fit import LOSSES, FitConfig, FitReport, fit, join_world, recipe
-from draftwing.train.heads import new_eagle3_head, new_eagle_head, target_head
+from draftwing.train.heads import TargetHead, new_eagle3_head, new_eagle_head
 from draftwing.train.store import Sample, SourceMeta
 from draftwing.train.ttt import Loss
 
@@ -58,7 +58,7 @@ def run(
     meta = SourceMeta("tiny", algorithm, head.taps, target.config.hidden_size, target.config.vocab_size, "float32")
     # 23 samples: a few epochs, with batches that end between them
     sources = Random(meta, 23, 1, pause), Random(meta, 5, 2)
-    return head, fit(head, target_head(target), *sources, settings, out, resume)
+    return head, fit(head, TargetHead(target), *sources, settings, out, resume)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from draftwing.kernels.cpu import load
 from draftwing.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, _hash, gumbel, gumbel_at
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on torch's operations and on the C kernels."""
+    if request.param == "torch":
+        monkeypatch.setattr("draftwing.sampling.noise.kernels_for", lambda _: None)
+    elif load() is None:
+        pytest.skip("the C kernels were not built")
+    return request.param
+
 
 SEEDS = torch.tensor([0, 1, 2, 7, 2**31, 2**40 + 3, 2**63 - 1])
 
@@ -90,10 +102,32 @@ def test_subsets_get_the_values_of_the_whole() -> None:
     assert torch.equal(gumbel_at(SEEDS, position, each), whole.gather(-1, each))
 
 
-def test_extreme_bits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    extremes = torch.tensor([[[0, 1, 2**31 - 1, 2**31 - 64]]], dtype=torch.int32)
-    monkeypatch.setattr("draftwing.sampling.noise._hash", lambda *_: extremes)
-    g = gumbel(SEEDS[:1], torch.zeros(1, 1, dtype=torch.int64), 4)[0, 0]
+def key_with(seed: int, bits: int, position: int = 0) -> tuple[int, int]:
+    """A position and a token id below 2^31 that hash to these 31 bits: the documented hash backwards."""
+    m64, m32 = 2**64 - 1, 2**32 - 1
+    key = (position * 0x9E3779B97F4A7C15 + seed * 0xD1342543DE82EF95) & m64
+    key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & m64
+    key = ((key ^ key >> 27) * 0x94D049BB133111EB) & m64
+    key ^= key >> 31
+    for high in (bits >> 16, bits >> 16 ^ 0xFFFF):  # without and with the sign bit
+        h = high << 16 | (bits & 0xFFFF) ^ high
+        h = h * pow(0x846CA68B, -1, 2**32) & m32
+        h ^= h >> 15 ^ h >> 30
+        h = (h - (key >> 32)) * pow(0x7FEB352D, -1, 2**32) & m32
+        h ^= key & m32
+        token = (h ^ h >> 16) * pow(0x9E3779B1, -1, 2**32) & m32
+        if token < 2**31:
+            assert reference_hash(seed, position, token) == bits
+            return position, token
+    return key_with(seed, bits, position + 1)
+
+
+def test_extreme_bits_stay_finite() -> None:
+    found = []
+    for bits in (0, 1, 2**31 - 1, 2**31 - 64):
+        position, token = key_with(1, bits)
+        found.append(gumbel_at(SEEDS[1:2], torch.tensor([[position]]), torch.tensor([token])))
+    g = torch.cat(found).flatten()
     assert g[0].item() == pytest.approx(GUMBEL_MAX, rel=1e-6)
     assert (g[0] - g[1]).item() == pytest.approx(math.log(3.0), rel=1e-5)  # u = 0.5 and 1.5 times 2^-31
     assert g[2].item() == g[3].item() == pytest.approx(GUMBEL_MIN, rel=1e-5)

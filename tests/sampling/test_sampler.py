@@ -7,10 +7,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from draftwing.kernels.cpu import load
 from draftwing.sampling.argmax import top_candidates
 from draftwing.sampling.filters import keep_mask
 from draftwing.sampling.noise import gumbel
 from draftwing.sampling.sampler import SamplingRows, first_argmax, sample
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on torch's operations and on the C kernels."""
+    if request.param == "torch":
+        monkeypatch.setattr("draftwing.sampling.sampler.kernels_for", lambda _: None)
+        monkeypatch.setattr("draftwing.sampling.noise.kernels_for", lambda _: None)
+    elif load() is None:
+        pytest.skip("the C kernels were not built")
+    return request.param
+
 
 NONE = torch.empty(0, dtype=torch.int64)
 

@@ -28,7 +28,7 @@ def result(plan, tokens=7, count=1):
         counts = np.asarray([int(chunk.final) for chunk in plan.chunks])
     return StepResult(
         tokens=np.full((rows, shape.max_commit), tokens), count=counts,
-        order=np.tile(np.arange(shape.nodes), (rows, 1)), proposed=np.full(rows, shape.nodes - 1),
+        order=np.tile(np.arange(shape.nodes), (rows, 1)), depth=np.tile(np.arange(shape.nodes), (rows, 1)),
         hint=np.ones(rows, np.int64),
     )  # fmt: skip
 

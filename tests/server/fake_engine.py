@@ -57,7 +57,9 @@ class FakeEngine:
         pause: float = 0.0005,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        self.options = (options or Options(random_seed=7)).resolve()
+        options = options or Options(random_seed=7)
+        algorithm = options.speculative_algorithm or "none"  # whatever comes with the default model
+        self.options = dataclasses.replace(options, speculative_algorithm=algorithm).resolve()
         self.tokenizer = byte_tokenizer()
         self.info = EngineInfo(
             options=dataclasses.replace(self.options, served_model_name="echo"),

@@ -22,7 +22,7 @@ from draftwing.errors import ConfigError, RequestError
 from draftwing.server.api import create_app
 from draftwing.server.bridge import AsyncEngine
 
-OPTIONS = Options(random_seed=3, log_level="critical").resolve()
+OPTIONS = Options(random_seed=3, log_level="critical", speculative_algorithm="none").resolve()
 
 
 def request(uid: str, prompt: list[int] | None = None, **fields: object) -> GenRequest:

@@ -65,7 +65,6 @@ def check(trees: list[RandomTree], depth_max: int) -> list[list[int]]:
     result = accept(batch("tokens"), parent, alive, tree, batch("target"))
     nodes = parent.shape[1]
     assert tree.depth.dtype == tree.path.dtype == tree.path_len.dtype == torch.int64
-    assert tree.mask.shape == (len(trees), nodes, nodes) and tree.mask.dtype == torch.bool
     assert tree.path.shape == (len(trees), nodes, depth_max + 1)
     walks = []
     for b, t in enumerate(trees):
@@ -74,7 +73,6 @@ def check(trees: list[RandomTree], depth_max: int) -> list[list[int]]:
             assert tree.depth[b, i] == t.depth[i] == len(path) - 1
             assert tree.path_len[b, i] == len(path)
             assert tree.path[b, i].tolist() == path + [i] * (depth_max + 1 - len(path))
-            assert tree.mask[b, i].nonzero()[:, 0].tolist() == path
         walk = t.walk()
         assert result.leaf[b] == walk[-1] and result.count[b] == len(walk)
         assert result.order[b].tolist() == walk + [i for i in range(nodes) if i not in walk]

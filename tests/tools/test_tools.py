@@ -145,7 +145,7 @@ def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shapes == [(batch, *shape) for shape in [(0, 1, 1), (2, 1, 3), (2, 2, 3), (2, 2, 4)] for batch in (1, 2)]
     assert best_one.startswith("best for 1 requests at once: ") and best_two.startswith("best for 2 requests")
     fastest = max((r for r in records if r["batch_size"] == 2), key=lambda r: r["throughput"])
-    assert ("(no speculation)" in best_two) == (fastest["steps"] == 0)
+    assert ("--speculative-algorithm none" in best_two) == (fastest["steps"] == 0)
 
 
 def test_points_leave_out_what_cannot_be() -> None:
@@ -165,7 +165,9 @@ def test_points_leave_out_what_cannot_be() -> None:
         "speculative_aux_layer_ids": "output",
     }
     first, rest_of_all = itertools.islice(points(options | more, Grid([3], [2], [4], [1])), 2)
-    assert first == Options(model="x", random_seed=first.random_seed)  # nothing of speculation is left
+    # nothing of speculation is left
+    assert first == Options(model="x", random_seed=first.random_seed, speculative_algorithm="none")
+    assert flags(first) == "--speculative-algorithm none"
     assert flags(rest_of_all) == (
         "--speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-token-map 'my map.pt' "
         "--speculative-aux-layer-ids output --speculative-num-steps 3 --speculative-eagle-topk 2 "
@@ -185,6 +187,20 @@ def test_points_leave_out_what_cannot_be() -> None:
         (["bench", "--url", "http://127.0.0.1:1", "--sweep"], "does not go with --url"),
         (["bench", "--prompts", "/no/such/file"], "--prompts: /no/such/file"),
         (["bench", "--output", "/no/such/folder/file"], "cannot be written"),
+        (["bench", "--save-shape"], "--save-shape needs --sweep"),
+        (["bench", "--sweep", "--save-shape", "--model", "x", "--speculative-algorithm", "NGRAM"], "found NGRAM"),
+        (
+            [
+                "bench",
+                "--sweep",
+                "--save-shape",
+                "--speculative-algorithm",
+                "EAGLE3",
+                "--speculative-draft-model",
+                "a/b",
+            ],
+            "expected one with config.json, found a/b",
+        ),
     ],
 )
 def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftwing.models.draft_loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.train import chain_attention, ttt
+from draftwing.train import chain_attention, cross_entropy, ttt
 from draftwing.train.batches import collate
-from draftwing.train.heads import target_head, trainable
+from draftwing.train.heads import TargetHead, trainable
 from draftwing.train.store import Sample
 from draftwing.train.ttt import STATS, Batch, Loss, Objective
 
@@ -80,7 +80,7 @@ def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, T
     total = torch.zeros((), dtype=torch.float64)
     stats = torch.zeros(loss.steps, len(STATS), dtype=torch.float64)
     kept = torch.arange(head.vocab) if head.target_ids is None else head.target_ids
-    teacher = target_head(head.target)
+    teacher = TargetHead(head.target)
     for sample in samples:
         ids, length = sample.ids.long(), len(sample.ids)
         features = head.features(sample.taps)
@@ -129,8 +129,8 @@ def test_all_chains_at_once_are_each_chain_as_served(case, tmp_path, monkeypatch
     params = dict(head.named_parameters())
     expected, counts = served_loss(head, samples, loss)
     expected_grads = torch.autograd.grad(expected, list(params.values()))
-    monkeypatch.setattr(ttt, "_CHUNK_ELEMENTS", 5 * head.vocab)  # several chunks, the last one short
-    found, stats = Objective(head, target_head(head.target), loss)(collate(samples, 64))
+    monkeypatch.setattr(cross_entropy, "_CPU_ELEMENTS", 5 * head.vocab)  # several chunks, the last one short
+    found, stats = Objective(head, TargetHead(head.target), loss)(collate(samples, 64))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(stats, counts, rtol=1e-10, atol=1e-12)
     assert counts[0, 0] == 18 and counts[0, 3] < counts[0, 0]  # places; not all of them are hits
@@ -153,9 +153,9 @@ def test_hits_are_counted_along_chains(tmp_path):
     def guess(hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Any) -> tuple[Tensor, Tensor]:
         hits = [right(len(called), *divmod(place, width)) for place in batch.place.tolist()]
         called.append(rows)
-        return hidden.new_zeros(()), torch.where(torch.tensor(hits), teacher.best, -1)
+        return hidden.new_zeros(()), torch.where(torch.tensor(hits), teacher.best, -2)
 
-    objective = Objective(head, target_head(head.target), Loss(steps=steps))
+    objective = Objective(head, TargetHead(head.target), Loss(steps=steps))
     objective._token_loss = guess
     _, stats = objective(batch)
     expected = torch.zeros(steps, len(STATS), dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_half_precision_is_close_and_gives_gradients_in_float32(tmp_path):
     head.target.float()
     head.set_max_positions(64)
     samples = [s._replace(taps=s.taps.bfloat16(), final=s.final.bfloat16()) for s in make_samples(head)]
-    objective = Objective(head, target_head(head.target), Loss())
+    objective = Objective(head, TargetHead(head.target), Loss())
     with torch.autocast("cpu", torch.bfloat16):
         half, _ = objective(collate(samples, 64))
     half.backward()
@@ -242,7 +242,7 @@ def test_noise_is_uniform_and_falls_with_the_length_of_the_text():
 def test_a_batch_with_nothing_to_learn_counts_nothing(tmp_path):
     head = make_head("EAGLE3", tmp_path)
     samples = [s._replace(loss_mask=torch.zeros_like(s.loss_mask)) for s in make_samples(head)]
-    loss, stats = Objective(head, target_head(head.target), Loss())(collate(samples, 64))
+    loss, stats = Objective(head, TargetHead(head.target), Loss())(collate(samples, 64))
     assert loss == 0 and not stats.any()
     loss.backward()
     assert all(param.grad is not None and not param.grad.any() for param in head.parameters())

@@ -35,6 +35,8 @@ class PagedAttention:
 class Bound:
     """An `Attend` of one forward, and `fused`, which a layer may call instead of turning q and k itself."""
 
+    norms_heads = True  # `fused` takes the norms of heads, too
+
     def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int) -> None:
         self._backend = backend
         self._batch = batch

@@ -58,7 +58,7 @@ class EngineInfo:
         which is a way of drafting of its own."""
         if predicted and not self.speculates:
             return "prediction", PREDICTED
-        return self.options.speculative_algorithm, self.shape
+        return self.options.drafter, self.shape
 
     def admit(self, request: GenRequest) -> Terms:
         """Raises RequestError, naming the field as `/generate` does, for a request that can never run.

@@ -17,11 +17,12 @@ from tqdm import tqdm
 from draftwing.attn.native import pick_attention
 from draftwing.attn.torch_ref import TorchAttention
 from draftwing.config import Options
-from draftwing.core import PLAIN, PREDICTED
+from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
-from draftwing.engine.sizing import Rig, size_pool
+from draftwing.engine.precompile import Job, precompile
+from draftwing.engine.sizing import Rig, row_length, size_pool
 from draftwing.engine.slots import SlotTable
 from draftwing.errors import ConfigError
 from draftwing.kernels import use_triton
@@ -34,6 +35,7 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, shape_menu
+from draftwing.shipped import carried_shape
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead, DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
@@ -62,17 +64,28 @@ def build(options: Options, path: Path) -> Parts:
     device = pick_device(options.device)
     if options.num_threads and not device.is_cuda:
         torch.set_num_threads(options.num_threads)
-    options = options.for_device(device.device.type, device.total_memory())
+    options = options.for_device("cuda" if device.is_cuda else "cpu", device.total_memory())
     if options.deterministic and device.is_cuda and not use_triton(torch.empty(0, device=device.device)):
         raise ConfigError(
             "--enable-deterministic-inference needs the GPU's own kernels, which are not yet the default: set the "
             "environment variable DRAFTWING_NATIVE=1 (and have triton installed), or use --device cpu"
         )
+    if options.deterministic and device.is_cuda and options.enable_torch_compile:
+        raise ConfigError(
+            "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
+            "order that depends on the batch. Leave one of them out"
+        )
     config = load_config(path)
     dtype = pick_dtype(options.dtype, device, config.dtype)
     draft_path, token_ids = find_draft(options, config.vocab_size)  # before anything large is loaded
+    ahead = None
+    if use_triton(torch.empty(0, device=device.device)):
+        capability = torch.cuda.get_device_capability(device.device)
+        ahead = precompile(Job(options, path, draft_path, token_ids, dtype, capability))
     model = load_with_progress(path, dtype, device, options.dummy, options.deterministic)
     drafter, policy = make_drafter(options, draft_path or path, token_ids, model, dtype, device)
+    if ahead is not None:
+        ahead.wait()
     return assemble(options, model, dtype, device, drafter, policy)
 
 
@@ -85,10 +98,10 @@ def assemble(
     policy: ShapePolicy,
 ) -> Parts:
     """The engine around a loaded model."""
-    options = options.for_device(device.device.type, device.total_memory())
+    options = options.for_device("cuda" if device.is_cuda else "cpu", device.total_memory())
     config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
-    graph_size = 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
+    graph_size = graph_size_of(options)
     spans = {shape: shape.nodes if drafter is None else drafter.span(shape) for shape in policy.menu}
     max_span, max_commit = max(spans.values()), max(shape.max_commit for shape in policy.menu)
 
@@ -100,7 +113,7 @@ def assemble(
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
     room = max_commit + max_span + 1  # past the context, in a row of the slot table
     rig = Rig(model, drafter, [*layers, *draft_layers], policy.menu, dtype, device)
-    pool_tokens = size_pool(options, rig, wanted + room, graph_size)
+    pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
     if not options.max_total_tokens:  # more could only ever cache prefixes
         pool_tokens = min(pool_tokens, 2 * rows * wanted)
     context = min(wanted, pool_tokens - max_span - max_commit)
@@ -112,7 +125,7 @@ def assemble(
             "raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens "
             "or --speculative-num-steps times --speculative-eagle-topk"
         )
-    length = context + room
+    length = row_length(context + room)
     pool = KVPool([*layers, *draft_layers], pool_tokens, dtype, device.device)
     target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, dtype) / 1e9 for part in (layers, draft_layers))
     log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
@@ -145,12 +158,17 @@ def assemble(
             tail=drafter.tail if drafter is not None else 0,
             radix=not options.disable_radix_cache,
             first_hint=drafter.first_hint if drafter is not None else 0,
-            ahead=SLOTS_AHEAD if device.is_cuda else 0,
+            ahead=SLOTS_AHEAD,
         ),
         policy,
         spans,
     )
     return Parts(executor, sched, model, dtype, context, pool_tokens)
+
+
+def graph_size_of(options: Options) -> int:
+    """The largest batch that graphs are captured of; of options for a device."""
+    return 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
 
 
 def capture(executor: Executor, policy: ShapePolicy) -> None:
@@ -171,9 +189,9 @@ def make_drafter(
     drafts for itself."""
     shape, rows = options.speculative_shape, options.max_running_requests
     assert rows is not None, "for_device gives it a value"
-    if options.speculative_algorithm == "none":
+    if options.drafter == "none":
         return None, FixedShape(PREDICTED)  # without a predicted output every step is plain
-    if options.speculative_algorithm != "NGRAM":
+    if options.drafter != "NGRAM":
         head = load_head(options, path, token_ids, target, dtype, device)
         drafter = make_model_drafter(head, rows + 1, shape.topk, dtype, device.device)
         return drafter, FixedShape(shape)
@@ -194,25 +212,35 @@ def make_drafter(
 def find_draft(options: Options, vocab: int) -> tuple[Path | None, Tensor | None]:
     """Where the draft model is, and the tokens that may be drafted [n] int64; None where not given. vocab: the
     target's."""
-    path = token_ids = None
-    if options.speculative_draft_model_path is not None:
-        path = resolve_model(
-            options.speculative_draft_model_path, options.speculative_draft_model_revision,
-            option="--speculative-draft-model-path", weights=not options.dummy,
-        )  # fmt: skip
+    path, token_ids = _draft_path(options), None
     if options.speculative_token_map is not None:
-        if options.speculative_algorithm == "EAGLE3":
+        if options.drafter == "EAGLE3":
             log.warning("speculative_token_map is ignored: an EAGLE-3 head has its own draft vocabulary")
-        elif options.speculative_algorithm in ("EAGLE", "NEXTN"):
+        elif options.drafter in ("EAGLE", "NEXTN"):
             token_ids = load_token_map(options.speculative_token_map, vocab)
     return path, token_ids
+
+
+def asked_shape(options: Options, path: Path, device_type: str) -> TreeShape | None:
+    """The tree that an EAGLE-like head's config asks for on such a device, None where it asks for none. path: of the
+    target, which may draft for itself."""
+    return carried_shape(_draft_path(options) or path, device_type) if options.drafts_with_head else None
+
+
+def _draft_path(options: Options) -> Path | None:
+    if options.speculative_draft_model_path is None:
+        return None
+    return resolve_model(
+        options.speculative_draft_model_path, options.speculative_draft_model_revision,
+        option="--speculative-draft-model-path", weights=not options.dummy,
+    )  # fmt: skip
 
 
 def load_head(
     options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, dtype: torch.dtype, device: Device
 ) -> DraftHead:
     """The model that drafts for `target`."""
-    if options.speculative_algorithm == "STANDALONE":
+    if options.drafter == "STANDALONE":
         model = load_with_progress(path, dtype, device, options.dummy)
         known, used = model.config.max_positions, options.context_length or target.config.max_positions
         if known < used:
@@ -223,7 +251,7 @@ def load_head(
         head = load_mtp_head(path, target, dtype, device.device, token_ids=token_ids, dummy=options.dummy)
     else:
         head = load_draft_head(
-            path, target, options.speculative_algorithm, dtype, device.device, token_ids=token_ids,
+            path, target, options.drafter, dtype, device.device, token_ids=token_ids,
             aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
             dummy=options.dummy,
         )  # fmt: skip

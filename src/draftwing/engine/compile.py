@@ -24,6 +24,7 @@ class Opaque:
         fused = getattr(attend, "fused", None)
         if fused is not None:
             self.fused = torch.compiler.disable(fused)
+            self.norms_heads = getattr(attend, "norms_heads", False)
 
     @torch.compiler.disable
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Everything but `step` may be called from any thread; `step` belongs to one threa
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import queue
@@ -15,13 +16,15 @@ from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
+import torch
+
 from draftwing.config import Options
 from draftwing.core import GenRequest, Output, SamplingParams
 from draftwing.engine.border import EngineInfo
-from draftwing.engine.build import Parts, build
+from draftwing.engine.build import Parts, asked_shape, build
 from draftwing.engine.device import pick_device
 from draftwing.engine.loop import Loop
-from draftwing.engine.report import Reporter
+from draftwing.engine.report import Reporter, StepTimes
 from draftwing.engine.slots import BAN_IDS
 from draftwing.errors import ConfigError
 from draftwing.grammar import GrammarCompiler
@@ -49,12 +52,14 @@ class Engine:
             tokenizer_path = resolve_model(
                 self.options.tokenizer_path, self.options.revision, option="--tokenizer-path", weights=False
             )
-        self.options = self.options.for_architecture(load_config(path).architecture)
+        device = pick_device(self.options.device)
+        shape = asked_shape(self.options, path, device.device.type)
+        self.options = self.options.for_architecture(load_config(path).architecture, shape)
         tokenizer = load_tokenizer(tokenizer_path, self.options.chat_template)
         if self.options.speculative_algorithm == "STANDALONE" and not self.options.dummy:
             check_draft_tokenizer(self.options, tokenizer)
-        device = pick_device(self.options.device)
         self.options = self.options.for_device(device.device.type, device.total_memory())
+        log_drafter(self.options)
         parts = build(self.options, path)
         defaults = sampling_defaults(path) if self.options.sampling_defaults == "model" else {}
         self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
@@ -63,7 +68,9 @@ class Engine:
     def from_parts(cls, options: Options, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int]) -> Engine:
         """An engine around a model that is already in memory; stop: token ids that end every answer."""
         engine = cls.__new__(cls)
-        engine.options = options.resolve()
+        # The parts have their drafter or none: what would draft for the model by default is not among them.
+        algorithm = options.speculative_algorithm or "none"
+        engine.options = dataclasses.replace(options, speculative_algorithm=algorithm).resolve()
         engine._start(tokenizer, parts, stop)
         return engine
 
@@ -91,9 +98,9 @@ class Engine:
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:
             log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
-        self.reporter = Reporter(parts.sched, simulated=simulated, drafter=self.options.speculative_algorithm)
-        if device.type == "cpu":  # on a GPU the stages run later than they are called
-            parts.executor.run_stage = self.reporter.times.timed(parts.executor.run_stage)
+        times = _step_times(device)
+        self.reporter = Reporter(parts.sched, simulated=simulated, drafter=self.options.drafter, times=times)
+        parts.executor.run_stage = times.timed(parts.executor.run_stage)
         lag = self.options.lag(device.type)
         self._loop = Loop(parts.sched, parts.executor, lag == 1, self.reporter.watch)
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()
@@ -211,6 +218,17 @@ def salt_of(cache_salt: str | None) -> int:
     return (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "big") >> 1) or 1
 
 
+def log_drafter(options: Options) -> None:
+    """Who drafts, in which trees, and how to do without: nobody may have asked for it."""
+    if options.drafter == "none":
+        return
+    draft = options.speculative_draft_model_path
+    log.info(
+        "%s drafts%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it off",
+        options.drafter, f" with {draft}" if draft else "", *options.speculative_shape,
+    )  # fmt: skip
+
+
 def check_draft_tokenizer(options: Options, target: Tokenizer) -> None:
     """Raises ConfigError unless a small draft model has the target's token ids."""
     assert options.speculative_draft_model_path is not None
@@ -224,3 +242,16 @@ def check_draft_tokenizer(options: Options, target: Tokenizer) -> None:
             f"{options.speculative_draft_model_path} cannot draft for {options.model}: their tokenizers give different "
             f"ids to the same tokens. {difference}"
         )
+
+
+def _step_times(device: torch.device) -> StepTimes:
+    """On a GPU, where stages run later than they are called, by events, of some steps only."""
+    if device.type == "cpu":
+        return StepTimes()
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return StepTimes(8, mark, lambda begin, end: begin.elapsed_time(end) / 1e3, lambda event: event.query())

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
-from draftwing.engine.commit import HINT, Committed, commit
+from draftwing.engine.commit import HEAD, HINT, Committed, commit, unpack
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
 from draftwing.engine.slots import Drawing, SlotTable, Upload
@@ -94,20 +94,16 @@ class InFlight:
     def wait(self, previous_ready: float) -> tuple[StepResult, float]:
         """The result and the monotonic time it was ready; the step is charged from the later of its own launch and
         `previous_ready`, the end of the step before it."""
-        packed = self._download.wait()
+        hint, count, tokens, order, depth = unpack(self._download.wait(), self.plan.shape)
         ready = self._download.ready_at
         assert ready is not None
-        shape = self.plan.shape
-        commit, nodes = shape.max_commit, shape.nodes
-        count, proposed, hint = packed[:, :3].T
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
         result = StepResult(
-            tokens=packed[:, 3 : 3 + commit],
+            tokens=tokens,
             count=count,
-            order=packed[:, 3 + commit : 3 + commit + nodes],
-            proposed=proposed,
+            order=order,
+            depth=depth,
             hint=hint,
-            levels=packed[:, 3 + commit + nodes :],
             seconds=ready - max(self._started, previous_ready),
             logprobs=rows,
             prompt_logprobs=parts,
@@ -136,6 +132,8 @@ class Executor:
         self.graphs = GraphCache(device, slots.rows, graph_size)
         self._taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
+        # The outlook of every row, where nobody needs to ask for it.
+        self._hint = drafter.first_hint if drafter is not None and drafter.fixed_hint else 0
         self._roots: dict[int, tuple[tuple[Tensor, Tensor], Tree]] = {}
         self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         # Kernels look up themselves what each row asks of the sampler; the torch code is told by the host.
@@ -197,8 +195,8 @@ class Executor:
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
         filtered = len(plan.filtered) > 0
         if key is None:
-            upload = self.slots.upload(plan)
-            return TreeStep(None, upload.rows, plan.shape, plan.max_bound, upload.drawing, filtered, special)
+            rows, drawing = self.slots.upload_step(plan)
+            return TreeStep(None, rows, plan.shape, plan.max_bound, drawing, filtered, special)
         self.slots.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
@@ -214,14 +212,16 @@ class Executor:
     def _finish(
         self, step: TreeStep, drafted: Drafted | None, verified: Verified | None, run: Callable[..., Any]
     ) -> Tensor:
-        """The packed result [B, 3 + (D + 1) + N + D]: count, proposed, hint, tokens, order, live nodes by depth."""
+        """The packed result, as in `Committed`."""
         key = None if step.key is None else (step.key, step.filtered)
         packed: Tensor = run("settle", key, self._settle, step, drafted, verified, keep=True)
         return packed
 
     def _draft(self, step: TreeStep) -> Drafted:
         rows, shape, special = step.rows, step.shape, step.special
-        if special is not None and special.guidance is not None and shape != PLAIN:
+        if shape == PLAIN:
+            return self._last_tokens(rows, step.bound)
+        if special is not None and special.guidance is not None:
             self._special.constrain(special.plan, rows, special.guidance)
         draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
         if special is not None:
@@ -245,7 +245,7 @@ class Executor:
         packed = self._accept(step, drafted, verified, target)
         packed[:, HINT] = self._special.outlook(plan, step.rows, packed[:, HINT])
         width = step.shape.max_commit
-        tokens, nodes = packed[:, HINT + 1 : HINT + 1 + width], packed[:, HINT + 1 + width : HINT + 1 + 2 * width]
+        tokens, nodes = packed[:, HEAD : HEAD + width], packed[:, HEAD + width : HEAD + 2 * width]
         return packed, Logprobs(self._special.path_logprobs(plan, drawn, nodes, tokens), [])
 
     def _nodes(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Drawn:
@@ -263,22 +263,30 @@ class Executor:
         if self._simulation is not None:
             target = self._simulation(draft, tree, target, step.rows, batch.prefix_len)
         observed = self.drafter is not None and bool(self.drafter.kv_layers)
-        done = commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, observed)
+        done = commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, self._hint, observed)
         if self.drafter is not None:
-            done.packed[:, HINT] = self._observe(step, done, batch.prefix_len, verified.taps)
-        if step.shape == PLAIN:
-            return done.packed
-        # Live nodes of every depth; dead ones have depth 0.
-        levels = torch.zeros_like(done.packed[:, : step.shape.max_commit])
-        levels.scatter_add_(1, tree.depth, draft.alive.long())
-        return torch.cat((done.packed, levels[:, 1:]), 1)
+            self._observe(self.drafter, step, done, batch.prefix_len, verified.taps)
+        return done.packed
 
     # -- what the stages are made of --------------------------------------------------------------------------------
 
+    def _last_tokens(self, rows: Tensor, max_bound: int) -> Drafted:
+        """Plain decoding: trees of the rows' last tokens alone, so there is nothing to propose."""
+        slots = self.slots
+        (parent, alive), tree = self._lone_roots(rows.shape[0])
+        if use_triton(rows):
+            from draftwing.kernels.tree import plain_inputs
+
+            ids, kv_len, write_slots = plain_inputs(rows, slots.table, slots.kv_len, slots.last)
+        else:
+            ids, kv_len = slots.last.index_select(0, rows), slots.kv_len.index_select(0, rows)  # [B]
+            write_slots = slots.table[rows, kv_len]
+        batch = Batch(
+            rows, ids, kv_len, write_slots, slots.table, kv_len, tree.path, tree.path_len, window=1, bound=max_bound + 1
+        )
+        return Drafted(Draft(ids.unsqueeze(1), parent, alive), batch, tree)
+
     def propose(self, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
-        if shape == PLAIN:
-            root = self.slots.last[rows].unsqueeze(1)  # [B, 1]
-            return Draft(root, *self._lone_roots(rows.shape[0])[0])
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
             tokens = self.slots.last[rows].unsqueeze(1).expand(-1, shape.nodes)
             parent = torch.zeros_like(tokens)
@@ -287,24 +295,19 @@ class Executor:
 
     def verify(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
-        slots, tree = self.slots, self._lone_roots(rows.shape[0])[1]
+        slots = self.slots
         if use_triton(rows):
-            from draftwing.kernels.tree import plain_inputs, target_inputs
+            from draftwing.kernels.tree import target_inputs
 
-            if shape == PLAIN:
-                _, positions, write_slots = plain_inputs(rows, slots.table, slots.kv_len, slots.last)
-                kv_len = positions
-            else:
-                tree, (positions, write_slots, kv_len) = target_inputs(
-                    draft.parent, draft.alive, rows, slots.table, slots.kv_len, shape.depth
-                )
+            tree, (positions, write_slots, kv_len) = target_inputs(
+                draft.parent, draft.alive, rows, slots.table, slots.kv_len, shape.depth
+            )
         else:
-            if shape != PLAIN:
-                tree = derive(draft.parent, draft.alive, shape.depth)
-            kv_len = slots.kv_len[rows]  # [B]
-            entries = kv_len.unsqueeze(1) + torch.arange(shape.nodes, device=rows.device)  # [B, N]
-            positions = (kv_len.unsqueeze(1) + tree.depth).flatten()
-            write_slots = slots.table[rows.unsqueeze(1), entries].flatten()
+            tree = derive(draft.parent, draft.alive, shape.depth)
+            kv_len = slots.kv_len.index_select(0, rows)  # [B]
+            column = kv_len.unsqueeze(1)
+            positions = (column + tree.depth).flatten()
+            write_slots = slots.table[rows.unsqueeze(1), column + slots.steps[: shape.nodes]].flatten()
         batch = Batch(
             rows=rows,
             ids=draft.tokens.flatten(),
@@ -358,9 +361,8 @@ class Executor:
         params = self.slots.sampling(rows) if asked else None  # greedy rows need none
         return sample(logits, positions, depth, depth_max, params, *drawing, exact if half else None)
 
-    def _observe(self, step: TreeStep, done: Committed, before: Tensor, taps: Tensor | None) -> Tensor:
-        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; returns its outlook."""
-        assert self.drafter is not None
+    def _observe(self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, taps: Tensor | None) -> None:
+        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its outlook."""
         slots, rows, width = self.slots, step.rows, step.shape.max_commit
         bound, path = step.bound + width, done.path
         if path is None:  # it runs no model: which rows went on, and from where, is all there is to see
@@ -373,8 +375,9 @@ class Executor:
                 bound=bound + 1,  # up to the newest token's entry
             )  # fmt: skip
             taps = taps.index_select(0, path.nodes) if taps is not None else None  # [B * N, T] -> [B * (D + 1), T]
-        self.drafter.observe(slots, batch, taps, done.tokens.flatten(), done.count, step.drawing.noisy)
-        return self.drafter.outlook(slots, rows, bound)
+        drafter.observe(slots, batch, taps, done.tokens.flatten(), done.count, step.drawing.noisy)
+        if not drafter.fixed_hint:
+            drafter.outlook(slots, rows, bound, out=done.packed[:, HINT])
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -405,7 +408,7 @@ class Executor:
         rows = upload.rows
         slots.kv_len.index_copy_(0, rows, upload.kv_len)
         zero = torch.zeros_like(rows)
-        token, drawn, hint = zero, zero, zero
+        token, drawn, hint = zero, zero, zero + self._hint if self._hint else zero
         logprobs: Download | None = None
         sent: Logprobs | None = None
         if upload.final.numel():
@@ -415,13 +418,13 @@ class Executor:
         if self.drafter is not None:
             next_ids = slots.tokens[upload.token_rows, upload.positions + 1]
             self.drafter.observe(slots, batch, verified.taps, next_ids, None, upload.drawing.noisy)
-            if upload.final.numel():
+            if upload.final.numel() and not self.drafter.fixed_hint:
                 hint = self.drafter.outlook(slots, rows, plan.max_bound)
         if pending.special is not None:
             hint = self._special.outlook(plan, rows, hint)
             offsets = [chunk.offset for chunk in batch.chunks]
             sent = Logprobs(logprobs, self._special.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
-        return torch.stack((drawn, zero, hint, token, zero), 1), sent
+        return torch.stack((hint, drawn, token, zero, zero), 1), sent
 
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from draftwing.core import PLAIN, IntArray, Plan, StepResult
 from draftwing.sched.request import Req
@@ -21,8 +24,8 @@ STAGES = ("draft", "verify", "settle")  # of a tree step: propose, the target's 
 class StepTimes:
     """Seconds of a tree step's stages, summed over the steps that were measured.
 
-    With CUDA, `mark` records an event, and `between` may be asked only when both have come to pass: a measured step is
-    added when the next one to measure begins, so `every` must be more than the steps in flight.
+    With CUDA, `mark` records an event, and nobody waits for it: a measured step is added when a later one begins and
+    `arrived` says of its last event that it has come to pass.
     """
 
     def __init__(
@@ -30,12 +33,15 @@ class StepTimes:
         every: int = 1,
         mark: Callable[[], Any] = time.perf_counter,
         between: Callable[[Any, Any], float] = lambda begin, end: end - begin,
+        arrived: Callable[[Any], bool] = lambda mark: True,
     ) -> None:
-        """every: one step of how many is measured.  mark: a point of time.  between: two of them, in seconds."""
+        """every: one step of how many is measured.  mark: a point of time.  between: two of them, in seconds.
+        arrived: whether a point of time is in the past."""
         self.steps = 0  # measured
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._every, self._mark, self._between = every, mark, between
+        self._every, self._mark, self._between, self._arrived = every, mark, between, arrived
         self._begun = 0
+        self._ended: deque[list[Any]] = deque(maxlen=64)  # marks of measured steps that are not yet added
         self._marks: list[Any] = []  # of the newest measured step: its begin, and the ends of its stages
 
     def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,8 +66,11 @@ class StepTimes:
                 self._marks = []  # of a step that went another way: the stages of this one are not to complete it
             return
         if len(self._marks) == len(STAGES) + 1:
+            self._ended.append(self._marks)
+        while self._ended and self._arrived(self._ended[0][-1]):
+            marks = self._ended.popleft()
             self.steps += 1
-            for stage, begin, end in zip(STAGES, self._marks, self._marks[1:], strict=False):
+            for stage, begin, end in zip(STAGES, marks, marks[1:], strict=False):
                 self.seconds[stage] += self._between(begin, end)
         self._marks = [self._mark()]
 
@@ -80,24 +89,23 @@ class DraftCounts:
         for counts in (self.proposed_at, self.accepted_at):
             counts.extend([0] * (depth - len(counts)))
 
-    def add(self, proposed: IntArray, accepted: IntArray, chain: bool, levels: IntArray | None) -> None:
-        """A step: proposed, accepted [B], levels [B, depth] as in `Reporter.watch`; chain: one node per depth."""
-        drafted = proposed > 0
-        if not drafted.any():
-            return
-        self.drafts += int(drafted.sum())
-        self.proposed += int(proposed.sum())
+    def add(self, depth: IntArray, accepted: IntArray, deepest: int) -> int:
+        """A step of a shape with so many levels: depth [B, N] of the nodes, 0 for those that were not proposed;
+        accepted [B] drafts. Returns how many nodes were proposed."""
+        drafts = np.count_nonzero(depth.any(axis=1))
+        if not drafts:
+            return 0
+        self.grow(deepest)
+        at_depth = np.bincount(depth.ravel(), minlength=deepest + 1)[1:]
+        reached = np.bincount(accepted, minlength=deepest + 1)[:0:-1].cumsum()[::-1]  # rows that accepted 1, 2, ...
+        for at, (proposed, rows) in enumerate(zip(at_depth.tolist(), reached.tolist(), strict=True)):
+            self.proposed_at[at] += proposed
+            self.accepted_at[at] += rows
+        proposed = int(at_depth.sum())
+        self.drafts += int(drafts)
+        self.proposed += proposed
         self.accepted += int(accepted.sum())
-        self.grow(int(max(accepted.max(), proposed.max() if chain else 0)))
-        for at in range(int(accepted.max())):
-            self.accepted_at[at] += int((accepted > at).sum())
-        if levels is not None:
-            self.grow(levels.shape[1])
-            for at, count in enumerate(levels.sum(0).tolist()):
-                self.proposed_at[at] += count
-        elif chain:
-            for at in range(int(proposed.max())):
-                self.proposed_at[at] += int((proposed > at).sum())
+        return proposed
 
 
 class Reporter:
@@ -177,7 +185,6 @@ class Reporter:
 
     def watch(self, plan: Plan, result: StepResult) -> None:
         """Sees every plan with its result, before the result is committed."""
-        levels = result.levels
         now = self._clock()
         if self._watched is not None:
             self.host_seconds += max(0.0, now - self._watched - result.seconds)
@@ -190,7 +197,7 @@ class Reporter:
         if plan.kind == "prefill":
             self._prefill(plan)
             return
-        committed = self._tree(plan, result, levels)
+        committed = self._tree(plan, result)
         self._estimate(len(plan.rows), committed, result.seconds, kind == "plain")
         self._steps += 1
         if self._steps >= self._interval:
@@ -219,27 +226,24 @@ class Reporter:
                 self.queried_tokens += admit.prompt_len
                 self.hit_tokens += len(admit.slots)
 
-    def _tree(self, plan: Plan, result: StepResult, levels: IntArray | None) -> float:
+    def _tree(self, plan: Plan, result: StepResult) -> float:
         """Counts what the step gave to requests that still run; returns committed tokens per row."""
         current = {req.admission: req for req in self._sched.running}
         reqs = [current.get(number) for number in plan.admission.tolist()]
         live = [i for i, req in enumerate(reqs) if req is not None]
         if not live:
             return 0.0
-        committed = int(result.count[live].sum())
+        count = result.count.tolist()
+        committed = sum(count[i] for i in live)
         self._rows += len(live)
         self._tokens += committed
-        self._proposed += int(result.proposed[live].sum())
         self.total_rows += len(live)
         self.total_tokens += committed
         if plan.shape != PLAIN:
             for name, rows in self._by_drafter(reqs, live).items():
-                self._counts(name).add(
-                    result.proposed[rows],
-                    result.count[rows] - 1,
-                    plan.shape.topk == 1,
-                    levels[rows] if levels is not None else None,
-                )
+                at = rows if len(rows) < len(reqs) else slice(None)
+                depth, accepted = result.depth[at], result.count[at] - 1
+                self._proposed += self._counts(name).add(depth, accepted, plan.shape.depth)
         return committed / len(live)
 
     def _by_drafter(self, reqs: list[Req | None], live: list[int]) -> dict[str, list[int]]:
@@ -253,7 +257,9 @@ class Reporter:
         return groups
 
     def _counts(self, name: str) -> DraftCounts:
-        return self.drafters.setdefault(name, DraftCounts())
+        if name not in self.drafters:
+            self.drafters[name] = DraftCounts()
+        return self.drafters[name]
 
     def _estimate(self, rows: int, tokens: float, seconds: float, plain: bool) -> None:
         """Adds a step to the estimated speed-up: the time that plain steps would have taken for its tokens."""

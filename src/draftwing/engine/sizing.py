@@ -10,7 +10,7 @@ import torch
 
 from draftwing.attn.native import pick_attention
 from draftwing.config import Options
-from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+from draftwing.core import MOST_PREDICTED, PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import MOST_NODES, batch_sizes
@@ -19,7 +19,9 @@ from draftwing.errors import ConfigError
 from draftwing.kernels import use_triton
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
+from draftwing.sampling.edits import EditTable
 from draftwing.spec.drafter import Drafter
+from draftwing.spec.prediction import PredictedOutput
 
 log = logging.getLogger("draftwing")
 
@@ -39,6 +41,12 @@ class Rig(NamedTuple):
     menu: tuple[TreeShape, ...]
     dtype: torch.dtype
     device: Device
+
+
+def row_length(entries: int) -> int:
+    """Length of a slot table's rows that have room for so many entries. Always a multiple of 16: Triton compiles a
+    kernel once more for strides that are none."""
+    return -(-entries // 16) * 16
 
 
 def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
@@ -66,10 +74,11 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     rig.device.trim()
     free, total = rig.device.free_memory(), rig.device.total_memory()
     assert options.max_running_requests
-    tables = 2 * 8 * (options.max_running_requests + 1) * length
+    rows = options.max_running_requests + 1
+    tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length)
     needed = step + graphs + tables
     sizes = (
-        f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, page tables {tables / 1e9:.2f} GB: "
+        f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB: "
         "lower --chunked-prefill-size, --max-running-requests, --cuda-graph-max-bs or --context-length"
     )
     log.info("memory: %.2f GB of %.2f free beside the weights; %s", free / 1e9, total / 1e9, sizes.split(":")[0])
@@ -96,6 +105,18 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     return budget
 
 
+def request_bytes(rows: int, vocab: int, length: int) -> int:
+    """Bytes of what `SpecialRows` keeps for requests' wishes, once each kind of wish was met."""
+    meta = torch.device("meta")
+    edits = EditTable(rows, vocab, meta)
+    edits.write(0, SamplingParams(allowed_token_ids=(0,)), 1, ())
+    predicted = PredictedOutput(rows, min(length, MOST_PREDICTED), meta)
+    predicted.write(0, [0] * predicted.limit, 1)
+    # The longest prediction is copied when a longer one comes.
+    kept = [*vars(edits).values(), *vars(predicted).values(), predicted.tokens]
+    return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+
+
 def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     """Bytes that the largest steps take beside weights and pool, and that the graphs will.
 
@@ -108,7 +129,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     tokens = min(tokens, rig.model.config.max_positions - 1, options.context_length or tokens)
     shape = max(rig.menu, key=lambda s: s.nodes)
     span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
-    length = tokens + 2 * shape.max_commit + span + 1  # two steps
+    length = row_length(tokens + 2 * shape.max_commit + span + 1)  # two steps
     pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
     slots = SlotTable(rows, length, rig.device)
     attn = pick_attention(pool, options.deterministic)

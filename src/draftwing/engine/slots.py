@@ -6,7 +6,7 @@ the page-table entries past kv_len). A step is a list of rows. The last row is a
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -29,15 +29,15 @@ class Drawing(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """A plan's numbers on the device; the sizes are known to the host."""
+    """A prefill's numbers on the device; the sizes are known to the host."""
 
     rows: Tensor  # [B]
     drawing: Drawing
-    kv_len: Tensor  # prefill: [B] kv_len after the step; tree: empty
-    token_rows: Tensor  # prefill: [M] row of each query
-    positions: Tensor  # prefill: [M]
-    last: Tensor  # prefill: [F] flat index of the last query of each final chunk
-    final: Tensor  # prefill: [F] batch index of each final chunk
+    kv_len: Tensor  # [B] kv_len after the step
+    token_rows: Tensor  # [M] row of each query
+    positions: Tensor  # [M]
+    last: Tensor  # [F] flat index of the last query of each final chunk
+    final: Tensor  # [F] batch index of each final chunk
 
 
 class SlotTable:
@@ -60,6 +60,9 @@ class SlotTable:
         self.ban_until = zeros(rows + 1)
         self.ban_ids = zeros(rows + 1, BAN_IDS)
         self.floats = zeros(rows + 1, 3, dtype=torch.float32)  # temperature, top_p, min_p
+        self.dummy_len = self.kv_len[rows:]  # [1] of the dummy, a view
+        self.steps = torch.arange(length, device=device.device)  # 0, 1, ..., to be cut to what is needed
+        self._step: tuple[list[bytes], tuple[Tensor, Drawing]] | None = None  # the newest of `upload_step`
 
     def sampling(self, rows: Tensor) -> SamplingRows:
         floats = self.floats[rows]  # [B, 3]
@@ -74,20 +77,37 @@ class SlotTable:
         )
 
     def upload(self, plan: Plan) -> Upload:
-        """One copy to the device, then the scatters of what the host decided."""
-        rows, noisy, filtered, banning, *prefill = self._send([*_pack_state(plan, self.length), *_pack_step(plan)])
-        return Upload(rows, Drawing(noisy, filtered, banning), *prefill)
+        """Of a prefill: one copy to the device, then the scatters of what the host decided."""
+        parts = [*_pack_state(plan, self.length), *_drawing(plan), *_pack_chunks(plan)]
+        rows, noisy, filtered, banning, *chunks = self._send(parts)
+        return Upload(rows, Drawing(noisy, filtered, banning), *chunks)
+
+    def upload_step(self, plan: Plan) -> tuple[Tensor, Drawing]:
+        """Of a tree step: its rows [B] and what they need of the sampler. Most steps find what the step before sent."""
+        self.upload_state(plan)
+        parts = _drawing(plan)
+        known = [part.tobytes() for part in parts]
+        if self._step is None or self._step[0] != known:
+            packed = self.device.upload(np.concatenate(parts))
+            rows, *drawing = packed.split([len(part) for part in parts])
+            self._step = known, (rows, Drawing(*drawing))
+        return self._step[1]
 
     def upload_state(self, plan: Plan) -> None:
-        """The part of `upload` that changes row state; most decode steps have nothing for it to do."""
+        """What a tree step changes of row state: often nothing."""
         if plan.admits or plan.new_slots:
             self._send(_pack_state(plan, self.length))
 
     def _send(self, sections: list[IntArray]) -> list[Tensor]:
-        """Copies them to the device, scatters those of `_pack_state`, and returns the others."""
-        packed = self.device.upload(np.concatenate(sections))
-        ends = accumulate((len(part) for part in sections), initial=0)
-        slot_at, slot, token_at, token, admits, *others = (packed[a:b] for a, b in pairwise(ends))
+        """Copies them to the device, scatters those of `_pack_state`, and returns the others. Each begins at an even
+        place, for Triton compiles a kernel once more for addresses that are no multiple of 16 bytes."""
+        *places, end = accumulate((len(part) + len(part) % 2 for part in sections), initial=0)
+        host = np.zeros(end, np.int64)
+        for part, at in zip(sections, places, strict=True):
+            host[at : at + len(part)] = part
+        packed = self.device.upload(host)
+        found = (packed[at : at + len(part)] for part, at in zip(sections, places, strict=True))
+        slot_at, slot, token_at, token, admits, *others = found
         if admits.shape[0]:
             self._admit(admits.view(-1, ADMIT_WORDS))
             self.tokens.view(-1).index_copy_(0, token_at, token)
@@ -138,8 +158,13 @@ def _pack_state(plan: Plan, length: int) -> list[IntArray]:
     return [_joined(part) for part in (slot_at, slots, token_at, tokens, admits)]
 
 
-def _pack_step(plan: Plan) -> list[IntArray]:
-    """The fields of `Upload`, those of its `Drawing` one by one."""
+def _drawing(plan: Plan) -> list[IntArray]:
+    """The rows, and the fields of `Drawing`."""
+    return [plan.rows, plan.noisy, plan.filtered, plan.banning]
+
+
+def _pack_chunks(plan: Plan) -> list[IntArray]:
+    """The fields of `Upload` that are about chunks."""
     empty = np.empty(0, np.int64)
     kv_len, token_rows, positions, last, final = [empty], [empty], [empty], [], []
     offset = 0
@@ -154,7 +179,7 @@ def _pack_step(plan: Plan) -> list[IntArray]:
             final.append(index)
     prefill = [_joined(part) for part in (kv_len, token_rows, positions)]
     ends = [np.asarray(last, np.int64), np.asarray(final, np.int64)]
-    return [plan.rows, plan.noisy, plan.filtered, plan.banning, *prefill, *ends]
+    return [*prefill, *ends]
 
 
 def _joined(parts: list[IntArray]) -> IntArray:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether the GPU's kernels take this tensor: on CUDA, with DRAFTWING_NATIVE=1.
+    """Whether the GPU's kernels take this tensor: on CUDA, with DRAFTWING_NATIVE=1. And without data (on the meta
+    device), where `engine.precompile` finds out which kernels are launched.
 
     Without it torch's operations run: of these kernels only `skinny.cu` has been run on a GPU so far, the others in
     Triton's interpreter. They become the default when they have passed on one.
     """
-    return tensor.is_cuda and _have_triton()
+    return (tensor.is_cuda or tensor.is_meta) and _have_triton()
 
 
 @functools.cache

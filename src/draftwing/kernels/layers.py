@@ -146,6 +146,32 @@ def _fuse_kernel(
         tl.store(out + row * 2 * SIZE + FEATURE_AT + col, x.to(dtype), mask=mask)
 
 
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def _chosen_logits_kernel(
+    out,
+    hidden,
+    hidden_stride,
+    weight,
+    ids,
+    SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (M, COUNT). A sum per column of STEP, then over the columns: in an order that follows from SIZE alone."""
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = row * COUNT + tl.program_id(1)
+    source = weight + tl.load(ids + place).to(tl.int64) * SIZE
+    total = tl.zeros([STEP], tl.float32)
+    for first in tl.static_range(0, SIZE, STEP):
+        col = first + tl.arange(0, STEP)
+        x = tl.load(hidden + row * hidden_stride + col, mask=col < SIZE, other=0.0).to(tl.float32)
+        w = tl.load(source + col, mask=col < SIZE, other=0.0).to(tl.float32)
+        total = tl.fma(w, x, total)
+    tl.store(out + place, tl.sum(total, 0))
+
+
 def _row_blocks(size: int) -> tuple[int, int, int]:
     """(rows per program, padded size of a row, warps), by the size of a row alone."""
     block = triton.next_power_of_2(size)
@@ -229,5 +255,22 @@ def fuse_inputs(
         SIZE=size, EPS=eps, NORM=norms is not None, BLANK_FIRST=positions is not None,
         TOKEN_AT=size if feature_first else 0, FEATURE_AT=0 if feature_first else size,
         BLOCK=block, num_warps=warps, **launch_options(feature.device),
+    )  # fmt: skip
+    return out
+
+
+def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """hidden [M, size], weight [vocab, size], ids [M, K] int64 -> hidden @ weight[ids], [M, K] float32
+
+    A logit's bits depend on its row of `hidden` and its id alone, and no row of the weight is copied."""
+    rows, size = hidden.shape
+    count = ids.shape[1]
+    assert hidden.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == size and ids.shape[0] == rows
+    out = torch.empty(rows, count, dtype=torch.float32, device=hidden.device)
+    if out.numel() == 0:
+        return out
+    _chosen_logits_kernel[(rows, count)](
+        out, hidden, hidden.stride(0), weight, ids.contiguous(), SIZE=size, COUNT=count,
+        STEP=min(triton.next_power_of_2(size), _SHORT), num_warps=4, **launch_options(hidden.device),
     )  # fmt: skip
     return out

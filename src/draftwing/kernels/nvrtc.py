@@ -67,9 +67,9 @@ class Module:
 
     def __init__(self, source: str, options: Sequence[str], device: torch.device) -> None:
         torch.cuda.init()
-        major, minor = torch.cuda.get_device_capability(device)
-        self._programmatic = major >= 9
-        image = _compile_cached(source, [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options])
+        capability = torch.cuda.get_device_capability(device)
+        self._programmatic = capability[0] >= 9
+        image = compile_source(source, options, capability)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._module = ctypes.c_void_p()
         torch.zeros(1, device=device)  # makes the context that the module is loaded into
@@ -92,9 +92,14 @@ def _check(driver: ctypes.CDLL, code: int) -> None:
         raise RuntimeError(f"CUDA driver: {(text.value or b'?').decode()} (error {code})")
 
 
-def _compile_cached(source: str, options: Sequence[str]) -> bytes:
-    """The compiled image, from the user's cache folder where this was compiled before."""
-    nvrtc = _nvrtc()
+def compile_source(source: str, options: Sequence[str], capability: tuple[int, int]) -> bytes:
+    """The compiled image, from the user's cache folder where this was compiled before. Needs no device. Raises as
+    `Module` does, and OSError without NVRTC."""
+    nvrtc, (major, minor) = _nvrtc(), capability
+    return _compile_cached(nvrtc, source, [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options])
+
+
+def _compile_cached(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:32]

@@ -11,11 +11,34 @@ from importlib import resources
 import torch
 from torch import Tensor
 
-from draftwing.kernels.nvrtc import Kernel, Module
+from draftwing.kernels.nvrtc import Kernel, Module, compile_source
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WARPS, _CHUNK, _FEATURES = 8, 64, 16  # of skinny.cu: warps and features of a block; K comes in chunks
-_TILES = (8, 16, 32)  # rows of x that a block takes
+_SMALL = (8, 16, 32)  # rows of x that a block takes
+_STAGES = {64: 4, 128: 3}  # of blocks that take so many rows and as many features: chunks in shared memory
+_KINDS = ("plain", "add", "silu")
+
+
+def tile_of(rows: int, features: int, processors: int) -> int:
+    """Rows of x that a block takes, which has no influence on the result. features: rows of the weight."""
+    if rows <= _SMALL[-1]:
+        return next(tile for tile in _SMALL if tile >= rows)
+    return 128 if -(-rows // 128) * -(-features // 128) >= processors else 64
+
+
+def grid_of(kind: str, tile: int, rows: int, width: int) -> tuple[int, int]:
+    """width: of the result."""
+    outputs = (_FEATURES if tile in _SMALL else tile) // (2 if kind == "silu" else 1)  # of a block
+    features, tokens = -(-width // outputs), -(-rows // tile)
+    # Blocks that run at the same time share weights where x is the larger part of what they read.
+    return (features, tokens) if tile in _SMALL else (tokens, features)
+
+
+def shared_bytes(tile: int) -> int:
+    if tile in _SMALL:
+        return _WARPS * _FEATURES * (tile + 1) * 4
+    return max(_STAGES[tile] * 2 * tile * _CHUNK * 2, tile * (tile + 1) * 4)
 
 
 class SkinnyProducts:
@@ -23,12 +46,13 @@ class SkinnyProducts:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, source: str | None = None) -> None:
         """source: in place of skinny.cu, to try variants of it."""
-        module = Module(source or read_source(), [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"], device)
-        self._kernels: dict[tuple[str, int], Kernel] = {}
-        for rows in _TILES:
-            shared = _WARPS * _FEATURES * (rows + 1) * 4
-            for kind in ("plain", "add", "silu"):
-                self._kernels[kind, rows] = module.kernel(f"{kind}_{rows}", _WARPS * 32, shared)
+        module = Module(source or read_source(), _options(dtype), device)
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernels: dict[tuple[str, int], Kernel] = {
+            (kind, tile): module.kernel(f"{kind}_{tile}", _WARPS * 32, shared_bytes(tile))
+            for tile in (*_SMALL, *_STAGES)
+            for kind in _KINDS
+        }
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
@@ -44,12 +68,22 @@ class SkinnyProducts:
         x = x.contiguous()
         rows, depth = x.shape
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
-        tile = next((t for t in _TILES if t >= rows), _TILES[-1])
-        features = _FEATURES // 2 if kind == "silu" else _FEATURES
+        tile = tile_of(rows, weight.shape[0], self._processors)
         out = x.new_empty(rows, width)
-        grid = (-(-width // features), -(-rows // tile))
-        self._kernels[kind, tile](grid, x, weight, bias, residual, out, rows, width, depth, None, 0)
+        args = (x, weight, bias, residual, out, rows, width, depth)
+        prefetch = (None, 0) if tile in _SMALL else ()  # nothing
+        self._kernels[kind, tile](grid_of(kind, tile, rows, width), *args, *prefetch)
         return out
+
+
+def compile_ahead(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Puts what `SkinnyProducts` compiles into the user's cache folder, for devices of this compute capability."""
+    if dtype in _DTYPES:
+        compile_source(read_source(), _options(dtype), capability)
+
+
+def _options(dtype: torch.dtype) -> list[str]:
+    return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]
 
 
 def read_source() -> str:
@@ -63,5 +97,6 @@ def skinny_products(device: torch.device, dtype: torch.dtype) -> SkinnyProducts:
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether the kernels multiply with this weight."""
-    return weight.is_cuda and weight.dtype in _DTYPES and weight.shape[1] % _CHUNK == 0 and weight.is_contiguous()
+    """Whether the kernels multiply with this weight, which they read 16 bytes at a time."""
+    fits = weight.dtype in _DTYPES and weight.shape[1] % _CHUNK == 0
+    return weight.is_cuda and fits and weight.is_contiguous() and weight.data_ptr() % 16 == 0

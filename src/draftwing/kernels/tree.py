@@ -1,7 +1,7 @@
 """Draft trees on the GPU: geometry and the target's inputs in one launch, acceptance and commit in another.
 
 One program per row, one lane per node. The references are `draftwing.spec.tree` and the torch code of
-`Executor.verify`, `Executor.advance` and `Executor._observe_path`.
+`Executor.verify` and of `draftwing.engine.commit`.
 """
 
 # mypy: allow-untyped-defs
@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwing.kernels.triton_common import launch_options, start
 from draftwing.spec.tree import Accepted, Tree
 
-HEAD = 3  # columns of a packed result before the committed tokens: count, proposed, hint
+HEAD = 2  # columns of a packed result before the committed tokens: hint, count
 
 
 class TargetInputs(NamedTuple):
@@ -45,7 +45,7 @@ class Path(NamedTuple):
 class Settled(NamedTuple):
     """What a step commits. The slot table has advanced when the kernel has run."""
 
-    packed: Tensor  # [B, 3 + (D + 1) + N] int64: count, proposed, hint, committed, order
+    packed: Tensor  # [B, 2 + (D + 1) + N + N] int64: hint, count, committed, order, depth
     committed: Tensor  # [B, D + 1] int64, 0 past count
     count: Tensor  # type: ignore[assignment]  # [B] int64; hides tuple.count
     kv_len: Tensor  # [B] int64, after the step
@@ -114,7 +114,7 @@ def _walk(
     """From the root to a child while it equals the target's token at its parent.
 
     Returns the number of nodes on the way, the last of them, the target's tokens along it [STEPS] (0 past the end),
-    the place of each node in `order` [LANES], and the live nodes, the root included.
+    and the place of each node in `order` [LANES].
     """
     lane = tl.arange(0, LANES)
     step = tl.arange(0, STEPS)
@@ -141,7 +141,7 @@ def _walk(
         node = tl.where(found, below, node)
         count = count + found.to(tl.int32)
     place = tl.where(place >= 0, place, count + lane - before)
-    return count, node, committed, place, tl.sum(alive.to(tl.int32), 0)
+    return count, node, committed, place
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _accept_kernel(
 ):  # fmt: skip
     start(PDL)
     b = tl.program_id(0).to(tl.int64)
-    count, leaf, committed, place, _ = _walk(
+    count, leaf, committed, place = _walk(
         b * NODES, tokens_ptr, parent_ptr, alive_ptr, target_ptr, NODES, LANES, DEPTH, STEPS
     )
     lane = tl.arange(0, LANES)
@@ -164,7 +164,7 @@ def _accept_kernel(
 
 @triton.jit(do_not_specialize=["length", "dummy", "hint"])
 def _settle_kernel(
-    tokens_ptr, parent_ptr, alive_ptr, target_ptr, rows_ptr,
+    tokens_ptr, parent_ptr, alive_ptr, depth_ptr, target_ptr, rows_ptr,
     table_ptr, text_ptr, kv_len_ptr, last_ptr, length, dummy, hint,
     packed_ptr, committed_ptr, count_ptr, after_ptr,
     ids_ptr, positions_ptr, slots_ptr, nodes_ptr, newest_ptr,
@@ -176,7 +176,7 @@ def _settle_kernel(
     first = b * NODES
     row = tl.load(rows_ptr + b)
     kv_len = tl.load(kv_len_ptr + row)
-    count, leaf, committed, place, living = _walk(
+    count, leaf, committed, place = _walk(
         first, tokens_ptr, parent_ptr, alive_ptr, target_ptr, NODES, LANES, DEPTH, STEPS
     )
     lane = tl.arange(0, LANES)
@@ -193,13 +193,14 @@ def _settle_kernel(
     tl.store(kv_len_ptr + row, kv_len + count, mask=moves)
     tl.store(last_ptr + row, newest, mask=moves)
 
-    packed = packed_ptr + b * (HEAD + DEPTH + 1 + NODES)
-    tl.store(packed, count.to(tl.int64))
-    tl.store(packed + 1, (living - 1).to(tl.int64))
-    tl.store(packed + 2, hint)
+    packed = packed_ptr + b * (HEAD + DEPTH + 1 + 2 * NODES)
+    tl.store(packed, hint)
+    tl.store(packed + 1, count.to(tl.int64))
     tl.store(packed + HEAD + step, committed, mask=step <= DEPTH)
     order = packed + HEAD + DEPTH + 1
     tl.store(order + place, lane.to(tl.int64), mask=lane < NODES)
+    depth = tl.load(depth_ptr + first + lane, mask=lane < NODES, other=0)
+    tl.store(order + NODES + lane, depth, mask=lane < NODES)
     tl.store(committed_ptr + b * (DEPTH + 1) + step, committed, mask=step <= DEPTH)
     tl.store(count_ptr + b, count.to(tl.int64))
     tl.store(after_ptr + b, kv_len + count)
@@ -220,7 +221,7 @@ def _settle_kernel(
 
 
 def derive(parent: Tensor, alive: Tensor, depth_max: int) -> Tree:
-    """`spec.tree.derive` in one launch, without the mask."""
+    """`spec.tree.derive` in one launch."""
     tree, _ = _tree(parent, alive, depth_max, None)
     return tree
 
@@ -271,6 +272,7 @@ def accept_and_advance(
     tokens: Tensor,
     parent: Tensor,
     alive: Tensor,
+    depth: Tensor,
     target: Tensor,
     rows: Tensor,
     table: Tensor,
@@ -284,14 +286,14 @@ def accept_and_advance(
 ) -> Settled:
     """Acceptance, the commit of `Executor.advance`, the packed result and the accepted path, in one launch.
 
-    tokens, parent, target [B, N] int64 and alive [B, N] bool; rows [B]; table, text [R + 1, L], kv_len, last [R + 1]
-    are the slot table's `table`, `tokens`, `kv_len` and `last`, advanced in place. The last row is the dummy: it may
-    come several times and stays as it is. hint: what goes into the packed result's hint column. tail: the drafter's,
-    if it observes the accepted path (None: no `path`). packed: where to write, [B, 3 + (D + 1) + N] int64, contiguous.
-    In Executor._settle_tree:
+    tokens, parent, depth, target [B, N] int64 and alive [B, N] bool; rows [B]; table, text [R + 1, L], kv_len, last
+    [R + 1] are the slot table's `table`, `tokens`, `kv_len` and `last`, advanced in place. The last row is the dummy:
+    it may come several times and stays as it is. hint: what goes into the packed result's hint column. tail: the
+    drafter's, if it observes the accepted path (None: no `path`). packed: where to write,
+    [B, 2 + (D + 1) + N + N] int64, contiguous. In engine/commit.py:
 
-        settled = accept_and_advance(draft.tokens, draft.parent, draft.alive, target, rows, slots.table, slots.tokens,
-                                     slots.kv_len, slots.last, shape.depth, MAX_HINT, drafter.tail)
+        settled = accept_and_advance(draft.tokens, draft.parent, draft.alive, tree.depth, target, rows, slots.table,
+                                     slots.tokens, slots.kv_len, slots.last, shape.depth, MAX_HINT, drafter.tail)
         path = settled.path
         feature_rows = taps.index_select(0, path.nodes)  # [B * (D + 1), T]
         batch = Batch(rows, path.ids, path.positions, path.write_slots, table, batch.prefix_len, window=W, ...)
@@ -302,7 +304,7 @@ def accept_and_advance(
     """
     batch, nodes = tokens.shape
     commit, new = depth_max + 1, tokens.new_empty
-    columns = HEAD + commit + nodes
+    columns = HEAD + commit + 2 * nodes
     packed = new(batch, columns) if packed is None else packed
     assert packed.shape == (batch, columns) and packed.is_contiguous()
     assert table.shape == text.shape and table.is_contiguous() and text.is_contiguous()
@@ -312,7 +314,7 @@ def accept_and_advance(
         path = Path(new(batch * width), new(batch * width), new(batch * width), new(batch * commit), new(batch))
     settled = Settled(packed, new(batch, commit), new(batch), new(batch), path)
     _settle_kernel[(batch,)](
-        tokens.contiguous(), parent.contiguous(), _bytes(alive), target.contiguous(), rows,
+        tokens.contiguous(), parent.contiguous(), _bytes(alive), depth.contiguous(), target.contiguous(), rows,
         table, text, kv_len, last, table.shape[1], kv_len.shape[0] - 1, hint,
         packed, settled.committed, settled.count, settled.kv_len,
         *(path if path is not None else (packed,) * len(Path._fields)),
@@ -328,7 +330,7 @@ def _tree(
 ) -> tuple[Tree, TargetInputs | None]:
     batch, nodes = parent.shape
     new = parent.new_empty
-    tree = Tree(new(batch, nodes), None, new(batch, nodes, depth_max + 1), new(batch, nodes))
+    tree = Tree(new(batch, nodes), new(batch, nodes, depth_max + 1), new(batch, nodes))
     inputs = None
     if slots is not None:
         inputs = TargetInputs(new(batch * nodes), new(batch * nodes), new(batch))

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -28,11 +29,12 @@ def start(PDL: tl.constexpr) -> None:
 
 
 @functools.cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def _has_dependent_launch() -> bool:
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
-    dependent = not INTERPRETED and _has_dependent_launch(device)
+    dependent = not INTERPRETED and device.type != "cpu" and _has_dependent_launch()
     return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.errors import ConfigError
 from draftwing.kernels.pick import skinny_kernels
 
 if TYPE_CHECKING:
@@ -52,14 +53,21 @@ class Linear(nn.Module):
         self._skinny: SkinnyProducts | None = None
         self._skinny_rows = 0
 
-    def pack(self, keep_weight: bool = False, deterministic: bool = False) -> None:
+    def pack(self, keep_weight: bool = False, deterministic: bool = False, name: str = "") -> None:
         """Packs the loaded weight, once; does nothing where there is no faster layout.
 
-        deterministic: on a GPU, let a row have the same bits in any batch, as it has on the CPU anyway.
+        deterministic: on a GPU, let a row have the same bits in any batch, as it has on the CPU anyway; raises
+        ConfigError, which calls the layer by its `name`, where no kernel of ours takes the weight.
         """
         if self._packed is None and self._skinny is None:
             self._skinny = skinny_kernels(self.weight)
             self._skinny_rows = _ANY_ROWS if deterministic else _SKINNY_ROWS
+            if deterministic and self._skinny is None and self.weight.is_cuda:
+                raise ConfigError(
+                    f"--enable-deterministic-inference: expected {name or 'linear'}.weight in bfloat16 or float16, "
+                    f"with a multiple of 64 columns; found {self.weight.dtype}, {list(self.weight.shape)}. "
+                    "Set --dtype, or leave the option out"
+                )
         if self._packed is not None or not can_pack(self.weight):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())

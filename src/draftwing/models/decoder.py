@@ -88,9 +88,15 @@ class DecoderLayer(nn.Module):
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
-        fused = getattr(attend, "fused", None)  # a backend may turn q and k itself: `attn.native.Bound`
+        # A backend may turn q and k itself, and perhaps norm them before: `attn.native.Bound`, `attn.paged.Bound`.
+        fused = getattr(attend, "fused", None)
+        out: Tensor
         if fused is not None and self.q_norm is None:
-            out: Tensor = fused(self.index, qkv, cos, sin)
+            out = fused(self.index, qkv, cos, sin)
+            return out
+        if getattr(attend, "norms_heads", False) and self.q_norm is not None and self.k_norm is not None:
+            assert fused is not None and self.q_norm.eps == self.k_norm.eps
+            out = fused(self.index, qkv, cos, sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
             return out
         qk = qkv[:, : self.heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
@@ -160,12 +166,21 @@ class DecoderModel(nn.Module):
         A half-precision product rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
         as ties or reversed. A few candidates computed again from the same weights, summed in float32, settle them.
         """
-        return (self.lm_head.weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
+        weight = self.lm_head.weight
+        if use_triton(hidden):
+            from draftwing.kernels.layers import chosen_logits
+
+            # Torch's sum on a GPU takes another order when there are more rows.
+            return chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2)).view(ids.shape)
+        return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
     def pack(self, deterministic: bool = False) -> None:
-        """Lets every layer prepare for inference, weights and kernels; the model is not trainable afterwards."""
-        for module in self.modules():
+        """Lets every layer prepare for inference, weights and kernels; the model is not trainable afterwards.
+
+        deterministic: as `Linear.pack` has it; raises ConfigError for a weight that the kernels do not take.
+        """
+        for name, module in self.named_modules():
             if isinstance(module, Linear):
-                module.pack(module is self.lm_head, deterministic)  # `exact_logits` reads its rows
+                module.pack(module is self.lm_head, deterministic, name)  # `exact_logits` reads its rows
             elif isinstance(module, RMSNorm | DecoderLayer):
                 module.pack()

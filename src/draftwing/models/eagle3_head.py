@@ -141,6 +141,11 @@ class Eagle3Head(FeatureHead):
             hidden = self.norm(hidden)
         return self.shared_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
+    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.eagle.norm_output:
+            hidden = self.norm(hidden)
+        return hidden, self.shared_readout() if self.lm_head is None else self.lm_head.weight
+
     def names(self) -> dict[str, Slot]:
         config, eagle, hidden = self.config, self.eagle, self.config.hidden_size
         table = {"fc.weight": Slot("fc.weight", 0, hidden), "norm.weight": Slot("norm.weight", 0, hidden)}

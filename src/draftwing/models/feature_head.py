@@ -63,6 +63,18 @@ class FeatureHead(nn.Module):
         """hidden [M, hidden] -> [M, vocab], by the target's head or the rows that were chosen of it."""
         return self.target.logits(hidden) if self._head_rows is None else self._head_rows(hidden)
 
+    def shared_readout(self) -> Tensor:
+        """[vocab, hidden]: the weight that `shared_logits` multiplies by; of a packed target a copy."""
+        target = self.target
+        if self._head_rows is not None:
+            return self._head_rows.dense_weight()
+        return target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
+
+    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [M, hidden] of `run` -> (state [M, hidden], weight [vocab, hidden]), whose product is `logits`. For
+        training, which need not keep the logits."""
+        return hidden, self.shared_readout()
+
     def names(self) -> dict[str, Slot]:
         """Name in a published checkpoint -> slot, complete for this head."""
         raise NotImplementedError

@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from draftwing.kernels.cpu import kernels_for
+
 
 def _signed(word: int, bits: int) -> int:
     """The value of an unsigned constant in two's complement, which is what torch's integer tensors hold."""
@@ -40,6 +42,9 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 
     seed [B] int64; position [B, P] int64, where the sampled token will stand. Returns [B, P, vocab] float32.
     """
+    kernels = kernels_for(position)
+    if kernels is not None:
+        return kernels.gumbel(seed, position, None, vocab)
     return gumbel_at(seed, position, torch.arange(vocab, dtype=torch.int32, device=position.device))
 
 
@@ -50,6 +55,9 @@ def gumbel_at(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
     drafter with a vocabulary of its own passes its table of target ids as [K]). Returns [B, P, K] float32,
     g = -log(-log1p(-u)) with u in [2^-32, 1 - 2^-24].
     """
+    kernels = kernels_for(position)
+    if kernels is not None:
+        return kernels.gumbel(seed, position, token_ids, token_ids.shape[-1])
     bits = _hash(seed, position, token_ids)  # [B, P, K] int32, uniform on 0 .. 2^31 - 1
     # u -> 0 is the tail of large noise that decides the argmax: the integer is scaled without an offset that would
     # cost precision there, and log1p keeps all of it.

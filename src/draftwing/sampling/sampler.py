@@ -2,6 +2,9 @@
 
 The same call serves a prefill's last position, plain decoding and every node of a tree. Which rows need which work is
 known on the host and comes as index tensors, whose sizes decide what runs; their values are never read there.
+
+On a CPU with the C kernels, these draw (`kernels/cpu_sampling.c`), for all batches of the process: their noise differs
+from torch's in its last bits. What is here in torch is their reference.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.kernels.cpu import DTYPES, Kernels, kernels_for
 from draftwing.sampling.argmax import first_argmax, top_candidates
 from draftwing.sampling.filters import keep_mask
 from draftwing.sampling.noise import gumbel
@@ -56,12 +60,14 @@ def sample(
     `CANDIDATES` best, is made with it.
     Returns [B, N] int64. Nodes of a row at the same depth share their noise, as the same position must.
     """
-    if params is None:
-        assert not noisy.shape[0] and not banning.shape[0]
-        return _choose(logits, logits, exact)
-    if banning.shape[0]:
+    assert params is not None or (not noisy.shape[0] and not banning.shape[0])
+    if params is not None and banning.shape[0]:
         logits = _ban(logits, positions, params, banning)
-    if not noisy.shape[0]:
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        drawn_with = params if noisy.shape[0] else None
+        return _drawn(kernels, logits, positions, depth, drawn_with, filtered, exact)
+    if params is None or not noisy.shape[0]:
         return _choose(logits, logits, exact)
     if noisy.shape[0] == logits.shape[0]:  # every row, so batch order serves and nothing needs selecting
         return _choose(_noised(logits, positions, depth, depth_max, params, filtered), logits, exact)
@@ -76,6 +82,25 @@ def sample(
         place.index_select(0, filtered),
     )
     return _choose(logits, logits, exact).index_copy_(0, noisy, _choose(z, drawn, exact, noisy))
+
+
+def _drawn(
+    kernels: Kernels,
+    logits: Tensor,
+    positions: Tensor,
+    depth: Tensor,
+    params: SamplingRows | None,
+    filtered: Tensor,
+    exact: Exact | None,
+) -> Tensor:
+    """The next token of every node, [B, N]; params None where all rows are greedy."""
+    x = logits if logits.dtype in DTYPES else logits.float()
+    count = 1 if exact is None else min(CANDIDATES, x.shape[-1])
+    ids, noise = kernels.draw(x, positions, depth, params, filtered, count)
+    if exact is None:
+        return ids.squeeze(-1)
+    value = noise + exact(ids, None)  # -inf for what was removed
+    return ids.gather(-1, value.max(-1).indices.unsqueeze(-1)).squeeze(-1)
 
 
 def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftwing.core import Admission, Chunk, IntArray, Plan, PromptPart, TreeShape
+from draftwing.core import NOBODY, Admission, Chunk, IntArray, Plan, PromptPart, TreeShape
 from draftwing.sched.request import Req
 
 
@@ -25,17 +25,18 @@ def make_plan(
     # Only the last chunk of a prompt draws a token; the others need no sampling.
     drawing = [i for i in range(len(reqs)) if not chunks or chunks[i].final]
     asking = [i for i in drawing if reqs[i].special]
+    noisy = [i for i in drawing if reqs[i].params.temperature > 0]
 
-    def where(test: Callable[[Req], bool], among: Sequence[int] = drawing) -> IntArray:
-        return np.asarray([i for i in among if test(reqs[i])], np.int64)
+    def where(test: Callable[[Req], bool]) -> IntArray:
+        return _indices([i for i in asking if test(reqs[i])])
 
     special: dict[str, Any] = {}
     if asking:  # few plans
         special = dict(
-            edited=where(lambda r: r.edited, asking),
-            guided=where(lambda r: r.guided, asking),
-            limited=where(lambda r: r.limits is not None, asking),
-            predicted=where(lambda r: bool(r.prediction), asking),
+            edited=where(lambda r: r.edited),
+            guided=where(lambda r: r.guided),
+            limited=where(lambda r: r.limits is not None),
+            predicted=where(lambda r: bool(r.prediction)),
             logprobs=tuple((i, params) for i in asking if (params := reqs[i].logprobs) is not None),
         )
     return Plan(
@@ -48,12 +49,21 @@ def make_plan(
         admits=tuple(admits),
         new_slots=tuple((row, start, slots) for row, parts in new_slots.items() for start, slots in parts),
         chunks=tuple(chunks),
-        noisy=where(lambda r: r.params.temperature > 0),
-        filtered=where(lambda r: r.params.filtered),
-        banning=where(lambda r: r.completion_tokens < r.params.min_new_tokens),
+        noisy=_indices(noisy),
+        filtered=_indices([i for i in noisy if reqs[i].params.filtered]),
+        banning=_indices([i for i in drawing if _below_min(reqs[i])]),
         prompt_parts=tuple(part for i, chunk in enumerate(chunks) if (part := _prompt_part(i, chunk, reqs[i]))),
         **special,
     )
+
+
+def _indices(found: list[int]) -> IntArray:
+    return np.asarray(found, np.int64) if found else NOBODY
+
+
+def _below_min(req: Req) -> bool:
+    least = req.params.min_new_tokens
+    return least > 0 and req.completion_tokens < least
 
 
 def _prompt_part(index: int, chunk: Chunk, req: Req) -> PromptPart | None:

@@ -208,9 +208,9 @@ class Scheduler:
                 chosen.append(req)
         if not chosen:
             return None
-        max_bound = max(req.bound for req in chosen)
+        max_bound, most = max(req.bound for req in chosen), shape.max_commit
         for req in chosen:
-            req.bound += shape.max_commit
+            req.bound += most
             req.inflight += 1
         return self._make_plan("tree", shape, chosen, max_bound, [])
 
@@ -289,28 +289,31 @@ class Scheduler:
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Takes a step's result; the news are in `take_outputs`. Rows whose request is no longer the one that was
         planned are skipped."""
-        live = [self._live(int(row), int(number)) for row, number in zip(plan.rows, plan.admission, strict=True)]
-        self.stale_results += sum(req is None for req in live)
+        live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
+        self.stale_results += live.count(None)
         if plan.kind == "tree":
             self.policy.record(plan.shape, self._hints_before(live), result.count - 1, result.seconds)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:
                 req.prompt_logprobs += values
-        for i, req in enumerate(live):
+        rows = zip(live, result.count.tolist(), result.tokens.tolist(), result.hint.tolist(), strict=True)
+        for i, (req, count, tokens, hint) in enumerate(rows):
             if req is None:
                 continue
-            count = int(result.count[i])
-            new, failure = req.until_failure(result.tokens[i, :count].tolist())
+            new, failure = tokens[:count], None
+            if req.failures:
+                new, failure = req.until_failure(new)
             if req.failure is not None or (failure is not None and not new):
                 self._finish(req, [], {"type": "abort", "message": req.failure or failure})
                 continue
             if count:  # a chunk that is not the last says nothing of drafts yet
-                req.hint = int(result.hint[i])
+                req.hint = hint
             if plan.kind == "prefill":
                 self._commit_chunk(req, plan.chunks[i], new, logprobs.get(i, []))
             else:
-                self._commit_path(req, plan.shape, result, i, new, logprobs.get(i, []))
+                self._commit_path(req, plan.shape, result, i, count)
+                self._emit(req, new, logprobs.get(i, []), drafts=count - 1)
             if failure is not None and req.running:
                 self._finish(req, [], {"type": "abort", "message": failure})
 
@@ -353,19 +356,16 @@ class Scheduler:
             start, end = int(twice[0]), int(twice[-1]) + 1
             self._new_slots.setdefault(req.row, []).append((start, held[start:end]))
 
-    def _commit_path(
-        self, req: Req, shape: TreeShape, result: StepResult, i: int, new: list[int], logprobs: list[TokenLogprobs]
-    ) -> None:
-        """new: the step's tokens, or the first of them if the request ends before the last."""
-        count = int(result.count[i])
-        window = slice(req.kv, req.kv + shape.nodes)
-        req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
+    def _commit_path(self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int) -> None:
+        """count: tokens that row i of the result committed for it."""
+        if shape.nodes > 1:
+            window = slice(req.kv, req.kv + shape.nodes)
+            req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
+            req.proposed += int(result.proposed[i])
         req.kv += count
         req.bound -= shape.max_commit - count
         req.inflight -= 1
         req.verify_steps += 1
-        req.proposed += int(result.proposed[i])
-        self._emit(req, new, logprobs, drafts=count - 1)
 
     def _emit(self, req: Req, new: list[int], logprobs: list[TokenLogprobs], drafts: int | None = None) -> None:
         """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: how many of the

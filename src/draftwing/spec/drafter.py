@@ -31,7 +31,7 @@ class Drafter(Protocol):
     """taps: target layers whose hidden states `observe` wants; lookahead: how many tokens past position t the
     drafter's KV at t depends on; kv_layers: its layers in the pool, after the target's; tail: page-table entries past
     the end of a prompt that observing its last chunk may write; first_hint: the outlook to assume for a row until a
-    result tells it.
+    result tells it; fixed_hint: whether that is what it always is, so that nobody needs to ask.
 
     `noisy` are indices of the rows with temperature > 0, for drafters that couple with the target by adding the same
     noise before they choose; their number is known to the host.
@@ -42,6 +42,7 @@ class Drafter(Protocol):
     kv_layers: Sequence[LayerSpec]
     tail: int
     first_hint: int
+    fixed_hint: bool
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
         """Once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its
@@ -74,8 +75,9 @@ class Drafter(Protocol):
         """
         ...
 
-    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int) -> Tensor:
-        """[B] int64 in [0, MAX_HINT]: how promising the next draft is; 0 means that nothing can be proposed.
+    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
+        """[B] int64 in [0, MAX_HINT]: how promising the next draft is; 0 means that nothing can be proposed. Written
+        into `out` where that is given, a column of a packed result.
 
         Runs last in every step, so that a drafter may look its next draft up here and keep it as row state.
         """

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.kernels import use_triton
+from draftwing.kernels.cpu import DTYPES, MOST, kernels_for
 from draftwing.kv.pool import LayerSpec
 from draftwing.sampling.noise import gumbel, gumbel_at
 from draftwing.spec.drafter import Draft
@@ -34,6 +35,7 @@ class ModelDrafter:
     """A `Drafter` around a `DraftHead`."""
 
     first_hint = MAX_HINT
+    fixed_hint = True
     max_lookahead = 1  # of a head
 
     def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -60,8 +62,9 @@ class ModelDrafter:
         """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows of growth."""
         return max(shape.nodes, shape.max_commit + self.tail, self.tail + shape.topk * (shape.depth - 1))
 
-    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int) -> Tensor:
-        return torch.full_like(rows, MAX_HINT)
+    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
+        """Always the same; the engine does not ask."""
+        return (torch.empty_like(rows) if out is None else out).fill_(MAX_HINT)
 
     def flush(self) -> None:
         """Nothing is learnt from past requests."""
@@ -194,14 +197,20 @@ class ModelDrafter:
             from draftwing.kernels import grow as kernels
 
             return kernels.continuations(logits, slots, rows, ahead, topk, ids)
-        return self._best(slots, rows, logits.float().view(size, nodes, -1), ahead, topk, noisy)
+        return self._best(slots, rows, logits.view(size, nodes, -1), ahead, topk, noisy)
 
     def _best(
         self, slots: SlotTable, rows: Tensor, z: Tensor, ahead: int, topk: int, noisy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """z [B, K, V] float32, which may be overwritten; otherwise as `_continuations`."""
+        """z [B, K, V] of any float type, which may be overwritten; otherwise as `_continuations`."""
         size, nodes = z.shape[:2]
         ids = self.head.target_ids
+        kernels = kernels_for(z)
+        if kernels is not None and z.dtype in DTYPES and topk <= MOST:
+            own = (slots.seed[rows], slots.kv_len[rows] + ahead, slots.floats[rows, 0]) if noisy.shape[0] else None
+            best, logp = kernels.top_tokens(z, topk, own, ids)
+            return best if ids is None else ids[best], logp
+        z = z.float()
         if noisy.shape[0]:
             drawn = rows[noisy]
             key = (slots.seed[drawn], slots.kv_len[drawn].unsqueeze(1) + ahead)

@@ -59,6 +59,7 @@ class NGramDrafter:
     kv_layers: Sequence[LayerSpec] = ()
     tail = 0
     first_hint = 0
+    fixed_hint = False
 
     def __init__(
         self,
@@ -146,8 +147,8 @@ class NGramDrafter:
         """Finds and keeps the next candidates. max_bound: host bound of the rows' kv_len now.
 
         Returns [B] int64: the length m of the longest match, 1 to max_window, or max_window + m (at most `MAX_HINT`)
-        if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens. On a GPU it is
-        written into `out` if that is given, a column of a packed result for instance, and the bound is not used.
+        if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens. Written into `out`
+        if that is given, of any stride. On a GPU the bound is not used.
         """
         if use_triton(rows):
             return self._outlook_kernel(slots, rows, torch.empty_like(rows) if out is None else out)
@@ -175,7 +176,7 @@ class NGramDrafter:
         level = key.bitwise_right_shift_(_LEVEL)
         self.match.index_copy_(0, rows, self.match_of.take(level))
         self.candidates.index_copy_(0, rows, found.gather(2, order[:, None].expand_as(found)))
-        return self.hint_of.take(level[:, 0])
+        return torch.take(self.hint_of, level[:, 0], out=out)
 
     def _outlook_kernel(self, slots: NGramSlots, rows: Tensor, out: Tensor) -> Tensor:
         from draftwing.kernels import ngram as kernels

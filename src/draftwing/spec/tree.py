@@ -17,12 +17,10 @@ class Tree(NamedTuple):
     """Geometry of a batch of trees; D is the shape's depth.
 
     A dead node stands alone: depth 0, itself as its whole path. So its position is a valid one (the root's) and its
-    attention reads nothing but committed tokens and itself. Attention goes by the paths; the mask serves `accept` here,
-    and where kernels do that work nobody reads it: it is None.
+    attention reads nothing but committed tokens and itself.
     """
 
     depth: Tensor  # [B, N] int64, 0 for the root
-    mask: Tensor | None  # [B, N, N] bool: column is an ancestor of the row, or the row itself
     path: Tensor  # [B, N, D + 1] int64: the ancestor at depth 0, 1, ...; the node itself from its own depth on
     path_len: Tensor  # [B, N] int64, depth + 1
 
@@ -37,7 +35,7 @@ class Accepted(NamedTuple):
 
 
 def derive(parent: Tensor, alive: Tensor, depth_max: int) -> Tree:
-    """Depths, ancestor masks and paths of trees no deeper than `depth_max`.
+    """Depths and paths of trees no deeper than `depth_max`.
 
     parent [B, N] int64, parent[:, 0] = 0 and parent[:, i] < i; alive [B, N] bool, the root alive and the children of
     dead nodes dead. With depth_max 0 there is the root only: N = 1.
@@ -50,22 +48,20 @@ def derive(parent: Tensor, alive: Tensor, depth_max: int) -> Tree:
         return kernels.derive(parent, alive, depth_max)
     if depth_max == 0:
         zero = torch.zeros_like(parent)
-        return Tree(zero, torch.ones_like(alive)[:, :, None], zero[:, :, None], torch.ones_like(parent))
+        return Tree(zero, zero[:, :, None], torch.ones_like(parent))
 
     # up[b, i, j] is the ancestor of node i that is j levels above it; the root is its own parent, so the chain stays
     # there once it arrives. Each round doubles the reach: jump = parent applied as often as `up` has columns.
-    itself = torch.arange(nodes, device=parent.device).expand(batch, nodes)
-    up = torch.stack((itself, parent), -1)  # [B, N, 2]
+    node = torch.arange(max(nodes, depth_max + 1), device=parent.device)
+    up = torch.stack((node[:nodes].expand(batch, nodes), parent), -1)  # [B, N, 2]
     jump = parent
     while up.shape[-1] <= depth_max:
         jump = jump.gather(1, jump)
         up = torch.cat((up, up.gather(1, jump[:, :, None].expand_as(up))), -1)
 
     depth = (up != 0).sum(-1).mul_(alive)
-    steps = depth[:, :, None] - torch.arange(depth_max + 1, device=parent.device)  # levels above the node
-    path = up.gather(-1, steps.clamp_(min=0))
-    mask = torch.zeros(batch, nodes, nodes, dtype=torch.bool, device=parent.device).scatter_(-1, path, True)
-    return Tree(depth, mask, path, depth + 1)
+    steps = depth[:, :, None] - node[: depth_max + 1]  # levels above the node
+    return Tree(depth, up.gather(-1, steps.clamp_(min=0)), depth + 1)
 
 
 def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Tensor) -> Accepted:
@@ -75,24 +71,21 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     tree from `derive`; target [B, N] int64, the target's sample at every node. Exact in distribution for any way of
     drafting, since what is committed are the target's own samples.
     """
-    batch, nodes = tokens.shape
+    batch = tokens.shape[0]
     if use_triton(tokens):
         from draftwing.kernels import tree as kernels
 
         return kernels.accept(tokens, parent, alive, target, tree.path.shape[-1] - 1)
-    if tree.path.shape[-1] == 1:
-        zero = torch.zeros_like(tokens)
-        return Accepted(torch.ones_like(tokens[:, 0]), zero, target, zero[:, 0])
+    width = tree.path.shape[-1]  # D + 1
+    if width == 1:  # all of it is known, and there already
+        return Accepted(tree.path_len[:, 0], tree.depth, target, tree.depth[:, 0])
 
     hit = (tokens == target.gather(1, parent)).logical_and_(alive)
-    hit[:, 0] = True
+    hit[:, 0].fill_(True)
     on_hits = hit.gather(1, tree.path.view(batch, -1)).view_as(tree.path).all(-1)  # [B, N]: so is every ancestor
-    leaf = (tree.path_len * on_hits).argmax(-1)  # [B]
-    row = leaf[:, None]
-    count = tree.path_len.gather(1, row).squeeze(1)
-    path = tree.path.gather(1, row[:, :, None].expand(-1, 1, tree.path.shape[-1])).squeeze(1)  # [B, D + 1]
-    assert tree.mask is not None, "without a mask the kernel accepts"
-    off_path = tree.mask.gather(1, row[:, :, None].expand(-1, 1, nodes)).squeeze(1).logical_not_()
-    order = off_path.to(torch.uint8).argsort(dim=-1, stable=True)
-    live = torch.arange(path.shape[-1], device=tokens.device) < count[:, None]
+    count, leaf = (tree.path_len * on_hits).max(1)  # [B]; no two such nodes are equally deep
+    path = tree.path.gather(1, leaf[:, None, None].expand(-1, 1, width)).squeeze(1)  # [B, D + 1], the leaf to its end
+    off_path = torch.ones_like(alive, dtype=torch.uint8).scatter_(1, path, 0)
+    order = off_path.argsort(dim=-1, stable=True)
+    live = torch.arange(width, device=tokens.device) < count[:, None]
     return Accepted(count, order, target.gather(1, path).mul_(live), leaf)

@@ -14,6 +14,7 @@ from typing import Any
 from draftwing.compat import REFUSED
 from draftwing.config import SERVER, Options, add_arguments
 from draftwing.errors import ConfigError
+from draftwing.shipped import save_shape
 
 Run = Callable[[dict[str, Any]], None]
 
@@ -56,8 +57,16 @@ def add_commands(commands: Any) -> dict[str, Run]:
     bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
     bench.add_argument("--ignore-eos", action="store_true", help="every answer has max-tokens")
     bench.add_argument("--output", metavar="FILE", help="append the JSON lines to a file, too")
+    bench.add_argument(
+        "--check-card",
+        metavar="HEAD",
+        help="instead: whether a head of `draftwing train` accepts what its eval.json says; needs the same --prompts",
+    )
     sweep = bench.add_argument_group("sweep", "Measures shapes of drafts, and none, at each --concurrency.")
-    sweep.add_argument("--sweep", action="store_true", help="needs --speculative-algorithm; prints the best flags")
+    sweep.add_argument("--sweep", action="store_true", help="needs something that drafts; prints the best flags")
+    sweep.add_argument(
+        "--save-shape", action="store_true", help="write the best tree into the head's config.json, as its default here"
+    )
     for name, default in (("steps", "1,3,5,7"), ("topk", "1,2,4,8"), ("draft-tokens", "2,4,6,8,16,32")):
         sweep.add_argument(f"--{name}", type=_sizes, default=_sizes(default), metavar="INTS", help=f"({default})")
     _add_engine_options(bench)
@@ -151,23 +160,34 @@ def run_chat(arguments: dict[str, Any]) -> None:
 
 def run_bench(arguments: dict[str, Any]) -> None:
     from draftwing.tools import bench
+    from draftwing.tools.card_check import check_card
     from draftwing.tools.client import Client
-    from draftwing.tools.sweep import Grid, flags, sweep
+    from draftwing.tools.sweep import Grid, flags, head_folder, sweep
 
     own = _taken(
         arguments, "url", "concurrency", "num_prompts", "prompts", "max_tokens", "temperature", "ignore_eos", "output",
-        "sweep", "steps", "topk", "draft_tokens",
+        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card",
     )  # fmt: skip
+    if own["save_shape"] and not own["sweep"]:
+        raise ConfigError("--save-shape needs --sweep, which finds the shape")
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
     prompts = bench.load_prompts(own["prompts"], own["num_prompts"])
     logging.getLogger("draftwing").setLevel(arguments.get("log_level", "warning").upper())
     with _printer(own["output"]) as emit:
-        if own["sweep"]:
-            if own["url"] is not None:
-                raise ConfigError("--sweep starts an engine for every point; it does not go with --url")
+        for name in ("sweep", "check_card"):
+            if own["url"] is not None and own[name]:
+                raise ConfigError(f"--{name.replace('_', '-')} starts engines of its own; it does not go with --url")
+        if own["check_card"] is not None:
+            check_card(Path(own["check_card"]), arguments, own["prompts"], emit)
+        elif own["sweep"]:
+            folder = head_folder(arguments) if own["save_shape"] else None
             grid = Grid(own["steps"], own["topk"], own["draft_tokens"], own["concurrency"])
-            for batch, point in sweep(arguments, grid, prompts, params, emit).items():
+            found = sweep(arguments, grid, prompts, params, emit)
+            for batch, point in found.best.items():
                 print(f"best for {batch} requests at once: {flags(point)}")
+            if folder is not None:
+                save_shape(folder, found.device, found.tree)
+                print(f"{folder / 'config.json'} asks for {list(found.tree)} on {found.device} from now on")
         elif own["url"] is not None:
             client = Client(own["url"], arguments.pop("api_key", None))
             _refuse_options(arguments)

@@ -63,6 +63,7 @@ def save_head(
         partial = folder / f"{file}.partial"
         # Views of one parameter share its memory, which the format refuses: each tensor in memory of its own.
         save_file({name: tensors[name].clone() for name in names}, partial, metadata={"format": "pt"})
+        partial.chmod(0o644)  # the library lets nobody but the owner read it
         replace_file(partial, folder / file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())

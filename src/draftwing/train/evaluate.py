@@ -68,7 +68,7 @@ def evaluate(
         "head": fingerprint(options.get("speculative_draft_model_path")),
         "max_tokens": trial.max_tokens,
         "concurrency": trial.concurrency,
-        "prompts": {name: _digest(prompts) for name, prompts in sets.items()},
+        "prompts": {name: prompts_digest(prompts) for name, prompts in sets.items()},
     }
     records = _known(report, same)
     runs = [(temperature, name) for temperature in trial.temperatures for name in sets if sets[name]]
@@ -148,7 +148,7 @@ def fingerprint(folder: str | Path | None) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _digest(prompts: Sequence[str]) -> str:
+def prompts_digest(prompts: Sequence[str]) -> str:
     return f"{len(prompts)} {sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]}"
 
 

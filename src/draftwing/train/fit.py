@@ -23,12 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from draftwing.engine.device import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
 from draftwing.train.checkpoint import replace_file
+from draftwing.train.heads import TargetHead
 from draftwing.train.progress import Progress, Row, summary
 from draftwing.train.store import FeatureSource
-from draftwing.train.ttt import STATS, AnyHead, Loss, Objective, TargetHead
+from draftwing.train.ttt import STATS, AnyHead, Loss, Objective
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class FitConfig:
     accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
     lr: the highest learning rate, 0: 0.4 / the head's hidden size.  warmup: share of the steps in which it rises;
     final_lr: share of it that is left at the end.  clip: largest norm of a gradient.
-    precision: bfloat16 computes products in it; "auto" does on GPUs.  Parameters are float32 in any case.
+    precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
     readers: threads that read ahead.
     """
 
@@ -143,7 +145,7 @@ def fit(
 ) -> FitReport:
     """Trains `head` in place, on the device it is on; every process of a torchrun calls it alike (`join_world`).
 
-    target_head_fn: `heads.target_head` of the target.  out: folder for state.pt, metrics.csv, curves.png and
+    target_head_fn: of the target.  out: folder for state.pt, metrics.csv, curves.png and
     TensorBoard events.  resume: go on from the state in `out`, if there is one.
 
     Raises ConfigError for features that do not fit the head, for no samples, for a state of another run, and for one
@@ -169,7 +171,8 @@ class _Run:
         self.params = [param for param in head.parameters() if param.requires_grad]
         _check(head, self.params, source, eval_source)
         self.device = self.params[0].device
-        half = config.precision == "bfloat16" or (config.precision == "auto" and self.device.type == "cuda")
+        native = self.device.type == "cuda" or has_native_bfloat16()
+        half = config.precision == "bfloat16" or (config.precision == "auto" and native)
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=half)
         self.feature_dtype = None if half else self.params[0].dtype
         self.lengths = usable(source, config.max_length)

@@ -199,8 +199,8 @@ class Run:
         return Path(self.settings.data) if self.settings.data is not None else self.out
 
     def engine_options(self, **more: Any) -> dict[str, Any]:
-        """For `Options.from_kwargs`."""
-        return {"random_seed": self.settings.seed, **self.options, **more}
+        """For `Options.from_kwargs`. Nobody drafts unless that is asked for, whatever comes with the model."""
+        return {"random_seed": self.settings.seed, "speculative_algorithm": "none", **self.options, **more}
 
     def command(self) -> str:
         """What to type to make the same."""

@@ -275,7 +275,7 @@ class Stages:
         wanted = {one.key for one in tokens}
         chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
         train, watch = _parts(source, source.order, wanted, chosen)
-        report = fit(head, heads.target_head(target), train, watch, self._fit_config(), out / "fit", resume=True)
+        report = fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit", resume=True)
         if not self.rank:
             self._save(head, report)
         if torch.distributed.is_initialized():

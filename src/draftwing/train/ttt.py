@@ -12,27 +12,22 @@ drawn. Where that token is to be learnt (`loss_mask[j + 1]`), j is one of the ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from draftwing.models.eagle3_head import Eagle3Head
 from draftwing.models.eagle_head import EagleHead
 from draftwing.models.mtp_head import MTPHead
 from draftwing.train.chain_attention import ChainAttention, wide
+from draftwing.train.cross_entropy import chunks, linear_cross_entropy
+from draftwing.train.heads import TargetHead
 
 AnyHead = EagleHead | Eagle3Head | MTPHead
-
-# hidden states after the final norm [n, hidden] -> logits of the target [n, V]
-TargetHead = Callable[[Tensor], Tensor]
-
-# Logits that exist at a time, 256 MB in float32. They are made again in the backward pass.
-_CHUNK_ELEMENTS = 1 << 26
 
 
 class Batch(NamedTuple):
@@ -50,7 +45,7 @@ class Teacher(NamedTuple):
     """What the target says at each place."""
 
     shares: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
-    best: Tensor  # [n] int64: its favourite token
+    best: Tensor  # [n] int64: its favourite token, -1 where the head cannot say it
     known: Tensor  # [n] bool: whether that is in the draft vocabulary
 
 
@@ -122,16 +117,16 @@ class Objective(nn.Module):
         shares = final.new_empty(final.shape[0], vocab, dtype=dtype)
         best = final.new_empty(final.shape[0], dtype=torch.int64)
         known = torch.ones_like(best, dtype=torch.bool)
-        for part in _chunks(final.shape[0], self.head.config.vocab_size):
+        for part in chunks(final.shape[0], self.head.config.vocab_size, final.device):
             with torch.autocast(final.device.type, enabled=False):
-                logits = self._target_head(final[part])
-            logits = logits.to(wide(logits))
+                if kept is None:
+                    logits = self._target_head(final[part])
+                else:
+                    logits, known[part] = self._target_head.of(kept, final[part])
             best[part] = logits.argmax(-1)
-            if kept is not None:
-                member = torch.zeros(logits.shape[1], dtype=torch.bool, device=final.device).index_fill_(0, kept, True)
-                known[part] = member[best[part]]
-                logits = logits[:, kept]
             shares[part] = logits.softmax(-1).to(dtype)
+        if kept is not None:
+            best = torch.where(known, kept[best], -1)
         return Teacher(shares, best, known)
 
     @property
@@ -145,30 +140,9 @@ class Objective(nn.Module):
 
         Places whose favourite token the head cannot say do not count: it would learn to be sure of the second best.
         """
-        counts = counts & teacher.known
-        losses, guesses = [hidden.new_zeros((), dtype=wide(hidden))], []
-        for part in _chunks(rows.shape[0], self.head.vocab):
-            loss, guess = checkpoint(
-                self._chunk_loss,
-                hidden.index_select(0, rows[part]),
-                teacher.shares[part],
-                counts[part],
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            losses.append(loss)
-            guesses.append(guess)
-        best = torch.cat(guesses) if guesses else rows
-        return torch.stack(losses).sum(), best if self.head.target_ids is None else self.head.target_ids[best]
-
-    def _chunk_loss(self, hidden: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [m, width], shares [m, Vd], counts [m] -> sum of the cross-entropies, favourites [m]"""
-        logits = self.head.logits(hidden)
-        logits = logits.to(wide(logits))
-        shares = shares.to(logits.dtype)
-        # -sum p log q = (log sum exp z) sum p - sum p z: one tensor of this size less than with log_softmax.
-        cross = logits.logsumexp(-1) * shares.sum(-1) - (shares * logits).sum(-1)
-        return (cross * counts).sum(), logits.detach().argmax(-1)
+        state, weight = self.head.readout(hidden.index_select(0, rows))
+        loss, best = linear_cross_entropy(state, weight, teacher.shares, counts & teacher.known)
+        return loss, best if self.head.target_ids is None else self.head.target_ids[best]
 
     def _feature_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, final: Tensor) -> Tensor:
         hidden = hidden.index_select(0, rows)
@@ -223,8 +197,3 @@ def _noise(features: Tensor, batch: Batch, width: float, generator: torch.Genera
     noise = torch.rand(features.shape, generator=generator, device=features.device, dtype=torch.float32) - 0.5
     scale = width * 512.0 / batch.lengths.float()  # [B]
     return (noise * scale.repeat_interleave(batch.ids.shape[1]).unsqueeze(1)).to(features.dtype)
-
-
-def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    size = max(1, _CHUNK_ELEMENTS // columns)
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

@@ -1,0 +1,102 @@
+/* What the files of the C extension share: vectors, threads, arguments.
+
+   Vectors are the compiler's (GCC 12, Clang): 16 floats, one register or several as the machine has it. */
+
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+#define HIDDEN __attribute__((visibility("hidden"))) /* shared by the files, not by the module */
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef int64_t vl __attribute__((vector_size(128))); /* 16 of them */
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+/* -- vectors ------------------------------------------------------------------------------------------------------ */
+
+INLINE vf loadf(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void storef(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf select_f(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+/* To bfloat16, to the nearest and to even. */
+INLINE vh narrow(vf v) {
+    vu u = (vu)v;
+    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    u = (vu)select_f(v == v, (vf)u, (vf)(u * 0 + 0x7fc0));
+    return __builtin_convertvector(u, vh);
+}
+INLINE vf rounded(vf v, int half) { return half ? widen(narrow(v)) : v; }
+
+/* Elements [at, at + n) of an array, zeros up to 16. */
+INLINE vf load(const void *base, int64_t at, int64_t n, int half) {
+    if (half) {
+        vh h = {0};
+        if (n >= LANES) memcpy(&h, (const uint16_t *)base + at, sizeof h);
+        else memcpy(&h, (const uint16_t *)base + at, (size_t)n * 2);
+        return widen(h);
+    }
+    vf v = {0};
+    if (n >= LANES) memcpy(&v, (const float *)base + at, sizeof v);
+    else memcpy(&v, (const float *)base + at, (size_t)n * 4);
+    return v;
+}
+INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) {
+    if (half) {
+        vh h = narrow(v);
+        memcpy((uint16_t *)base + at, &h, n >= LANES ? sizeof h : (size_t)n * 2);
+    } else {
+        memcpy((float *)base + at, &v, n >= LANES ? sizeof v : (size_t)n * 4);
+    }
+}
+
+/* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
+INLINE vf exp2_16(vf x) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
+    vi normal = x >= splat(-126.0f);
+    vf y = select_f(normal, x, splat(0.0f));
+    vf r = y + magic;
+    vi n = (vi)r - (vi)magic;
+    vf f = y - (r - magic), p = splat(1.525273380e-5f); /* Taylor: ln(2)^k / k! */
+    p = p * f + splat(1.540353039e-4f);
+    p = p * f + splat(1.333355815e-3f);
+    p = p * f + splat(9.618129108e-3f);
+    p = p * f + splat(5.550410866e-2f);
+    p = p * f + splat(2.402265070e-1f);
+    p = p * f + splat(6.931471806e-1f);
+    p = p * f + splat(1.0f);
+    return select_f(normal, (vf)((vi)p + (n << 23)), splat(0.0f));
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------ */
+
+/* Calls work(data) in each of `threads` threads, or in one; cost: about the microseconds that one would take. Always
+   as many as torch uses: OpenMP makes and ends threads when the number changes. */
+HIDDEN void run(void (*work)(void *), void *data, int64_t threads, int64_t cost);
+INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
+
+/* -- the module: pointers and sizes as integers, unchecked; kernels/cpu.py knows the tensors ---------------------- */
+
+INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "expected %zd integers, found %zd", wanted, given);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < given; i++) to[i] = PyLong_AsLongLong(args[i]);
+    return PyErr_Occurred() ? NULL : to;
+}
+#define POINTER(x) ((void *)(intptr_t)(x))
+
+/* In cpu_sampling.c. */
+HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);

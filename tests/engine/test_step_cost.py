@@ -1,0 +1,83 @@
+"""How many operations a decode step takes beside the model's forward and sampling: each costs microseconds on a CPU and
+a launch on a GPU. What it is today is the bound, so whoever adds one for a feature sees it."""
+
+from collections import Counter
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftwing.core import PLAIN, TreeShape
+
+TREE = TreeShape(4, 4, 8)
+
+
+class Operations(TorchDispatchMode):
+    """Counts them, views (which move no data) apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.work, self.views = Counter(), Counter()
+        self.paused = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.paused:
+            (self.views if func.is_view else self.work)[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Chosen:
+    """The shape that the test wants, whatever the outlook."""
+
+    menu = (TREE, PLAIN)
+    shape = PLAIN
+
+    def choose(self, hints):
+        return self.shape
+
+    def record(self, shape, hints, accepted, seconds):
+        pass
+
+
+def steady_step(harness, shape, drafter):
+    """Operations of one step in the middle of two greedy answers, the loop one step ahead of the results. Between two
+    steps that hand out slots."""
+    rig = harness.Rig(harness.tiny_model(), drafter=drafter, policy=Chosen(), lag=1, ahead=60)
+    for i, prompt in enumerate(harness.prompts_for(2)):
+        rig.submit(str(i), prompt, harness.greedy(60))
+    for _ in range(4):
+        rig.loop.turn()
+    rig.policy.shape = shape
+    rig.loop.turn()
+    count, executor = Operations(), rig.executor
+    model = executor.model
+
+    def unseen(function):
+        def call(*args):
+            count.paused = True
+            try:
+                return function(*args)
+            finally:
+                count.paused = False
+
+        return call
+
+    model.forward, model.logits = unseen(model.forward), unseen(model.logits)
+    executor._sample = unseen(executor._sample)
+    with count:
+        rig.loop.turn()
+    plan = rig.loop._flying.plan
+    assert plan.shape == shape and len(plan.rows) == 2 and not plan.new_slots and not plan.admits
+    return count
+
+
+@pytest.mark.parametrize(
+    ("drafter", "shape", "work", "views"),
+    [(None, PLAIN, 9, 15), ("ngram", PLAIN, 94, 58), ("ngram", TREE, 163, 97)],
+    ids=["none", "ngram plain", "ngram tree"],
+)
+def test_operations_of_a_step(harness, drafter, shape, work, views):
+    if harness.device != "cpu":
+        pytest.skip("the same everywhere, but for attention")
+    count = steady_step(harness, shape, drafter)
+    found = count.work.total(), count.views.total()
+    assert found[0] <= work and found[1] <= views, f"found {found}: {count.work}, {count.views}"

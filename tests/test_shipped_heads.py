@@ -1,0 +1,161 @@
+"""The heads that come with the package for the default model: complete, published in form, used by default, and worth
+it. That they accept what their cards say takes minutes and is checked on demand: docs/train_a_draft.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from draftwing import LLM
+from draftwing.shipped import FOLDERS, carried_shape, shipped_head
+from draftwing.tools.card_check import read_report
+
+HIDDEN, HEADS, KV, SIZE, FFN, VOCAB, LAYERS = 576, 9, 3, 64, 1536, 49152, 30  # of SmolLM2-135M
+MOST_FILE, MOST_ALL = 16_000_000, 45_000_000  # bytes
+# Greedy tokens a step that (3, 1, 4) has to reach on the questions below: far from none, and no more than is sure.
+LEAST_ACCEPTED = {"EAGLE3": 1.8, "EAGLE": 1.6, "NEXTN": 1.6}
+MT_BENCH = Path(__file__).parent.parent / "benchmarks/data/mt_bench.jsonl"
+ENGINE: dict[str, Any] = {"max_total_tokens": 4096, "max_running_requests": 8}
+
+FOUND = {name: head.folder for name in FOLDERS if (head := shipped_head("smollm2", name)) is not None}
+pytestmark = pytest.mark.skipif(not FOUND, reason="no heads are in src/draftwing/heads/smollm2 yet")
+every_head = pytest.mark.parametrize("algorithm", list(FOUND))
+
+
+def stored(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """name -> dtype and shape, of all files"""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118 (not a dict)
+                assert name not in found
+                part = content.get_slice(name)
+                found[name] = (part.get_dtype(), part.get_shape())
+    return found
+
+
+def published(algorithm: str, config: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
+    """The tensors of such a head for this target, as the authors of each kind publish theirs."""
+    ffn = config["intermediate_size"]
+    if algorithm == "EAGLE3":
+        aux = config.get("num_aux_hidden_states", 3)
+        prefix, inputs, norms = "midlayer", 2 * HIDDEN, ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        own = {"fc.weight": [HIDDEN, aux * HIDDEN], "norm.weight": [HIDDEN]}
+        own["lm_head.weight"] = [config["draft_vocab_size"], HIDDEN]
+    elif algorithm == "EAGLE":
+        prefix, inputs, norms = "layers.0", HIDDEN, ("post_attention_layernorm",)
+        own = {"fc.weight": [HIDDEN, 2 * HIDDEN]}
+    else:
+        prefix, inputs = "model.mtp_layers.0", HIDDEN
+        norms = ("input_layernorm", "post_attention_layernorm", "token_layernorm", "hidden_layernorm",
+                 "final_layernorm")  # fmt: skip
+        own = {f"{prefix}.input_proj.weight": [HIDDEN, 2 * HIDDEN]}
+    layer = {
+        "self_attn.q_proj": [HEADS * SIZE, inputs],
+        "self_attn.k_proj": [KV * SIZE, inputs],
+        "self_attn.v_proj": [KV * SIZE, inputs],
+        "self_attn.o_proj": [HIDDEN, HEADS * SIZE],
+        "mlp.gate_proj": [ffn, HIDDEN],
+        "mlp.up_proj": [ffn, HIDDEN],
+        "mlp.down_proj": [HIDDEN, ffn],
+        **{norm: [HIDDEN] for norm in norms},
+    }
+    shapes = own | {f"{prefix}.{name}.weight": shape for name, shape in layer.items()}
+    table = {name: ("BF16", shape) for name, shape in shapes.items()}
+    if algorithm == "EAGLE3":
+        table |= {"d2t": ("I64", [config["draft_vocab_size"]]), "t2d": ("BOOL", [VOCAB])}
+    return table
+
+
+def test_files_are_small_and_readable() -> None:
+    files = [file for folder in FOUND.values() for file in folder.rglob("*") if file.is_file()]
+    for file in files:
+        assert file.stat().st_size <= MOST_FILE, f"{file} is too large for a repository"
+        assert file.stat().st_mode & 0o444 == 0o444, f"{file} cannot be read by everybody"
+        assert not file.name.endswith(".partial"), f"{file} was left by a run that was killed"
+    assert sum(file.stat().st_size for file in files) <= MOST_ALL
+
+
+@every_head
+def test_tensors_and_config_are_as_published(algorithm: str) -> None:
+    folder = FOUND[algorithm]
+    config = json.loads((folder / "config.json").read_text())
+    assert stored(folder) == published(algorithm, config)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        assert json.loads(index.read_text())["weight_map"].keys() == stored(folder).keys()
+    sizes = {
+        "model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV,
+        "head_dim": SIZE, "vocab_size": VOCAB, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "num_hidden_layers": LAYERS if algorithm == "NEXTN" else 1, "attention_bias": False, "rope_scaling": None,
+    }  # fmt: skip
+    assert sizes.items() <= config.items()
+    if algorithm == "EAGLE3":
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert "cpu" in config["draftwing"]["shapes"], "the default has to be in the tree that was measured best"
+    elif algorithm == "EAGLE":
+        assert set(config["architectures"]) == {"LlamaForCausalLMEagle", "LlamaForCausalLM"}
+    else:
+        assert (config["num_nextn_predict_layers"], config["intermediate_size"]) == (1, FFN)
+    carried_shape(folder, "cpu")  # refuses what is malformed
+
+
+def test_eagle_comes_with_its_token_map() -> None:
+    head = shipped_head("smollm2", "EAGLE")
+    if head is None:
+        pytest.skip("there is no EAGLE head yet")
+    assert head.token_map is not None
+
+
+@every_head
+def test_the_card_says_all(algorithm: str) -> None:
+    """What it is for, what was measured, on what it was trained and under which licences, how to make it again."""
+    card = (FOUND[algorithm] / "README.md").read_text(encoding="utf-8")
+    for title in ("# ", "## Acceptance", "## Data", "## Training"):
+        assert re.search(f"^{title}", card, re.MULTILINE), f"no {title!r}"
+    assert re.search(r"^\| mt[_-]?bench \| 0 \|( [1-9]\.\d\d \|)+$", card, re.MULTILINE | re.IGNORECASE)
+    licences = card.partition("Sources and licences:")[2].partition("## ")[0]
+    assert re.search(r"^- .*\b(Apache|MIT|CC|CDLA|ODC)", licences, re.MULTILINE) and "not stated" not in licences
+    assert re.search(r"^Seed \d+", card, re.MULTILINE) and re.search(r"^draftwing train ", card, re.MULTILINE)
+    report = read_report(FOUND[algorithm])
+    assert report["algorithm"] == algorithm and "mt_bench" in report["prompts"]
+    for record in report["records"]:
+        assert f" {record['accept_length']:.2f} " in card, "card and report were written by different runs"
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[list[dict[str, str]]]:
+    lines = MT_BENCH.read_text(encoding="utf-8").splitlines()[::14][:6]
+    return [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+
+
+PARAMS = {"temperature": 0, "max_new_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2_path: Path, questions: list[list[dict[str, str]]]) -> Iterator[list[list[int]]]:
+    """What the model answers alone."""
+    with LLM("smollm2", **ENGINE, speculative_algorithm="none") as llm:
+        yield [answer.token_ids for answer in llm.chat(questions, PARAMS)]
+
+
+@every_head
+def test_nothing_is_changed_and_much_is_accepted(
+    algorithm: str, questions: list[list[dict[str, str]]], expected: list[list[int]]
+) -> None:
+    """In the model's own dtype. EAGLE-3 is what runs if nothing is said."""
+    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    asked = {} if algorithm == "EAGLE3" else {"speculative_algorithm": algorithm}
+    with LLM(model="smollm2", **ENGINE, **chain, **asked) as llm:
+        options = llm.engine.info.options
+        assert (options.drafter, options.speculative_draft_model_path) == (algorithm, str(FOUND[algorithm]))
+        answers = llm.chat(questions, PARAMS)
+    assert [answer.token_ids for answer in answers] == expected
+    correct, steps = (sum(a.meta_info[f"spec_{name}"] for a in answers) for name in ("num_correct_drafts", "verify_ct"))
+    assert 1 + correct / steps > LEAST_ACCEPTED[algorithm]
