@@ -14,7 +14,7 @@ from draftwing.errors import ConfigError
 from draftwing.layers.rope import RopeConfig
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderModel
+from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.draft_config import AuxLayerIds
 from draftwing.models.draft_loader import load_draft_head
 from draftwing.models.eagle3_head import Eagle3Config, Eagle3Head
@@ -38,12 +38,14 @@ def new_eagle3_head(
     ffn_size: int = 0,
     seed: int = 0,
     copy_head: bool = True,
+    copy_layer: bool = True,
 ) -> Eagle3Head:
     """An untrained EAGLE-3 head of one layer of the target's sizes, on the device of the target's embedding.
 
     target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
     taps: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_taps`.
     ffn_size: width of its MLP, 0 for the target's.  copy_head: its lm_head and final norm start as the target's.
+    copy_layer: its layer starts as the target's last one, fed with the last tap.
 
     Raises ConfigError for taps that its config could not name, and for ids that are no ascending ids of the target.
     """
@@ -64,7 +66,29 @@ def new_eagle3_head(
             weight = _head_weight(target)
             head.lm_head.weight.copy_(weight if head.target_ids is None else weight[head.target_ids])
             head.norm.weight.copy_(target.norm.weight)
+    if copy_layer:
+        _start_as_last_layer(head, target)
     return trainable(head)
+
+
+@torch.no_grad()
+def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
+    """What the last layer makes of the residual stream says what follows token t; the head is to say what follows t + 1
+    and learns that several times faster from here than from random weights. What it reads of token t + 1 stays random.
+
+    Parts of other shapes stay random too, and all of attention where the target norms its heads, as heads do not."""
+    last, layer, hidden = target.layers[-1], head.fusion, head.config.hidden_size
+    assert isinstance(last, DecoderLayer)
+    head.fc.weight.zero_()
+    head.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
+    if not target.config.qk_norm:
+        layer.qkv.weight[:, hidden:].copy_(last.qkv.dense_weight())
+        layer.hidden_norm.weight.copy_(last.attn_norm.weight)
+        layer.o.weight.copy_(last.o.dense_weight())
+    if layer.down.weight.shape == last.down.dense_weight().shape:
+        layer.mlp_norm.weight.copy_(last.mlp_norm.weight)
+        layer.gate_up.weight.copy_(last.gate_up.dense_weight())
+        layer.down.weight.copy_(last.down.dense_weight())
 
 
 def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:
@@ -113,8 +137,8 @@ def trainable(head: Head) -> Head:
 
 
 def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device | str) -> DecoderModel:
-    """A target without its layers, which stay without memory: embedding, final norm and head are all that training
-    from stored features needs. path: a model folder or a `.gguf` file."""
+    """A target without its layers but the last, where a head starts from; the others stay without memory: embedding,
+    final norm and head are all that training from stored features needs. path: a model folder or a `.gguf` file."""
     path = Path(path)
     if path.suffix == ".gguf":
         file = gguf.open_gguf(path)
@@ -124,7 +148,9 @@ def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device 
         config = load_config(path)
         tensors = ((canonical(name), tensor) for name, tensor in folder_tensors(path))
     model = DecoderModel(config, dtype, "meta")
-    table = {name: slot for name, slot in checkpoint_names(config).items() if not slot.param.startswith("layers.")}
+    last = f"layers.{config.num_layers - 1}."
+    slots = checkpoint_names(config).items()
+    table = {name: slot for name, slot in slots if not slot.param.startswith("layers.") or slot.param.startswith(last)}
     fill_parameters(model, table, ((name, tensor) for name, tensor in tensors if name in table), device)
     if config.tie_embeddings:
         model.lm_head.weight = model.embed.weight
