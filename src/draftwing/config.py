@@ -16,13 +16,14 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from draftwing import compat
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
-from draftwing.shipped import DEFAULT_ALGORITHM, ShippedHead, most_nodes, shipped_head
+from draftwing.shipped import DEFAULT_ALGORITHM, ShippedHead, most_nodes, shipped_head, token_map_in
 
 logger = logging.getLogger(__name__)
 
@@ -385,10 +386,13 @@ class Options:
             head = self._default_head()
             algorithm = "none" if head is None else DEFAULT_ALGORITHM
         found: dict[str, Any] = {"speculative_algorithm": algorithm}
+        draft, tokens = self.speculative_draft_model_path, None
         if head is not None:
-            found["speculative_draft_model_path"] = str(head.folder)
-            if self.speculative_token_map is None and head.token_map is not None:
-                found["speculative_token_map"] = str(head.token_map)
+            found["speculative_draft_model_path"], tokens = str(head.folder), head.token_map
+        elif draft is not None and algorithm in ("EAGLE", "NEXTN"):
+            tokens = token_map_in(Path(draft).expanduser())
+        if self.speculative_token_map is None and tokens is not None:
+            found["speculative_token_map"] = str(tokens)
         return dataclasses.replace(self, **found)
 
     def _default_head(self) -> ShippedHead | None:

@@ -35,10 +35,13 @@ def shipped_head(model: str, algorithm: str) -> ShippedHead | None:
     if model not in MODELS or algorithm not in FOLDERS:
         return None
     folder = HEADS / model / FOLDERS[algorithm]
-    if not (folder / "config.json").is_file():
-        return None
+    return ShippedHead(folder, token_map_in(folder)) if (folder / "config.json").is_file() else None
+
+
+def token_map_in(folder: Path) -> Path | None:
+    """The file of the tokens that the head in a folder may draft, if it lies there."""
     maps = (folder / name for name in TOKEN_MAPS)
-    return ShippedHead(folder, next((file for file in maps if file.is_file()), None))
+    return next((file for file in maps if file.is_file()), None)
 
 
 # ---- the tree in a config --------------------------------------------------------------------------------------------
@@ -67,6 +70,7 @@ def carried_shape(folder: Path, device: str) -> TreeShape | None:
 def save_shape(folder: Path, device: str, shape: TreeShape) -> None:
     """Writes the tree into the head's config.json, which is replaced whole. Raises ConfigError where it cannot be."""
     carried_shape(folder, device)  # refuses what it could not be added to
+    _shape(list(shape), "the tree to save")
     file, partial = folder / "config.json", folder / "config.json.partial"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -136,7 +136,7 @@ def test_top_tokens(kernels: Kernels, dtype: torch.dtype, vocab: int, topk: int)
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_see_the_others(kernels: Kernels, threads: None, dtype: torch.dtype, top_p: float) -> None:
-    logits, positions, seed, temperature, generator = random_rows(40, 1003, dtype, 7)
+    logits, positions, seed, temperature, generator = random_rows(40, 5003, dtype, 7)
     temperature[::4] = 0.0
     own = params(temperature, seed, top_p=top_p)
     filtered = torch.arange(40) if top_p < 1 else NONE
@@ -202,6 +202,18 @@ def test_infinities(
     assert ids[2, 0].tolist() == [*range(6), 9, 190] and added[2, 0].isfinite().sum() <= 2
     one = kernels.draw(x, zero, zero, own, torch.arange(6), 1)[0].flatten().tolist()
     assert one[:2] == [0, 150] and one[2] in (9, 190) and one[3] == 7 and one[4] < 100 and one[5] == 77
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_two_zeros_are_one_logit(kernels: Kernels, dtype: torch.dtype) -> None:
+    x = torch.full((1, 1, 100), -9.0).index_fill_(2, torch.arange(0, 4), 0.0)
+    x[0, 0, [0, 2]] = -0.0
+    x[0, 0, 4:20] = -torch.arange(1.0, 17.0)
+    for top_k in (3, 4):
+        own = params(torch.ones(1), torch.zeros(1, dtype=torch.int64), top_k)
+        zero = torch.zeros(1, 1, dtype=torch.int64)
+        _, added = kernels.draw(x.to(dtype), zero, zero, own, torch.arange(1), 16)
+        assert added.isfinite().sum() == 4  # equals of the last one stay
 
 
 FILTERS = {

@@ -82,10 +82,15 @@ def build(options: Options, path: Path) -> Parts:
     if use_triton(torch.empty(0, device=device.device)):
         capability = torch.cuda.get_device_capability(device.device)
         ahead = precompile(Job(options, path, draft_path, token_ids, dtype, capability))
-    model = load_with_progress(path, dtype, device, options.dummy, options.deterministic)
-    drafter, policy = make_drafter(options, draft_path or path, token_ids, model, dtype, device)
-    if ahead is not None:
-        ahead.wait()
+    try:
+        model = load_with_progress(path, dtype, device, options.dummy, options.deterministic)
+        drafter, policy = make_drafter(options, draft_path or path, token_ids, model, dtype, device)
+        if ahead is not None:
+            ahead.wait()
+    except BaseException:
+        if ahead is not None:
+            ahead.stop()
+        raise
     return assemble(options, model, dtype, device, drafter, policy)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftwing import __version__
-from draftwing.config import Options
+from draftwing.config import SERVER, Options
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("draftwing")
 
 PATIENCE = 60.0  # seconds that an engine which has loaded waits
+_MOST_PROCESSES = 16  # that compile; each has Triton's compiler in memory
 
 
 class Job(NamedTuple):
@@ -65,7 +66,7 @@ class Precompilation:
         """Starts it, unless it has run to its end for such a job before."""
         from triton import knobs
 
-        job = job._replace(options=dataclasses.replace(job.options, random_seed=0))
+        job = job._replace(options=_engine_options(job.options))
         packed = pickle.dumps(job)
         self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(packed)}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,14 +75,14 @@ class Precompilation:
             return
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | hidden
-        command = [sys.executable, "-c", "from draftwing.engine.precompile import main; main()"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, env=env,
-            start_new_session=True,
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        with self._process.stdin as pipe:
-            pipe.write(packed)
+        # -P: nothing is imported from the current folder
+        command = [sys.executable, "-P", "-c", "from draftwing.engine.precompile import main; main()"]
+        with tempfile.TemporaryFile() as source:  # a pipe would have to be read before there is room for all of it
+            source.write(packed)
+            source.seek(0)
+            self._process = subprocess.Popen(
+                command, stdin=source, stdout=subprocess.DEVNULL, stderr=self._errors, env=env, start_new_session=True
+            )
 
     def wait(self) -> None:
         """Until it has ended; never raises because of it."""
@@ -91,8 +92,9 @@ class Precompilation:
         try:
             code = self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it started
-            code = self._process.wait()
+            self.stop()
+            log.warning("kernels that were not compiled within %.0f s make the start slower", PATIENCE)
+            return
         if code == 0:
             with suppress(OSError):  # then it is done again the next time
                 self._done.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +106,20 @@ class Precompilation:
             log.warning(
                 "kernels were not compiled ahead, which makes the start slower: %s", last or f"exit code {code}"
             )
+
+    def stop(self) -> None:
+        """Ends it, with the processes that it started."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _engine_options(options: Options) -> Options:
+    """Those that kernels may depend on, all others at their defaults: a port makes no other job."""
+    found: dict[str, Any] = {"random_seed": 0}
+    found |= {spec.name: spec.default for spec in dataclasses.fields(options) if spec.metadata["group"] == SERVER}
+    return dataclasses.replace(options, **found)
 
 
 def precompile(job: Job) -> Precompilation | None:
@@ -133,7 +149,7 @@ def main() -> None:
     job = pickle.load(sys.stdin.buffer)
     assert isinstance(job, Job)
     launches = collect(job)
-    processes = max(1, len(os.sched_getaffinity(0)) - 1)
+    processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES, len(launches)))
     with ProcessPoolExecutor(processes, get_context("fork")) as pool:
         source = pool.submit(_compile_products, job)
         for _ in pool.map(compile_launch, launches):

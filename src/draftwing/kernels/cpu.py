@@ -72,7 +72,7 @@ class Kernels:
         cannot be chosen. Of equally good tokens those with the lowest ids.
         """
         batch, nodes, vocab = logits.shape
-        assert count <= min(MOST, vocab)
+        assert count <= min(MOST, vocab) and positions.dtype == depth.dtype == torch.int64
         read = [logits.contiguous(), positions.contiguous(), depth.contiguous()]
         fields = [0] * 6  # seed, temperature, filtered, top_k, top_p, min_p
         threads, scratch = torch.get_num_threads(), torch.empty(0)
@@ -96,6 +96,7 @@ class Kernels:
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor | None, size: int) -> Tensor:
         """`sampling.noise.gumbel_at`; token_ids None: 0 .. size - 1. Returns [B, P, size] float32."""
         batch, nodes = position.shape
+        assert seed.dtype == position.dtype == torch.int64
         seed, position = seed.contiguous(), position.contiguous()
         stride = 0
         if token_ids is not None:
@@ -122,6 +123,7 @@ class Kernels:
         """
         batch, nodes, vocab = logits.shape
         assert topk <= min(MOST, vocab)
+        assert key is None or [part.dtype for part in key] == [torch.int64, torch.int64, torch.float32]
         logits = logits.contiguous()
         own = [] if key is None else [part.contiguous() for part in key]
         if key is not None and target_ids is not None:

@@ -293,7 +293,7 @@ static uint32_t crossing(const uint32_t *list, int64_t n, float scale, int64_t w
 /* Sets the row's top and limit. */
 INLINE void limit_row(const Draw *d, Row *r, int64_t k, float top_p, float min_p, uint32_t *scratch, const int half) {
     uint32_t *list = scratch, *spare = scratch + d->padded;
-    r->top = row_top(d, r->at, (float *)list, half);
+    r->top = row_top(d, r->at, (float *)list, half) + 0.0f; /* never -0.0, whose gaps would sort last */
     if (!(r->top - r->top == 0.0f)) return; /* all are -inf, or one is inf */
     const float scale = -LOG2E / r->temperature;
     const int by_rank = k > 0 && k < d->vocab;
@@ -317,7 +317,7 @@ INLINE void limit_row(const Draw *d, Row *r, int64_t k, float top_p, float min_p
         }
     }
     if (min_p > 0.0f) { /* p >= min_p * max(p) */
-        const float widest = fmaxf(-r->temperature * logf(min_p), 0.0f);
+        const float widest = fmaxf(-r->temperature * logf(min_p), 0.0f) + 0.0f;
         int32_t pattern;
         memcpy(&pattern, &widest, 4);
         r->limit = pattern < r->limit ? pattern : r->limit;

@@ -284,7 +284,7 @@ def accept_and_advance(
     tail: int | None = None,
     packed: Tensor | None = None,
 ) -> Settled:
-    """Acceptance, the commit of `Executor.advance`, the packed result and the accepted path, in one launch.
+    """Acceptance, the commit of `engine.commit.advance`, the packed result and the accepted path, in one launch.
 
     tokens, parent, depth, target [B, N] int64 and alive [B, N] bool; rows [B]; table, text [R + 1, L], kv_len, last
     [R + 1] are the slot table's `table`, `tokens`, `kv_len` and `last`, advanced in place. The last row is the dummy:

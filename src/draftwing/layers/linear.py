@@ -65,7 +65,8 @@ class Linear(nn.Module):
             if deterministic and self._skinny is None and self.weight.is_cuda:
                 raise ConfigError(
                     f"--enable-deterministic-inference: expected {name or 'linear'}.weight in bfloat16 or float16, "
-                    f"with a multiple of 64 columns; found {self.weight.dtype}, {list(self.weight.shape)}. "
+                    f"with a multiple of 64 columns, contiguous and aligned to 16 bytes; found {self.weight.dtype}, "
+                    f"{list(self.weight.shape)}, strides {self.weight.stride()}. "
                     "Set --dtype, or leave the option out"
                 )
         if self._packed is not None or not can_pack(self.weight):

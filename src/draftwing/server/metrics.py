@@ -116,12 +116,7 @@ SERIES = (
     _c("draftwing:spec_drafts_total", "drafts, one for each row and step in which any token was proposed", "drafter"),
     _c("draftwing:spec_proposed_tokens_total", "proposed tokens: all live nodes of the trees", "drafter"),
     _c("draftwing:spec_accepted_tokens_total", "accepted drafts", "drafter"),
-    _c(
-        "draftwing:spec_proposed_tokens_per_pos_total",
-        "proposed tokens by depth, from 0; absent where the depth is not known",
-        "drafter",
-        "position",
-    ),
+    _c("draftwing:spec_proposed_tokens_per_pos_total", "proposed tokens by depth, from 0", "drafter", "position"),
     _c("draftwing:spec_accepted_tokens_per_pos_total", "accepted drafts by depth, from 0", "drafter", "position"),
     _c("draftwing:verified_rows_total", "rows of decode steps: one for each request and step"),
     _c("draftwing:committed_tokens_total", "tokens that decode steps gave, past the end of an answer included"),

@@ -170,8 +170,10 @@ def run_bench(arguments: dict[str, Any]) -> None:
     )  # fmt: skip
     if own["save_shape"] and not own["sweep"]:
         raise ConfigError("--save-shape needs --sweep, which finds the shape")
+    if own["check_card"] is not None and own["sweep"]:
+        raise ConfigError("--check-card and --sweep measure different things: give one of them")
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
-    prompts = bench.load_prompts(own["prompts"], own["num_prompts"])
+    prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
     logging.getLogger("draftwing").setLevel(arguments.get("log_level", "warning").upper())
     with _printer(own["output"]) as emit:
         for name in ("sweep", "check_card"):

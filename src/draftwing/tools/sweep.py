@@ -67,10 +67,13 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
     """Measures every point at every batch size; `emit` gets each record."""
     from draftwing.engine.engine import Engine  # late: it imports torch
 
+    todo = list(points(options, grid))
+    if all(point.drafter == "none" for point in todo):
+        raise ConfigError(f"--sweep: no tree has any of these numbers of steps, topk and draft tokens: {grid}")
     best: dict[int, tuple[float, Options]] = {}
     overall: tuple[float, TreeShape] = (-math.inf, PLAIN)
     device = ""
-    for point in list(points(options, grid)):
+    for point in todo:
         engine = Engine(point)
         target, device = Local(engine), engine.info.device
         ids = [target.encode(prompt) for prompt in prompts]

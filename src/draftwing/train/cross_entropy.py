@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.train.chain_attention import wide
 
 # Logits that exist at a time: what a CPU keeps in its caches, and what fills a GPU (256 MB in float32).
-_CPU_ELEMENTS = 1 << 21
+_CPU_ELEMENTS = 1 << 22
 _GPU_ELEMENTS = 1 << 26
 
 
@@ -28,6 +28,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, shares: Tensor, counts:
     """
     device = hidden.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if not torch.is_grad_enabled():  # which the function's own forward pass is not told
+        hidden, weight = hidden.detach(), weight.detach()
     loss, best = _LinearCrossEntropy.apply(hidden.to(product), weight.to(product), shares, counts)
     return loss, best
 
