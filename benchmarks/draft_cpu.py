@@ -25,11 +25,12 @@ from torch import Tensor
 
 from draftwing import LLM
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.commit import commit
 from draftwing.models.config import ModelConfig
 from draftwing.models.hub import fetch_default_model
 from draftwing.models.loader import load_config
-from draftwing.spec.grow import grow
-from draftwing.spec.tree import accept
+from draftwing.spec.drafter import Draft
+from draftwing.spec.model_drafter import ModelDrafter
 
 DEPTH, TOPK, NODES = 6, 4, 32
 DRAFT_VOCAB = 8192
@@ -144,27 +145,31 @@ def growth(row: Row, turns: int) -> dict[str, Any]:
 
 
 def bookkeeping(row: Row, turns: int) -> dict[str, Any]:
-    """Milliseconds of what is neither target nor head: choosing nodes, geometry and batch, acceptance, commit."""
-    shape = TreeShape(DEPTH, TOPK, NODES)
+    """Milliseconds of what is neither target nor head: choosing nodes, geometry and batch, acceptance and commit."""
+    shape, drafter = TreeShape(DEPTH, TOPK, NODES), row.drafter
+    assert isinstance(drafter, ModelDrafter)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, row.model.config.vocab_size, (1, TOPK, TOPK), generator=generator)
     logp = torch.rand(1, TOPK, TOPK, generator=generator).log().sort(-1, descending=True).values
+    hidden = torch.zeros(1, TOPK, drafter.head.width, dtype=next(row.model.parameters()).dtype)
 
-    def build() -> Any:
-        return grow(row.slots.last[row.rows], ids[:, 0], logp[:, 0], shape, lambda level, above, parent: (ids, logp))
+    def build() -> Draft:
+        growth = drafter._grow(row.slots, row.rows, shape)
+        for _ in range(1, DEPTH):
+            growth.level(), growth.level_rows()
+            growth.add((ids, logp), hidden)
+        return growth.draft()
 
     draft = build()
     batch, tree = row.executor.verify(row.rows, draft, shape, CONTEXT)
     target = draft.tokens.roll(-1, 1)
-    accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
     before = batch.prefix_len.clone()
     parts = medians(
         turns,
         {
             "grow": build,
             "geometry": lambda: row.executor.verify(row.rows, draft, shape, CONTEXT),
-            "accept": lambda: accept(draft.tokens, draft.parent, draft.alive, tree, target),
-            "commit": lambda: row.executor.advance(row.rows, accepted, before),
+            "commit": lambda: commit(row.slots, row.rows, draft, tree, target, before, 0, True),
             "": row.reset,
         },
     )

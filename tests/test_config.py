@@ -90,6 +90,7 @@ def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -
     assert options.speculative_algorithm == name.upper()
     assert options.for_architecture("LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 8)
     assert options.for_architecture("Qwen2ForCausalLM").speculative_shape == TreeShape(3, 1, 4)
+    assert options.for_architecture("Qwen2ForCausalLM").speculative_adaptive
     carried = TreeShape(4, 2, 10)
     assert options.for_architecture("LlamaForCausalLM", carried).speculative_shape == carried
 
@@ -107,7 +108,10 @@ def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -
 def test_what_is_given_wins_over_the_tree_that_a_head_asks_for(given: dict[str, int], shape: tuple[int, ...]) -> None:
     fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
     options = Options(speculative_algorithm="EAGLE", **fields).resolve()
-    assert options.for_architecture("LlamaForCausalLM", TreeShape(4, 2, 10)).speculative_shape == shape
+    filled = options.for_architecture("LlamaForCausalLM", TreeShape(4, 2, 10))
+    assert filled.speculative_shape == shape and not filled.speculative_adaptive
+    asked = Options(speculative_algorithm="EAGLE", speculative_adaptive=True, **fields).resolve()
+    assert asked.for_architecture("LlamaForCausalLM", TreeShape(4, 2, 10)).speculative_adaptive
 
 
 @pytest.mark.parametrize(

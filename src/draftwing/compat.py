@@ -44,7 +44,6 @@ NO_EFFECT = {
     "speculative_attention_mode": Foreign(str, _ONE_DTYPE),
     "speculative_draft_attention_backend": Foreign(str, _ONE_DTYPE),
     "speculative_draft_kv_cache_dtype": Foreign(str, _ONE_DTYPE),
-    "speculative_adaptive": Foreign(bool, _ADAPTS),
     "speculative_adaptive_config": Foreign(str, _ADAPTS),
     "speculative_ngram_match_type": Foreign(str, "matches are ranked by how often they were right", neutral=("BFS",)),
     "speculative_ngram_external_corpus_max_tokens": Foreign(int, "there is no external corpus"),

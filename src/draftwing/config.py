@@ -239,6 +239,12 @@ class Options:
         minimum=2,
         maximum=512,
     )
+    speculative_adaptive: bool = _option(
+        False,
+        SPECULATION,
+        "take shorter drafts, or none, for steps in which that is faster (always so with NGRAM, and where no tree is "
+        "asked for)",
+    )
     speculative_ngram_min_match_window_size: int = _option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_HINT
     )
@@ -422,8 +428,11 @@ class Options:
             if self.speculative_num_steps and self.speculative_eagle_topk:  # else it depends on head and target
                 self._grown_shape(CHAIN_SHAPE)
             return {"speculative_algorithm": algorithm}
+        found = {"speculative_algorithm": algorithm, "speculative_adaptive": True}
+        if algorithm == "STANDALONE":
+            found["speculative_adaptive"] = self._adaptive()
         shape = self._grown_shape(CHAIN_SHAPE) if algorithm == "STANDALONE" else self._ngram_shape()
-        return {"speculative_algorithm": algorithm} | dict(zip(tree, shape, strict=True))
+        return found | dict(zip(tree, shape, strict=True))
 
     def _check_simulation(self) -> None:
         length, steps = self.simulate_accept_length, self.speculative_num_steps
@@ -467,9 +476,14 @@ class Options:
         shape = self._grown_shape(carried or (LLAMA_SHAPE if architecture == "LlamaForCausalLM" else CHAIN_SHAPE))
         tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         filled: dict[str, Any] = dict(zip(tree, shape, strict=True))
-        options = dataclasses.replace(self, **filled)
+        options = dataclasses.replace(self, **filled, speculative_adaptive=self._adaptive())
         options._check_simulation()
         return options
+
+    def _adaptive(self) -> bool:
+        """A tree that was asked for is the tree of every step, unless its adaptation was asked for, too."""
+        tree = (self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens)
+        return self.speculative_adaptive or (tree == (None, None, None) and self.simulate_accept_length is None)
 
     def _grown_shape(self, default: TreeShape) -> TreeShape:
         """The growth loop's tree: level 1 has topk nodes, every further level topk children of topk nodes."""

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 from draftwing.attn.base import Batch, ChunkSpan
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
+from draftwing.kernels import cpu_ngram
 from draftwing.kernels import ngram as kernels
-from draftwing.spec import ngram, ngram_memory
+from draftwing.spec import ngram_memory
 from draftwing.spec.drafter import Draft
 from draftwing.spec.ngram import OWN, NGramDrafter
 from draftwing.spec.ngram_memory import NGramMemory
@@ -39,8 +40,8 @@ def on_kernels() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ngram, ngram_memory):
-        monkeypatch.setattr(module, "use_triton", lambda tensor: _on_kernels)
+    monkeypatch.setattr(ngram_memory, "use_triton", lambda tensor: _on_kernels)
+    monkeypatch.setattr(cpu_ngram, "take", lambda tensor: False)
 
 
 @pytest.fixture

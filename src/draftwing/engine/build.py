@@ -34,7 +34,7 @@ from draftwing.models.feature_head import FeatureHead
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, shape_menu
+from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
 from draftwing.shipped import carried_shape
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead, DraftLM
@@ -199,7 +199,7 @@ def make_drafter(
     if options.drafter != "NGRAM":
         head = load_head(options, path, token_ids, target, dtype, device)
         drafter = make_model_drafter(head, rows + 1, shape.topk, dtype, device.device)
-        return drafter, FixedShape(shape)
+        return drafter, WorthDrafting(chain_menu(shape)) if options.speculative_adaptive else FixedShape(shape)
     assert target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
     ngram = NGramDrafter(
         min_window=options.speculative_ngram_min_match_window_size,

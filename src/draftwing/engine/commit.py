@@ -10,6 +10,7 @@ from torch import Tensor
 from draftwing.core import IntArray, TreeShape
 from draftwing.engine.slots import SlotTable
 from draftwing.kernels import use_triton
+from draftwing.kernels.cpu_tree import tree_kernels_for
 from draftwing.spec.drafter import Draft
 from draftwing.spec.tree import Accepted, Tree, accept
 
@@ -74,6 +75,10 @@ def commit(
         return Committed(
             done.packed, done.committed, done.count, Path(*done.path[:4]) if done.path is not None else None
         )
+    kernels = tree_kernels_for(rows)
+    if kernels is not None:
+        packed, committed, count, found = kernels.settle(slots, rows, draft, tree, target, hint, observed)
+        return Committed(packed, committed, count, Path(*found) if found is not None else None)
     accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
     advance(slots, rows, accepted, prefix_len)
     zero = tree.depth[:, :1]  # the root's

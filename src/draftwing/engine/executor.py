@@ -27,6 +27,7 @@ from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
 from draftwing.engine.slots import Drawing, SlotTable, Upload
 from draftwing.engine.special import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.kernels import use_triton
+from draftwing.kernels.cpu_tree import tree_kernels_for
 from draftwing.models.decoder import DecoderModel
 from draftwing.sampling.sampler import sample
 from draftwing.sched.guidance import Guidance
@@ -278,6 +279,8 @@ class Executor:
             from draftwing.kernels.tree import plain_inputs
 
             ids, kv_len, write_slots = plain_inputs(rows, slots.table, slots.kv_len, slots.last)
+        elif (kernels := tree_kernels_for(rows)) is not None:
+            ids, kv_len, write_slots = kernels.plain_inputs(rows, slots)
         else:
             ids, kv_len = slots.last.index_select(0, rows), slots.kv_len.index_select(0, rows)  # [B]
             write_slots = slots.table[rows, kv_len]
@@ -302,6 +305,8 @@ class Executor:
             tree, (positions, write_slots, kv_len) = target_inputs(
                 draft.parent, draft.alive, rows, slots.table, slots.kv_len, shape.depth
             )
+        elif (kernels := tree_kernels_for(rows)) is not None:
+            tree, (positions, write_slots, kv_len) = kernels.target_inputs(draft, rows, slots, shape.depth)
         else:
             tree = derive(draft.parent, draft.alive, shape.depth)
             kv_len = slots.kv_len.index_select(0, rows)  # [B]

@@ -1,5 +1,5 @@
-"""Kernels beside torch's: C for the CPU (`cpu`), Triton and CUDA for GPUs. Each has a torch reference, which is what
-runs where the kernel cannot."""
+"""Kernels beside torch's: C for the CPU (`cpu`, `cpu_tree`, `cpu_ngram`), Triton and CUDA for GPUs. Each has a torch
+reference, which is what runs where the kernel cannot."""
 
 from __future__ import annotations
 

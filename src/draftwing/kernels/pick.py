@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from draftwing.kernels import use_triton
-from draftwing.kernels.cpu import load
+from draftwing.kernels.cpu import DTYPES, load
 
 if TYPE_CHECKING:
     from draftwing.kernels.skinny import SkinnyProducts
@@ -43,12 +44,23 @@ class FuseInputs(Protocol):
 
 
 def fuse_kernel(weight: Tensor) -> FuseInputs | None:
-    """`kernels.layers.fuse_inputs` where it runs on tensors like the loaded `weight`."""
+    """The `fuse_inputs` of `kernels.layers` or of `kernels.cpu_tree`, where one runs on tensors like `weight`."""
     if not use_triton(weight):
-        return None
+        from draftwing.kernels.cpu_tree import weight_kernels_for
+
+        native = weight_kernels_for(weight)
+        return native.fuse_inputs if native is not None else None
     from draftwing.kernels.layers import fuse_inputs
 
     return fuse_inputs
+
+
+def exact_logits_kernel(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """(hidden, weight, ids) -> `DecoderModel.exact_logits`, where there is a kernel of the CPU's for such states."""
+    from draftwing.kernels.cpu_tree import tree_kernels_for
+
+    native = tree_kernels_for(hidden) if hidden.dtype in DTYPES else None
+    return native.exact_logits if native is not None else None
 
 
 def skinny_kernels(weight: Tensor) -> SkinnyProducts | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
 from draftwing.kernels import use_triton
-from draftwing.kernels.pick import layer_kernels
+from draftwing.kernels.pick import exact_logits_kernel, layer_kernels
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table, rotate
@@ -172,6 +172,9 @@ class DecoderModel(nn.Module):
 
             # Torch's sum on a GPU takes another order when there are more rows.
             return chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2)).view(ids.shape)
+        native = exact_logits_kernel(hidden)
+        if native is not None:
+            return native(hidden, weight, ids)
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
     def pack(self, deterministic: bool = False) -> None:

@@ -44,6 +44,79 @@ class FixedShape:
         pass
 
 
+def chain_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """The user's shape, half of it where it is a chain, and plain decoding, largest first."""
+    half = shape.depth // 2
+    shorter = (TreeShape(half, 1, half + 1),) if shape.topk == 1 and half else ()
+    return (shape, *shorter, PLAIN)
+
+
+class WorthDrafting:
+    """For drafters that can always propose something: the shape with the most expected tokens per second. That is plain
+    decoding where verification costs more than drafts save, as in large batches or on text that is hard to foretell.
+
+    How often a draft of each depth is accepted and how long steps take, by batch size, are exponential averages of what
+    steps gave. Every shape is tried at every batch size, the largest one again from time to time, for of drafts that
+    are not made nothing is learnt.
+    """
+
+    RATE = 0.02  # of acceptance, per row and step
+    TIME_RATE = 0.1
+    TRIES = 3  # of each shape; the first pays for caches and allocations
+    PROBE_EVERY, PROBE = 256, 8  # steps
+    MARGIN = 1.03  # by which another shape has to be better
+
+    def __init__(self, menu: Sequence[TreeShape]) -> None:
+        self.menu = tuple(menu)
+        # survival[s][k]: share of rows whose first k + 1 drafts are accepted in a step of shape s
+        self._survival = [0.7 ** np.arange(1.0, shape.depth + 1) for shape in self.menu]
+        self._seconds: dict[tuple[int, int], float] = {}  # (shape index, batch bucket) -> seconds
+        self._tried: dict[tuple[int, int], int] = {}  # the same -> steps
+        self._chosen: dict[int, int] = {}  # batch bucket -> shape index
+        self._steps = 0
+
+    def choose(self, hints: Sequence[int]) -> TreeShape:
+        drafting = sum(1 for hint in hints if hint)
+        if not drafting:
+            return PLAIN
+        self._steps += 1
+        if self._steps % self.PROBE_EVERY < self.PROBE:
+            return self.menu[0]
+        bucket = len(hints).bit_length()
+        tries = [self._tried.get((i, bucket), 0) for i in range(len(self.menu))]
+        if min(tries) < self.TRIES:
+            return self.menu[tries.index(min(tries))]
+        rates = [(len(hints) + drafting * self._survival[i].sum()) / self._seconds[i, bucket]
+                 for i in range(len(self.menu))]  # fmt: skip
+        best, now = int(np.argmax(rates)), self._chosen.get(bucket)
+        if now is None or rates[best] > self.MARGIN * rates[now]:
+            self._chosen[bucket] = now = best
+        return self.menu[now]
+
+    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+        index = self.menu.index(shape)
+        key = (index, len(hints).bit_length())
+        self._tried[key] = self._tried.get(key, 0) + 1
+        if seconds > 0:
+            old = self._seconds.get(key)
+            # What stalls a step once says nothing of the next; the first steps are slower than those to come.
+            early = old is not None and self._tried[key] <= self.TRIES
+            if old is None or early:
+                self._seconds[key] = seconds if old is None else min(old, seconds)
+            else:
+                self._seconds[key] = old + self.TIME_RATE * (min(seconds, 2 * old) - old)
+        drafts = accepted[hints > 0]
+        if not shape.depth or not drafts.size:
+            return
+        reached = (drafts[:, None] > np.arange(shape.depth)).mean(axis=0)  # [depth]
+        weight = 1 - (1 - self.RATE) ** drafts.size
+        for i, other in enumerate(self.menu):
+            # A chain is the beginning of a longer one; of other trees only their own steps tell.
+            if i == index or other.topk == shape.topk == 1:
+                known = min(other.depth, shape.depth)
+                self._survival[i][:known] += weight * (reached[:known] - self._survival[i][:known])
+
+
 class ExpectedGain:
     """Maximises expected tokens per second, sum over rows of E[tokens | shape, outlook] / seconds[shape, batch].
 

@@ -17,6 +17,8 @@ from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.kernels import use_triton
 from draftwing.kernels.cpu import DTYPES, MOST, kernels_for
+from draftwing.kernels.cpu_tree import RowGrowth as NativeGrowth
+from draftwing.kernels.cpu_tree import tree_kernels_for
 from draftwing.kv.pool import LayerSpec
 from draftwing.sampling.noise import gumbel, gumbel_at
 from draftwing.spec.drafter import Draft
@@ -94,12 +96,19 @@ class ModelDrafter:
             growth.add(self._continuations(slots, rows, hidden, level + 1, topk, noisy), hidden)
         return growth.draft()
 
-    def _grow(self, slots: SlotTable, rows: Tensor, shape: TreeShape) -> RowGrowth | DeviceGrowth:
-        first = First(self._first_ids, self._first_logp, self._seed_feature)
+    @property
+    def _first(self) -> First:
+        return First(self._first_ids, self._first_logp, self._seed_feature)
+
+    def _grow(self, slots: SlotTable, rows: Tensor, shape: TreeShape) -> RowGrowth | NativeGrowth | DeviceGrowth:
+        first = self._first
         if use_triton(rows):
             from draftwing.kernels import grow as kernels
 
             return kernels.RowGrowth(slots, rows, shape, first, self.tail, self.lookahead, self.head.target_ids)
+        native = tree_kernels_for(rows)
+        if native is not None:
+            return NativeGrowth(native, slots, rows, shape, first, self.tail, self.lookahead)
         return RowGrowth(slots, rows, shape, first, self.tail, self.lookahead)
 
     def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
@@ -137,6 +146,9 @@ class ModelDrafter:
             from draftwing.kernels import grow as kernels
 
             return kernels.newest_rows(hidden, count, lookahead, rows, self._seed_feature if self.head.width else None)
+        native = tree_kernels_for(hidden)
+        if native is not None:
+            return native.newest_rows(hidden, count, lookahead, rows, self._seed_feature if self.head.width else None)
         hidden = hidden.unflatten(0, (rows.shape[0], -1))
         last = (count - lookahead).view(-1, 1, 1)
         newest = hidden.gather(1, last.expand(-1, 1, hidden.shape[2])).squeeze(1)
@@ -175,6 +187,10 @@ class ModelDrafter:
             kernels.keep_first(following, rows, self._first_ids, self._first_logp, self.head.target_ids)
             return
         ids, logp = following
+        native = tree_kernels_for(ids)
+        if native is not None:
+            native.keep_first(ids, logp, rows, self._first)
+            return
         self._first_ids.index_copy_(0, rows, ids.squeeze(1))
         self._first_logp.index_copy_(0, rows, logp.squeeze(1))
 
@@ -209,7 +225,10 @@ class ModelDrafter:
         if kernels is not None and z.dtype in DTYPES and topk <= MOST:
             own = (slots.seed[rows], slots.kv_len[rows] + ahead, slots.floats[rows, 0]) if noisy.shape[0] else None
             best, logp = kernels.top_tokens(z, topk, own, ids)
-            return best if ids is None else ids[best], logp
+            native = tree_kernels_for(best)
+            if ids is not None:
+                best = ids[best] if native is None else native.rename(best, ids)
+            return best, logp
         z = z.float()
         if noisy.shape[0]:
             drawn = rows[noisy]
@@ -238,6 +257,12 @@ def _with_newest(slots: SlotTable, batch: Batch, next_ids: Tensor) -> Batch:
             path=chain.path,
             path_len=chain.path_len,
             window=width,
+        )
+    native = tree_kernels_for(next_ids)
+    if native is not None:
+        ids, positions, write_slots, path_len, path = native.chain(slots, batch.rows, batch.prefix_len, width)
+        return batch._replace(
+            ids=ids, positions=positions, write_slots=write_slots, path=path, path_len=path_len, window=width
         )
     step = torch.arange(width, device=next_ids.device)
     positions = batch.prefix_len.unsqueeze(1) + step  # [B, Q + 1]

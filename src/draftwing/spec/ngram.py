@@ -16,10 +16,9 @@ from torch.nn.functional import pad
 from draftwing.attn.base import AttnBackend, Batch
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.errors import ConfigError
-from draftwing.kernels import use_triton
 from draftwing.kv.pool import LayerSpec
 from draftwing.spec.drafter import Draft
-from draftwing.spec.ngram_memory import CANDIDATES, WAYS, NGramMemory
+from draftwing.spec.ngram_memory import CANDIDATES, WAYS, NGramMemory, kernels_for
 from draftwing.spec.ngram_tree import TreeBuilder
 
 OWN: Final = 8  # matches kept from the row's own history
@@ -148,10 +147,17 @@ class NGramDrafter:
 
         Returns [B] int64: the length m of the longest match, 1 to max_window, or max_window + m (at most `MAX_HINT`)
         if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens. Written into `out`
-        if that is given, of any stride. On a GPU the bound is not used.
+        if that is given, of any stride. Kernels do not use the bound.
         """
-        if use_triton(rows):
-            return self._outlook_kernel(slots, rows, torch.empty_like(rows) if out is None else out)
+        kernels = kernels_for(rows)
+        if kernels is not None:
+            out = torch.empty_like(rows) if out is None else out
+            memory = self.memory
+            kernels.outlook(
+                slots.tokens, slots.kv_len, rows, memory.row, memory.log, memory.table, memory.factors, self.candidates,
+                self.match, self.gap, self.tickets, memory.mask, WAYS, self.min_window, STEADY, MAX_HINT, out,
+            )  # fmt: skip
+            return out
         context = slots.tokens.shape[1]
         if self.position.numel() < context:  # once: the table's width is not known before
             self.position = torch.arange(1, context + 1, device=rows.device)
@@ -177,16 +183,6 @@ class NGramDrafter:
         self.match.index_copy_(0, rows, self.match_of.take(level))
         self.candidates.index_copy_(0, rows, found.gather(2, order[:, None].expand_as(found)))
         return torch.take(self.hint_of, level[:, 0], out=out)
-
-    def _outlook_kernel(self, slots: NGramSlots, rows: Tensor, out: Tensor) -> Tensor:
-        from draftwing.kernels import ngram as kernels
-
-        memory = self.memory
-        kernels.outlook(
-            slots.tokens, slots.kv_len, rows, memory.row, memory.log, memory.table, memory.factors, self.candidates,
-            self.match, self.gap, self.tickets, memory.mask, WAYS, self.min_window, STEADY, MAX_HINT, out,
-        )  # fmt: skip
-        return out
 
     def _search(self, history: Tensor, newest: Tensor, suffix: Tensor, source: Tensor) -> Tensor:
         """Exact search of the rows' own history [B, length]: keys of the `OWN` best matches, best first [B, OWN].
@@ -215,9 +211,8 @@ class NGramDrafter:
     ) -> Draft:
         """A tree of the candidates that the last `outlook` kept; dead nodes where they are fewer than shape.nodes."""
         depth = min(shape.depth, self.branch_length)
-        if use_triton(rows) and shape.nodes > 1 and depth > 0:
-            from draftwing.kernels import ngram as kernels
-
+        kernels = kernels_for(rows)
+        if kernels is not None and shape.nodes > 1 and depth > 0:
             kept = self.candidates, self.match, slots.last, rows
             return Draft(*kernels.build(*kept, self.tree.weight, depth, shape.nodes))
         last = slots.last.index_select(0, rows)

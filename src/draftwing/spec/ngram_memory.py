@@ -12,12 +12,13 @@ gives a wrong one. Nothing here reads the device on the host and every shape is 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from draftwing.kernels import use_triton
+from draftwing.kernels import cpu_ngram, use_triton
 
 WINDOWS: Final = (1, 5)  # hashed lengths, clipped to the allowed matches; the match itself is measured in the log
 WAYS: Final = 4  # places kept per bucket
@@ -32,6 +33,16 @@ _CELL_BITS: Final = 32  # a table value is the number of the insert above, the c
 # tokens that a step may append, 0 for the dummy row. CURSOR: index of the newest token stored, -1 = nothing. NEWEST:
 # its place in the ring, counted on forever.
 _BASE, _TAG, _QUOTA, _CURSOR, _NEWEST = range(5)
+
+
+def kernels_for(rows: Tensor) -> ModuleType | None:
+    """The n-gram kernels where `rows` are: `kernels.ngram` or `kernels.cpu_ngram`, which have the same functions. None
+    where torch does the work."""
+    if use_triton(rows):
+        from draftwing.kernels import ngram
+
+        return ngram
+    return cpu_ngram if cpu_ngram.take(rows) else None
 
 
 def _factors(lengths: tuple[int, ...], width: int) -> Tensor:
@@ -108,9 +119,8 @@ class NGramMemory:
         on where its last call ended continues its stretch, any other starts one.
         """
         assert 0 < limit < self.cells - 1
-        if use_triton(rows):
-            from draftwing.kernels import ngram as kernels
-
+        kernels = kernels_for(rows)
+        if kernels is not None:
             kernels.insert(
                 tokens, rows, prefix_len, count, limit, self.row, self.log, self.table, self.clock, self.ticket,
                 self.factors, self.lengths, self.cells, self.mask, WAYS,
