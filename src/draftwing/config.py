@@ -428,11 +428,10 @@ class Options:
             if self.speculative_num_steps and self.speculative_eagle_topk:  # else it depends on head and target
                 self._grown_shape(CHAIN_SHAPE)
             return {"speculative_algorithm": algorithm}
-        found = {"speculative_algorithm": algorithm, "speculative_adaptive": True}
-        if algorithm == "STANDALONE":
-            found["speculative_adaptive"] = self._adaptive()
-        shape = self._grown_shape(CHAIN_SHAPE) if algorithm == "STANDALONE" else self._ngram_shape()
-        return found | dict(zip(tree, shape, strict=True))
+        if algorithm == "NGRAM":
+            return {"speculative_algorithm": algorithm} | dict(zip(tree, self._ngram_shape(), strict=True))
+        found = {"speculative_algorithm": algorithm, "speculative_adaptive": self._adaptive()}
+        return found | dict(zip(tree, self._grown_shape(CHAIN_SHAPE), strict=True))
 
     def _check_simulation(self) -> None:
         length, steps = self.simulate_accept_length, self.speculative_num_steps
@@ -450,7 +449,7 @@ class Options:
         """One line for options of speculation that were set and that this algorithm does not look at."""
         used = {"speculative_algorithm", "speculative_draft_model_path"}
         if algorithm != "none":
-            used |= set(tree)
+            used |= {*tree, "speculative_adaptive"}
         if algorithm in ("EAGLE", "NEXTN"):
             used.add("speculative_token_map")
         if algorithm == "EAGLE3":

@@ -21,6 +21,8 @@ def mixed_params(h, count, tokens=40):
 class Cycle:
     """Another shape each step, plain decoding included."""
 
+    sees_predictions = True
+
     def __init__(self, *shapes):
         self.menu = (*shapes, PLAIN)
         self._next = itertools.cycle(self.menu)

@@ -20,6 +20,8 @@ CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 class Cycle:
     """Another shape each step, plain decoding included."""
 
+    sees_predictions = True
+
     def __init__(self, *shapes):
         self.menu = (*shapes, PLAIN)
         self._next = itertools.cycle(self.menu)

@@ -36,6 +36,7 @@ class Chosen:
 
     menu = (TREE, PLAIN)
     shape = PLAIN
+    sees_predictions = True
 
     def choose(self, hints):
         return self.shape

@@ -457,6 +457,8 @@ def test_several_layers_with_chunks_of_any_length(layers, chunk, tmp_path):
 class InTurn:
     """Every shape of the menu in turn."""
 
+    sees_predictions = True
+
     def __init__(self, *menu: TreeShape) -> None:
         self.menu, self.step = menu, 0
 

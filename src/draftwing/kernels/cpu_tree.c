@@ -158,7 +158,7 @@ static PyObject *py_settle(PyObject *self, PyObject *const *args, Py_ssize_t giv
 
 /* -- growth: spec/grow.py ----------------------------------------------------------------------------------------- */
 
-/* The places of the best `count` of n scores, best first; of equals the lower place. NaN is worse than all. */
+/* The places of the best `count` of n scores, best first; of equals the lower place. What stands where there are NaN is not said. */
 static void best_first(const float *score, int64_t n, int64_t count, int64_t *places) {
     int64_t held = 0;
     for (int64_t i = 0; i < n; i++) {

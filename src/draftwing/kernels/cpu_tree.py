@@ -138,6 +138,8 @@ class TreeKernels:
         """
         (rows,), size = ids.shape, table.shape[1]
         assert feature.shape == (rows, size) and table.is_contiguous() and table.dtype == feature.dtype
+        assert ids.dtype == torch.int64
+        assert norms is None or all(w.dtype == table.dtype and w.shape == (size,) and w.stride() == (1,) for w in norms)
         ids, feature = ids.contiguous(), _with_rows(feature)
         positions = None if positions is None else positions.contiguous()
         weights = (0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
@@ -183,6 +185,8 @@ class RowGrowth:
         size, topk = rows.shape[0], shape.topk
         candidates = capacity(shape.depth, topk)
         assert shape.nodes - 1 <= candidates, "more nodes than growth has candidates"
+        assert topk <= first.ids.shape[1], "fewer continuations of the root than a level has nodes"
+        assert rows.dtype == first.ids.dtype == torch.int64
         assert first.ids.stride() == first.logp.stride() and first.ids.stride(1) == 1
         self._raw, self._slots, self._rows, self._shape, self._first = (
             kernels.raw, slots, rows.contiguous(), shape, first

@@ -197,7 +197,7 @@ class Scheduler:
         ready = [req for req in self.running if req.state is ReqState.DECODE and req.may_grow]
         if not ready:
             return None
-        shape = self.policy.choose([req.hint if req.limits is None or req.limits.depth else 0 for req in ready])
+        shape = self._choose(ready)
         span = self.spans[shape]
         ahead = self._ahead(ready, span)
         chosen = []
@@ -213,6 +213,11 @@ class Scheduler:
             req.bound += most
             req.inflight += 1
         return self._make_plan("tree", shape, chosen, max_bound, [])
+
+    def _choose(self, ready: Sequence[Req]) -> TreeShape:
+        if not self.policy.sees_predictions and any(req.prediction for req in ready):
+            return self.policy.menu[0]
+        return self.policy.choose([req.hint if req.limits is None or req.limits.depth else 0 for req in ready])
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_bound: int, chunks: list[Chunk]) -> Plan:
         admits = tuple(self._admits.values())
@@ -322,7 +327,12 @@ class Scheduler:
         return req if req is not None and req.admission == admission else None
 
     def _hints_before(self, live: Sequence[Req | None]) -> IntArray:
-        return np.asarray([0 if req is None else req.hint for req in live], np.int64)
+        """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
+        sees = self.policy.sees_predictions
+        return np.asarray(
+            [0 if req is None or req.limits is not None or (req.prediction and not sees) else req.hint for req in live],
+            np.int64,
+        )
 
     def _commit_chunk(self, req: Req, chunk: Chunk, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         req.kv = chunk.start + chunk.length

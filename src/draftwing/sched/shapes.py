@@ -11,7 +11,13 @@ from draftwing.core import MAX_HINT, PLAIN, IntArray, TreeShape
 
 
 class ShapePolicy(Protocol):
+    """menu: all shapes, the largest first.
+
+    sees_predictions: whether an outlook tells what a predicted output is worth. If not, it gets the largest shape.
+    """
+
     menu: tuple[TreeShape, ...]
+    sees_predictions: bool
 
     def choose(self, hints: Sequence[int]) -> TreeShape:
         """The shape for a batch whose rows have these outlooks (0: nothing can be proposed)."""
@@ -33,6 +39,8 @@ def shape_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
 
 class FixedShape:
     """Always the same shape; plain decoding when no row has anything to propose."""
+
+    sees_predictions = True
 
     def __init__(self, shape: TreeShape) -> None:
         self.menu: tuple[TreeShape, ...] = (shape,) if shape == PLAIN else (shape, PLAIN)
@@ -56,14 +64,17 @@ class WorthDrafting:
     decoding where verification costs more than drafts save, as in large batches or on text that is hard to foretell.
 
     How often a draft of each depth is accepted and how long steps take, by batch size, are exponential averages of what
-    steps gave. Every shape is tried at every batch size, the largest one again from time to time, for of drafts that
-    are not made nothing is learnt.
+    steps gave. Every shape is tried at every batch size, and again in turn: of drafts that are not made nothing is
+    learnt, and a machine is not always as busy as it was.
     """
+
+    sees_predictions = False
 
     RATE = 0.02  # of acceptance, per row and step
     TIME_RATE = 0.1
     TRIES = 3  # of each shape; the first pays for caches and allocations
-    PROBE_EVERY, PROBE = 256, 8  # steps
+    PROBE_EVERY, PROBE = 128, 4  # steps; a shape that looks half as good as the best has every RARELY-th of its turns
+    RARELY = 4
     MARGIN = 1.03  # by which another shape has to be better
 
     def __init__(self, menu: Sequence[TreeShape]) -> None:
@@ -80,14 +91,17 @@ class WorthDrafting:
         if not drafting:
             return PLAIN
         self._steps += 1
-        if self._steps % self.PROBE_EVERY < self.PROBE:
-            return self.menu[0]
         bucket = len(hints).bit_length()
         tries = [self._tried.get((i, bucket), 0) for i in range(len(self.menu))]
         if min(tries) < self.TRIES:
             return self.menu[tries.index(min(tries))]
         rates = [(len(hints) + drafting * self._survival[i].sum()) / self._seconds[i, bucket]
                  for i in range(len(self.menu))]  # fmt: skip
+        turn, place = divmod(self._steps, self.PROBE_EVERY)
+        if place < self.PROBE:
+            turn, probed = divmod(turn, len(self.menu))
+            if 2 * rates[probed] > max(rates) or turn % self.RARELY == 0:
+                return self.menu[probed]
         best, now = int(np.argmax(rates)), self._chosen.get(bucket)
         if now is None or rates[best] > self.MARGIN * rates[now]:
             self._chosen[bucket] = now = best
@@ -96,8 +110,8 @@ class WorthDrafting:
     def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
         index = self.menu.index(shape)
         key = (index, len(hints).bit_length())
-        self._tried[key] = self._tried.get(key, 0) + 1
         if seconds > 0:
+            self._tried[key] = self._tried.get(key, 0) + 1
             old = self._seconds.get(key)
             # What stalls a step once says nothing of the next; the first steps are slower than those to come.
             early = old is not None and self._tried[key] <= self.TRIES
@@ -125,6 +139,7 @@ class ExpectedGain:
     tries the largest shape against the estimate, so that an estimate cannot stay wrong for ever.
     """
 
+    sees_predictions = True
     RATE = 0.15
     ROW_COST = 0.05
     PROBE_EVERY = 128
