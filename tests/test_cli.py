@@ -35,7 +35,7 @@ run.EngineLink = partial(run.EngineLink, module={worker!r})
 run.resolve_model = lambda *args, **options: Path()
 run.load_tokenizer = lambda *args: byte_tokenizer()
 from draftwing.cli import main
-sys.exit(main(["serve", "--port", "0", "--random_seed=5", *{argv!r}]))
+sys.exit(main(["serve", "--port", "0", "--random_seed=5", "--speculative-algorithm=none", *{argv!r}]))
 """
 
 
@@ -56,7 +56,7 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--speculative-algorithm", "EAGLE3"], "EAGLE3 needs speculative_draft_model_path"),
+        (["--speculative-algorithm", "STANDALONE"], "STANDALONE needs speculative_draft_model_path"),
         (["--speculative_algorithm", "NGRAM", "--speculative_num_draft_tokens", "1"], "at least 2"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--host", "no such host"], "is not an address"),

@@ -66,7 +66,7 @@ class Linear(nn.Module):
                 raise ConfigError(
                     f"--enable-deterministic-inference: expected {name or 'linear'}.weight in bfloat16 or float16, "
                     f"with a multiple of 64 columns, contiguous and aligned to 16 bytes; found {self.weight.dtype}, "
-                    f"{list(self.weight.shape)}, strides {self.weight.stride()}. "
+                    f"{list(self.weight.shape)}. "
                     "Set --dtype, or leave the option out"
                 )
         if self._packed is not None or not can_pack(self.weight):
