@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,3 +29,12 @@ def one_thread() -> Iterator[None]:
 def smollm2_path() -> Path:
     """The default model's GGUF file, downloaded on first use."""
     return fetch_default_model(progress=False)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands set the level of the package's log, which other tests read."""
+    logger = logging.getLogger("draftwing")
+    before = logger.level
+    yield
+    logger.setLevel(before)

@@ -142,7 +142,7 @@ def test_real_runs_say_nothing() -> None:
 
 def test_the_log_lines_say_so(model: str, head: str, caplog: pytest.LogCaptureFixture) -> None:
     options = {**SMALL, **drafting("EAGLE3", head), "simulate_accept_length": 3}
-    with caplog.at_level(logging.INFO), LLM(model, **options) as llm:
+    with caplog.at_level(logging.INFO, logger="draftwing"), LLM(model, **options) as llm:
         assert isinstance(llm.engine.reporter, Reporter)
         llm.generate("Hello", {**GREEDY, "max_new_tokens": 200})
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("decode batch")]
@@ -151,7 +151,7 @@ def test_the_log_lines_say_so(model: str, head: str, caplog: pytest.LogCaptureFi
 
 def test_options_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="simulate_accept_length needs a speculative_algorithm"):
-        Options(simulate_accept_length=2.0).resolve()
+        Options(speculative_algorithm="none", simulate_accept_length=2.0).resolve()
     chain = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x", "speculative_num_steps": 3}
     with pytest.raises(ConfigError, match=r"at most speculative_num_steps \+ 1, which is 4; found 4\.5"):
         Options(**chain, simulate_accept_length=4.5).resolve()

@@ -47,7 +47,7 @@ class Random:
 def config(algorithm: str, **changes: Any) -> FitConfig:
     loss = Loss(steps=3) if algorithm == "EAGLE3" else LOSSES["EAGLE"]
     small = {"tokens": 40, "steps": 11, "max_length": 18, "lr": 1e-2, "log_every": 4, "eval_every": 3, "save_every": 3}
-    return recipe(algorithm, **{"loss": loss, **small, **changes})
+    return recipe(algorithm, **{"loss": loss, "precision": "float32", **small, **changes})
 
 
 def run(

@@ -32,7 +32,7 @@ from draftwing.cli import main
 from draftwing.train import stages
 
 UNTRAINED, TRAINED = 1.25, 2.5  # accept lengths at (3, 1, 4), greedy: at most, at least
-LEARN = ("--steps", "60", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
+LEARN = ("--steps", "250", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", "16",
           "--num-threads", "1")  # fmt: skip
 
@@ -114,14 +114,15 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
     prompts, params = ["ask 1", "another"], {"temperature": 0, "max_new_tokens": 30}
     with LLM(bench.target, **options) as llm:
         expected = [completion.token_ids for completion in llm.generate(prompts, params)]
-    spec = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(run / "head")}
+    tree = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
+    spec = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(run / "head"), **tree}
     with LLM(bench.target, **options, **spec) as llm:
         found = llm.generate(prompts, params)
         assert [completion.token_ids for completion in found] == expected
         assert llm.engine.accept_length > 1.5
     card = (run / "head" / "README.md").read_text()
     for part in (
-        "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "60 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} |",
+        "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "250 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} |",
         "80 prompts", "256 tokens", "--speculative-algorithm EAGLE3",
     ):  # fmt: skip
         assert part in card, part
