@@ -51,7 +51,8 @@ def typed(command: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of the commands, with the files that they name."""
     folder = write_all(tmp_path_factory.mktemp("docs"), llama2, llama3, llama31, mimo, qwen25)
-    (folder / "notes.txt").write_text("".join(map(chr, range(1, 0x800))))  # most bytes, and so most tokens
+    # Most bytes of UTF-8, and so most tokens
+    (folder / "notes.txt").write_text("".join(map(chr, (*range(1, 0x800), *range(0x1000, 0x110000, 0x1000)))))
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
