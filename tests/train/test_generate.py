@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
 from draftwing.engine.engine import Engine
-from draftwing.train.data import Prompt, Skipped
+from draftwing.train.data import Prompt, Skipped, held_out
 from draftwing.train.generate import MIN_ANSWER, Sampling, finished, generate, usable
 from draftwing.train.sequences import Response, read_responses, responses_files
 
@@ -167,6 +168,18 @@ def test_what_is_drawn_depends_on_seed_and_prompt_alone() -> None:
     warm = [t for t in many if t]
     assert abs(sum(warm) / len(warm) - 0.8) < 0.01 and min(warm) < 0.61 and max(warm) > 0.99
     assert all(Sampling(greedy=1.0).draw(key).temperature == 0 for key in keys)
+
+
+def test_copies_of_a_prompt_are_other_answers_and_never_greedy() -> None:
+    copies = [dataclasses.replace(PROMPTS[0], copy=copy) for copy in range(4)]
+    draws = [Sampling(greedy=1.0).draw(prompt.key) for prompt in copies]
+    assert [draw.temperature == 0 for draw in draws] == [True, False, False, False]
+    assert len({draw.sampling_seed for draw in draws}) == 4
+    # They are watched or trained on together: an answer to a prompt tells much about another one.
+    keys = [dataclasses.replace(Prompt((str(i),)), copy=copy).key for i in range(200) for copy in range(3)]
+    chosen = held_out(keys, 0.3, 0, "watch")
+    assert 90 < len(chosen) < 270
+    assert all(len({key in chosen for key in keys[i : i + 3]}) == 1 for i in range(0, len(keys), 3))
 
 
 def test_broken_lines_are_made_again(llm: LLM, tmp_path: Path) -> None:

@@ -37,16 +37,19 @@ class BadData(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user says, turn after turn; the model is to answer each. where: file and line."""
+    """What a user says, turn after turn; the model is to answer each. where: file and line. copy: 1, 2, ... where the
+    same is asked again, for another answer."""
 
     turns: tuple[str, ...]
     system: str | None = None
     where: str = ""
+    copy: int = 0
 
     @property
     def key(self) -> str:
-        """The same for texts that differ in case and white space only."""
-        return _key([self.system or "", *self.turns])
+        """The same for texts that differ in case and white space only, and of the same copy."""
+        key = _key([self.system or "", *self.turns])
+        return f"{key}-{self.copy}" if self.copy else key
 
 
 @dataclass(frozen=True)
@@ -262,10 +265,15 @@ def without_overlap(items: Iterable[Any], overlap: Overlap, skipped: Skipped) ->
 
 
 def held_out(keys: Iterable[str], share: float, seed: int, purpose: str) -> set[str]:
-    """A random `share` of the keys, at least one. What is chosen does not change when others are added; choices for
-    different purposes are independent."""
-    order = {key: int(_key([str(seed), purpose, key])[:13], 16) / 2**52 for key in keys}
+    """A random `share` of the keys, at least one, a prompt's copies always together. What is chosen does not change
+    when others are added; choices for different purposes are independent."""
+    order = {key: int(_key([str(seed), purpose, original(key)])[:13], 16) / 2**52 for key in keys}
     return {key for key, place in order.items() if place < share} or set(sorted(order, key=lambda k: order[k])[:1])
+
+
+def original(key: str) -> str:
+    """The key of the prompt that `key` names a copy of."""
+    return key.partition("-")[0]
 
 
 def _words(text: str) -> list[str]:

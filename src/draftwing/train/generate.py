@@ -19,7 +19,7 @@ from tqdm import tqdm
 from draftwing.core import GenRequest, SamplingParams
 from draftwing.errors import ConfigError, RequestError
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.train.data import BadData, Prompt, Skipped
+from draftwing.train.data import BadData, Prompt, Skipped, original
 from draftwing.train.sequences import Response, chat_ids, first_ids, opening
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class Sampling:
     """How answers are drawn.
 
     max_tokens: of one answer.  max_length: of a conversation with its answers, in tokens.
-    greedy: share of the prompts answered at temperature 0; the others have temperatures spread evenly over
-    `temperatures`, inclusive.
+    greedy: share of the prompts answered at temperature 0; the others, and all copies of prompts, have temperatures
+    spread evenly over `temperatures`, inclusive.
     """
 
     max_tokens: int = 1024
@@ -49,7 +49,7 @@ class Sampling:
         """Of a prompt's answer; all of a conversation's answers have the same temperature."""
         share, place = (self._uniform(f"{what} {key}") for what in ("greedy", "place"))
         low, high = self.temperatures
-        temperature = 0.0 if share < self.greedy else round(low + place * (high - low), 3)
+        temperature = 0.0 if share < self.greedy and key == original(key) else round(low + place * (high - low), 3)
         seed = int(self._uniform(f"noise {turn} {key}") * 2**52)
         return SamplingParams(max_new_tokens=self.max_tokens, temperature=temperature, sampling_seed=seed)
 
@@ -81,9 +81,13 @@ def usable(
 ) -> list[tuple[Prompt, list[int]]]:
     """Prompts that leave room for an answer, with their token ids."""
     found, most = [], sampling.max_length - MIN_ANSWER
+    known: dict[str, list[int]] = {}  # copies have the same
     for prompt in tqdm(prompts, desc="tokenizing", unit=" prompts", leave=False):
         try:
-            ids = first_ids(prompt, tokenizer)
+            name = original(prompt.key)
+            if name not in known:
+                known[name] = first_ids(prompt, tokenizer)
+            ids = known[name]
             if len(ids) > most:
                 raise BadData(f"longer than {most} tokens")
             if not ids:

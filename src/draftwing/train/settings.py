@@ -55,6 +55,7 @@ class Settings:
     max_length: int = _setting(2048, DATA, "tokens of a conversation; longer ones are skipped", least=32)
 
     max_tokens: int = _setting(1024, GENERATE, "tokens of an answer", least=1)
+    answers: int = _setting(1, GENERATE, "answers to each prompt; those after the first are never greedy", least=1)
     greedy_share: float = _setting(0.5, GENERATE, "share of prompts that are answered at temperature 0", least=0)
     temperatures: tuple[float, ...] = _setting((0.6, 1.0), GENERATE, "lowest and highest temperature of the others")
 

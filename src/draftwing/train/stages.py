@@ -40,6 +40,7 @@ from draftwing.train.data import (
     Skipped,
     first_turns,
     held_out,
+    original,
     read_conversations,
     read_prompts,
     without_overlap,
@@ -114,6 +115,7 @@ class Stages:
             known = {prompt.key for prompt in prompts}
             prompts += [talk.prompt() for talk in talks if talk.prompt().key not in known]
             talks = []
+        prompts = [dataclasses.replace(one, copy=copy) for copy in range(settings.answers) for one in prompts]
         conversations = []
         for talk in talks:
             try:
@@ -169,8 +171,10 @@ class Stages:
         done = finished(file, Skipped()) if self.run.data == self.run.out else set()
         done |= {response.key for response in read_responses(responses_files(self.run.data), Skipped())}
         todo = [prompt for prompt in data.prompts if prompt.key not in done]
-        ready = usable(todo, self.tokenizer, sampling, data.skipped)
-        data.skipped.require(len(ready) + len(done) + len(data.conversations), "prompt or conversation")
+        mine = [one for one in todo if int(original(one.key), 16) % self.processes == self.rank]
+        ready = usable(mine, self.tokenizer, sampling, data.skipped)
+        others = len(todo) - len(mine) + len(done) + len(data.conversations)
+        data.skipped.require(len(ready) + others, "prompt or conversation")
         self._report_data()
         if not ready:
             logger.info("all %d prompts have their answers", len(data.prompts))
@@ -188,7 +192,6 @@ class Stages:
             return
         from draftwing.engine.engine import Engine
 
-        ready = [one for one in ready if int(one[0].key, 16) % self.processes == self.rank]
         engine = Engine(self.engine_options)
         try:
             generate(engine, ready, file, sampling, data.skipped)
