@@ -15,6 +15,7 @@ from reference.checkpoints import Checkpoint, Maker
 from toy_grammar import ToyGrammar
 
 from draftwing.core import TreeShape
+from draftwing.kernels import use_triton
 from draftwing.models.draft_loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.spec.mtp_drafter import make_model_drafter
@@ -114,7 +115,8 @@ def test_from_graphs(case, shape):
     assert got.tokens == {str(i): case.expected.tokens[str(i)] for i in greedy}
     assert rig.accept_length > 1.5 and None not in replays and {key.size for key in replays} >= {1, 6}
     case.answer(rig)
-    assert None in replays
+    # Kernels look up themselves which rows have a temperature; torch's code is told by the host, so not from graphs.
+    assert (None in replays) != use_triton(rig.slots.kv_len)
 
 
 LOOKAHEAD = {"EAGLE": 1, "NEXTN 2 layers": 2, "NEXTN 3 layers": 3}

@@ -1,6 +1,9 @@
 """Propose, verify and settle run on tensors that have no data: nothing on the device's path reads them on the host or
 lets a shape depend on them. On a CPU such a read costs nothing and hides; on CUDA it is a stall, and cannot be captured
-in a graph."""
+in a graph.
+
+What few requests ask for beside sampling talks with the host, and runs under a watch instead: data reach the device by
+`Device.upload` alone, which does not wait, and leave it by `Device.download`."""
 
 from functools import partial
 
@@ -9,8 +12,11 @@ import pytest
 import torch
 from reference import exact_heads
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+from draftwing.core import PLAIN, Admission, Chunk, LogprobParams, Plan, SamplingParams, SpecLimits, TreeShape
+from draftwing.engine.device import pick_device
 from draftwing.models.draft_loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.spec.heads import DraftLM
@@ -112,3 +118,56 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
             packed = rig.executor.settle(pending)._download
             commit = plan.shape.max_commit
             assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
+
+
+class Watch(TorchDispatchMode):
+    """Operations that would wait on CUDA are errors, except in `Device.upload`."""
+
+    READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
+    uploading = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        assert name not in self.READS, "data were read on the host"
+        assert name != "aten::lift_fresh" or self.uploading, "data came from the host by themselves"
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            assert all(at is None or at.dtype != torch.bool for at in args[1]), "a shape depends on data"
+        return func(*args, **(kwargs or {}))
+
+    def around(self, stage):
+        def run(*args):
+            with self:
+                return stage(*args)
+
+        return run
+
+    def around_upload(self, upload):
+        def run(host):
+            self.uploading = True
+            try:
+                return upload(host)
+            finally:
+                self.uploading = False
+
+        return run
+
+
+@pytest.mark.parametrize("drafter", [None, "oracle"])
+def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, drafter):
+    if harness.device != "cpu":
+        pytest.skip("there every test of the engine runs with implicit synchronisation an error")
+    h, watch, device = harness, Watch(), pick_device("cpu")
+    device.upload = watch.around_upload(device.upload)
+    book = torch.zeros(h.VOCAB, h.CONTEXT + 64, dtype=torch.int64)
+    rig = h.Rig(h.tiny_model(), shapes=(TreeShape(4, 3, 11),), drafter=drafter, book=book, fake_device=device)
+    rig.executor.launch, rig.executor.settle = watch.around(rig.executor.launch), watch.around(rig.executor.settle)
+    edited = h.seeded(
+        20, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), allowed_token_ids=tuple(range(40)),
+        bad_words=("x",), top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=3,
+    )  # fmt: skip
+    rig.submit("edited", [1, 2, 3], edited, stop_ids=(5,), bad_word_ids=((4,), (6, 7, 8)))
+    rig.submit("guided", [2, 2, 3], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))
+    rig.submit("limited", [3, 2, 3], h.greedy(20), limits=SpecLimits(2, 2, 4))
+    rig.submit("predicted", [4, 2, 3], h.greedy(20), prediction=(1, 2, 3, 4))
+    rig.submit("logprobs", [5, 2, 3], h.greedy(20), logprobs=LogprobParams(3, (1, 2), 0))
+    assert len(rig.run().final) == 5

@@ -271,6 +271,25 @@ def test_what_the_edits_do(harness):
     assert len(words) == 60
 
 
+def test_a_vocabulary_that_fills_no_whole_words(harness):
+    """Masks and logits are copied in words of 64 bits: here the last is half empty."""
+    h, vocab = harness, 71
+
+    def last(tokens, logits):
+        logits[-1] += 100.0
+        return logits
+
+    rig = h.Rig(h.tiny_model(seed=4, vocab=vocab))
+    rig.submit("grammar", [1, 2, 3], h.greedy(20), grammar=ToyGrammar(5, vocab))
+    rig.submit("processor", [1, 2, 3], h.greedy(5), processor=last)
+    rig.submit("allowed", [1, 2, 3], h.seeded(40, temperature=9.0, allowed_token_ids=(3, vocab - 1)))
+    got = rig.run().tokens
+    answer = got["grammar"]
+    assert all(token in ToyGrammar(5, vocab, tuple(answer[:i]))._allowed() for i, token in enumerate(answer))
+    assert got["processor"] == [vocab - 1] * 5
+    assert set(got["allowed"]) == {3, vocab - 1}
+
+
 def test_a_processor_that_fails_ends_its_request_alone(harness):
     def broken(tokens, logits):
         if len(tokens) > 8:

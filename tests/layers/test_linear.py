@@ -43,19 +43,47 @@ def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtyp
         assert torch.equal(residual, kept)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (576, 3072), (1536, 576), (2048, 100)])
-def test_packed_rows_do_not_depend_on_their_number(inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    linear, _ = make_linear(inputs, outputs, False, dtype)
+def test_packed_rows_do_not_depend_on_their_number(
+    inputs: int, outputs: int, dtype: torch.dtype, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this CPU's oneDNN does; blocks: as where any number of rows is summed in its own way."""
+    if blocks:
+        monkeypatch.setattr(linear_module, "rows_summed_alike", lambda *_: 32)
+    linear, weight = make_linear(inputs, outputs, False, dtype)
     linear.pack()
     x = torch.randn(300, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
     residual = torch.randn(300, outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
     every, added = linear(x), linear(x, residual)
+    assert every.shape == added.shape == residual.shape
+    expected = x.double() @ weight[:, :-1].T
+    torch.testing.assert_close(every.double(), expected, rtol=2**-7, atol=2**-6)
+    torch.testing.assert_close(added.double(), expected + residual.double(), rtol=2**-7, atol=2**-6)
     for rows in (1, 2, 3, 4, 7, 8, 12, 16, 17, 32, 64, 65, 130):
         for start in (0, 5, 300 - rows):
             here = slice(start, start + rows)
             assert torch.equal(linear(x[here]), every[here]), (rows, start)
             assert torch.equal(linear(x[here], residual[here]), added[here]), (rows, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("other_order", "expected"), [((), 1), ((1,), 2), ((2,), 32), ((1, 2, 3), 32), ((33,), 32), ((300,), 32)]
+)
+def test_numbers_of_rows_that_are_summed_in_another_order_are_found(
+    other_order: tuple[int, ...], expected: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(linear: Linear, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        parts = 8 if len(x) in other_order else 4  # that are summed one after the other
+        total = torch.zeros(len(x))
+        for part in x.float().split(x.shape[1] // parts, 1):
+            total = total + part.cumsum(1)[:, -1]
+        return total.to(dtype)[:, None].expand(-1, linear.out_features)
+
+    monkeypatch.setattr(Linear, "_product", product)
+    assert linear_module.rows_summed_alike.__wrapped__(64, 3, dtype, 1) == expected
 
 
 def test_packing_releases_the_weight_unless_kept() -> None:

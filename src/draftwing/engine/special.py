@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwing.core import MOST_PREDICTED, PLAIN, IntArray, LogprobParams, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
@@ -61,8 +62,8 @@ class SpecialRows:
     def __init__(self, model: DecoderModel, drafter: Drafter | None, slots: SlotTable, device: Device) -> None:
         self.model, self.drafter, self.slots, self.device = model, drafter, slots, device
         rows, vocab = slots.rows + 1, model.config.vocab_size
-        self.edits = EditTable(rows, vocab, device.device)
-        self.predicted = PredictedOutput(rows, min(slots.length, MOST_PREDICTED), device.device)
+        self.edits = EditTable(rows, vocab, device.device, device.upload)
+        self.predicted = PredictedOutput(rows, min(slots.length, MOST_PREDICTED), device.device, device.upload)
         self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
 
     def admit(self, plan: Plan) -> None:
@@ -176,14 +177,19 @@ class SpecialRows:
 
     def _processed(self, logits: Tensor, guided: IntArray, guidance: Guidance) -> Tensor:
         """logits [b, N, V] after the rows' processors; what was banned stays banned."""
-        host = logits.cpu().clone()
+        words = pad(logits.flatten(), (0, logits.numel() % 2)).view(torch.int64)
+        host = self.device.download(words).wait()
+        rows = torch.from_numpy(host).view(logits.dtype)[: logits.numel()].view(logits.shape)  # in `host`'s memory
         for row, number in enumerate(guided.tolist()):
-            guidance.process(number, host[row])
-        return host.to(logits.device).masked_fill(logits == -torch.inf, -torch.inf)
+            guidance.process(number, rows[row])
+        edited = self.device.upload(host).view(logits.dtype)[: logits.numel()].view(logits.shape)
+        return edited.masked_fill(logits == -torch.inf, -torch.inf)
 
     def _bits(self, masks: npt.NDArray[np.uint32]) -> Tensor:
         """[g, N, W] uint32 on the host -> int32 on the device"""
-        return torch.from_numpy(np.ascontiguousarray(masks).view(np.int32)).to(self.device.device)
+        host = np.zeros(masks.size + masks.size % 2, np.uint32)  # whole int64 words
+        host[: masks.size] = masks.ravel()
+        return self.device.upload(host.view(np.int64)).view(torch.int32)[: masks.size].view(masks.shape)
 
     # -- log probabilities ------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ def _silu_mul_kernel(
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _fuse_kernel(
     out,
     ids,
@@ -112,38 +112,45 @@ def _fuse_kernel(
     token_weight,
     feature_weight,
     positions,
+    rows,
     SIZE: tl.constexpr,
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BLANK_FIRST: tl.constexpr,
     TOKEN_AT: tl.constexpr,
     FEATURE_AT: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)[None, :]
-    mask = col < SIZE
+    """Tiles are those of `_rms_norm_kernel`: how threads share a tile decides the order of a row's sum."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    there = row < rows
+    mask = there[:, None] & (col < SIZE)[None, :]
+    row64 = row.to(tl.int64)
+    target = out + row64[:, None] * (2 * SIZE) + col[None, :]
     dtype = out.dtype.element_ty
     if tl.program_id(1) == 0:
         if NORM:
-            w = tl.load(token_weight + col, mask=mask, other=0.0).to(tl.float32)
+            w = tl.load(token_weight + col, mask=col < SIZE, other=0.0).to(tl.float32)
         start(PDL)
-        token = tl.load(ids + row).to(tl.int64)
-        x = tl.load(table + token * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+        token = tl.load(ids + row64, mask=there, other=0).to(tl.int64)
+        x = tl.load(table + token[:, None] * SIZE + col[None, :], mask=mask, other=0.0).to(tl.float32)
         if BLANK_FIRST:
-            x = tl.where(tl.load(positions + row) == 0, 0.0, x)
+            first = tl.load(positions + row64, mask=there, other=0) == 0
+            x = tl.where(first[:, None], 0.0, x)
         if NORM:
-            x = _normed(x, w, SIZE, EPS)
-        tl.store(out + row * 2 * SIZE + TOKEN_AT + col, x.to(dtype), mask=mask)
+            x = _normed(x, w[None, :], SIZE, EPS)
+        tl.store(target + TOKEN_AT, x.to(dtype), mask=mask)
     else:
         if NORM:
-            w = tl.load(feature_weight + col, mask=mask, other=0.0).to(tl.float32)
+            w = tl.load(feature_weight + col, mask=col < SIZE, other=0.0).to(tl.float32)
         start(PDL)
-        x = tl.load(feature + row * feature_stride + col, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(feature + row64[:, None] * feature_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         if NORM:
-            x = _normed(x, w, SIZE, EPS)
-        tl.store(out + row * 2 * SIZE + FEATURE_AT + col, x.to(dtype), mask=mask)
+            x = _normed(x, w[None, :], SIZE, EPS)
+        tl.store(target + FEATURE_AT, x.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
@@ -249,12 +256,12 @@ def fuse_inputs(
         return out
     token_weight, feature_weight = (table, table) if norms is None else norms
     at = ids if positions is None else positions
-    _, block, warps = _row_blocks(size)
-    _fuse_kernel[(rows, 2)](
-        out, ids, table, feature, feature.stride(0), token_weight, feature_weight, at,
+    per_program, block, warps = _row_blocks(size)
+    _fuse_kernel[(triton.cdiv(rows, per_program), 2)](
+        out, ids, table, feature, feature.stride(0), token_weight, feature_weight, at, rows,
         SIZE=size, EPS=eps, NORM=norms is not None, BLANK_FIRST=positions is not None,
         TOKEN_AT=size if feature_first else 0, FEATURE_AT=0 if feature_first else size,
-        BLOCK=block, num_warps=warps, **launch_options(feature.device),
+        ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(feature.device),
     )  # fmt: skip
     return out
 

@@ -1,11 +1,12 @@
 """A matrix product whose weight can be packed once into the layout that the CPU reads fastest.
 
 Packed, it also gives each row the same bits whatever other rows are in the batch, which is what makes greedy text
-with speculation equal text without it in bfloat16.
+with speculation equal text without it in bfloat16. How oneDNN sums depends on the CPU, so `pack` tries it out.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +19,11 @@ from draftwing.kernels.pick import skinny_kernels
 if TYPE_CHECKING:
     from draftwing.kernels.skinny import SkinnyProducts
 
-# oneDNN sums up to this many products of a row in one go; beyond it, a single row is summed in another order than
-# several are.
-_ONE_PASS = 1024
+# Rows of every product where the order of sums changes with their number: few enough to cost little more than one row,
+# for it is the weight that takes time.
+_BLOCK = 32
+_TRIED = (2, 3, 4, 7, 16, 33, 64, 130)  # numbers of rows that are compared with 300
+_MOST_TRIED = 8192  # outputs; the products of more are summed as these are
 # Up to this many rows our own kernel beats cuBLAS (docs/performance.md); it takes any number.
 _SKINNY_ROWS, _ANY_ROWS = 8, 1 << 30
 
@@ -32,6 +35,35 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32
+
+
+@functools.cache
+def rows_summed_alike(in_features: int, out_features: int, dtype: torch.dtype, threads: int) -> int:
+    """1 if oneDNN sums a row of such a product in the same order among any number of rows on this CPU, 2 if among any
+    but for a row alone, else `_BLOCK`: then the number must always be the same. threads: that torch has.
+
+    Tried out on rows whose terms cancel, so that what is left is the rounding of the partial sums, another one for
+    each order. Weights are ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = in_features // 2
+    size = torch.randint(0, 20, (300, half), generator=generator).exp2()
+    terms = (torch.randn(300, half, generator=generator) * size).to(dtype)
+    x = torch.cat((terms, -terms, terms.new_zeros(300, in_features % 2)), 1)
+    x = x.gather(1, torch.rand(x.shape, generator=generator).argsort(1))  # [300, in_features]
+    linear = Linear(in_features, out_features, False, dtype, torch.device("cpu"))
+    linear.weight.fill_(1)
+    linear.pack_with(1)
+    expected = linear(x)
+    residual = torch.zeros_like(expected)
+
+    def agree(begin: int, rows: int) -> bool:
+        some, kept = x[begin : begin + rows], expected[begin : begin + rows]
+        return torch.equal(linear(some), kept) and torch.equal(linear(some, residual[:rows]), kept)
+
+    if not all(agree(rows, rows) for rows in _TRIED):
+        return _BLOCK
+    return 1 if all(agree(row, 1) for row in range(4)) else 2
 
 
 class Linear(nn.Module):
@@ -50,6 +82,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
         self._packed: Tensor | None = None
+        self._block = 1  # as `rows_summed_alike` has it
         self._skinny: SkinnyProducts | None = None
         self._skinny_rows = 0
 
@@ -71,7 +104,12 @@ class Linear(nn.Module):
                 )
         if self._packed is not None or not can_pack(self.weight):
             return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+        outputs, threads = min(self.out_features, _MOST_TRIED), torch.get_num_threads()
+        self.pack_with(rows_summed_alike(self.in_features, outputs, self.weight.dtype, threads), keep_weight)
+
+    def pack_with(self, block: int, keep_weight: bool = False) -> None:
+        """Packs for oneDNN; block: as `rows_summed_alike` has it."""
+        self._packed, self._block = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach()), block
         if not keep_weight:
             del self.weight
 
@@ -96,9 +134,12 @@ class Linear(nn.Module):
                 return residual.addmm_(x, self.weight.t())
             y = F.linear(x, self.weight, self.bias)
             return y if residual is None else y + residual
-        if x.shape[0] == 1 and self.in_features > _ONE_PASS:  # see _ONE_PASS: two rows are summed as any number is
+        rows, block = x.shape[0], self._block
+        if block == 2 and rows == 1:
             return self._product(torch.cat((x, x)), None if residual is None else torch.cat((residual, residual)))[:1]
-        return self._product(x, residual)
+        if block <= 2:
+            return self._product(x, residual)
+        return self._in_blocks(x, residual, block)[:rows]
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -106,3 +147,12 @@ class Linear(nn.Module):
         if residual is None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+
+    def _in_blocks(self, x: Tensor, residual: Tensor | None, block: int) -> Tensor:
+        """[M, out_features] and more rows that nobody wants, from products of `block` rows each."""
+        missing = -x.shape[0] % block
+        parts = F.pad(x, (0, 0, 0, missing)).split(block)
+        if residual is None:
+            return torch.cat([self._product(part, None) for part in parts])
+        added = F.pad(residual, (0, 0, 0, missing)).split(block)
+        return torch.cat([self._product(*both) for both in zip(parts, added, strict=True)])

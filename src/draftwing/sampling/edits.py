@@ -30,14 +30,14 @@ Stop ids below min_new_tokens stay with `sampler.sample`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import MOST_BAD_WORD_TOKENS, MOST_BAD_WORDS, MOST_BIASES, SamplingParams
+from draftwing.core import MOST_BAD_WORD_TOKENS, MOST_BAD_WORDS, MOST_BIASES, IntArray, SamplingParams
 
 _BEFORE: Final = -2  # the token before the beginning of an answer: equal to none, and to no padding
 
@@ -70,9 +70,12 @@ class _Rows(NamedTuple):
 class EditTable:
     """Row-indexed device state of the requests' edits, [R + 1] rows as in `SlotTable`."""
 
-    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
-        """rows: R + 1, the rows of the slot table with its dummy; vocab: V, the width of the logits."""
-        self.vocab, self.device = vocab, device
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy
+    ) -> None:
+        """rows: R + 1, the rows of the slot table with its dummy; vocab: V, the width of the logits; upload: how [n]
+        int64 get from the host to the device, `Device.upload` where nobody may wait for the copy."""
+        self.vocab, self.device, self._upload = vocab, device, upload
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
@@ -102,18 +105,24 @@ class EditTable:
         assert len(biases) <= MOST_BIASES and len(words) <= MOST_BAD_WORDS
         assert all(1 <= len(word) <= MOST_BAD_WORD_TOKENS for word in words)
         penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
-        ids, values = np.zeros(MOST_BIASES, np.int64), np.zeros(MOST_BIASES, np.float32)
+        ids, floats = np.zeros(MOST_BIASES, np.int64), np.zeros(4 + MOST_BIASES, np.float32)
+        floats[:3] = penalties
         ids[: len(biases)] = [id_ for id_, _ in biases]
-        values[: len(biases)] = [value for _, value in biases]
+        floats[4 : 4 + len(biases)] = [value for _, value in biases]
         before = np.full((MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS - 1), -1, np.int64)
         last = np.full(MOST_BAD_WORDS, -1, np.int64)
         for s, word in enumerate(words):
             before[s, : len(word) - 1] = word[-2::-1]
             last[s] = word[-1]
-        self.prompt_len[row] = prompt_len
-        columns = (self.penalties, self.bias_ids, self.bias_values, self.bad_before, self.bad_last)
-        for column, host in zip(columns, (np.asarray(penalties, np.float32), ids, values, before, last), strict=True):
-            column[row].copy_(torch.from_numpy(host))
+        self.prompt_len[row].fill_(prompt_len)
+        parts = (floats.view(np.int64), ids, before.ravel(), last)  # one copy for all: each costs a launch
+        packed = self._upload(np.concatenate(parts)).split([len(part) for part in parts])
+        sent = packed[0].view(torch.float32)
+        self.penalties[row].copy_(sent[:3])
+        self.bias_values[row].copy_(sent[4:])
+        self.bias_ids[row].copy_(packed[1])
+        self.bad_before[row].copy_(packed[2].view(before.shape))
+        self.bad_last[row].copy_(packed[3])
         self._write_allowed(row, params.allowed_token_ids)
         self._features[row] = Features(
             counts=bool(params.frequency_penalty or params.presence_penalty),
@@ -130,9 +139,10 @@ class EditTable:
             if not ids:
                 return
             self.allowed = self.prompt_len.new_full((len(self.prompt_len), words), -1, dtype=torch.int32)
-        may = np.zeros(words * 32, bool)
+        may = np.zeros((words + words % 2) * 32, bool)  # whole int64 words
         may[list(ids) or slice(None)] = True
-        self.allowed[row].copy_(torch.from_numpy(np.packbits(may, bitorder="little").view(np.int32)))
+        packed = np.packbits(may, bitorder="little").view(np.int64)
+        self.allowed[row].copy_(self._upload(packed).view(torch.int32)[:words])
 
     def features(self, rows: Iterable[int], guided: bool = False) -> Features:
         """What rows of the table use, together; guided: `apply` will be given masks."""

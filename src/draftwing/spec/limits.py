@@ -29,7 +29,7 @@ def limit(draft: Draft, depth_max: int, max_depth: Tensor, max_topk: Tensor, max
     earlier = (node < node[:, None]) & (node > 0)  # [N, N]: column before row; the root is nobody's sibling
     siblings = (parent[:, :, None] == parent[:, None]) & alive[:, None] & earlier
     keeps = alive & (siblings.sum(-1) < max_topk[:, None])
-    keeps[:, 0] = True
+    keeps[:, 0].fill_(True)
     # Depths and the worst of all ancestors, over twice the distance in every round; the root is its own parent.
     depth = (node > 0).to(torch.int64).expand_as(parent)  # [B, N]
     jump, reach = parent, 1

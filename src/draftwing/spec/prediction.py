@@ -11,14 +11,15 @@ room for the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import TreeShape
+from draftwing.core import IntArray, TreeShape
 from draftwing.spec.drafter import Draft
 
 WINDOW: Final = 8  # newest tokens that are looked for; a longer match counts as this long
@@ -48,9 +49,12 @@ class PredictedOutput:
     Memory: the longest prediction so far, rounded up to a power of two, for every row.
     """
 
-    def __init__(self, rows: int, length: int, device: torch.device) -> None:
-        """rows: R + 1, the rows of the slot table with its dummy; length: most tokens of a prediction that are kept."""
-        self.limit = length
+    def __init__(
+        self, rows: int, length: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy
+    ) -> None:
+        """rows: R + 1, the rows of the slot table with its dummy; length: most tokens of a prediction that are kept;
+        upload: how [n] int64 get from the host to the device, `Device.upload` where nobody may wait for the copy."""
+        self.limit, self._upload = length, upload
 
         def column(value: int) -> Tensor:
             return torch.full((rows,), value, dtype=torch.int64, device=device)
@@ -71,15 +75,15 @@ class PredictedOutput:
         if len(ids) > columns:
             more = min(1 << (len(ids) - 1).bit_length(), self.limit) - columns
             self.tokens = pad(self.tokens, (0, more), value=-1)
-        self.tokens[row] = -1
-        self.tokens[row, : len(ids)] = torch.tensor(list(ids), dtype=torch.int64)
+        self.tokens[row].fill_(-1)
+        self.tokens[row, : len(ids)].copy_(self._upload(np.asarray(ids, np.int64)))
         for column, value in (
             (self.count, len(ids)),
             (self.prompt_len, prompt_len),
             (self.at, -1),
             (self.seen, prompt_len - 1),
         ):
-            column[row] = value
+            column[row].fill_(value)  # `column[row] = value` would wait: it copies from the host
         self._lengths[row] = len(ids)
 
     def longest(self, rows: Iterable[int]) -> int:
