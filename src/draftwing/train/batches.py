@@ -68,30 +68,36 @@ def _packed(order: Sequence[int], lengths: dict[int, int], tokens: int) -> list[
 
 
 def collate(samples: Sequence[Sample], max_length: int) -> Batch:
-    """Tensors where the samples have them; page-locked where that is the CPU of a machine with a GPU."""
+    """Features where the samples have them, everything else on the CPU; page-locked there on a machine with a GPU, so
+    that nothing waits for the copies."""
     lengths = [min(len(sample.ids), max_length) for sample in samples]
     count, length, first = len(samples), max(lengths), samples[0]
-    device = first.ids.device
-    pin = device.type == "cpu" and torch.cuda.is_available()
-    ids = torch.zeros(count, length, dtype=torch.int64, device=device, pin_memory=pin)
+    device = first.taps.device
+    ids = torch.zeros(count, length, dtype=torch.int64)
     width, dtype = first.taps.shape[1], first.taps.dtype
-    taps = torch.zeros(count, length, width, dtype=dtype, device=device, pin_memory=pin)
-    final, place, depth = [], [], []
+    lock = device.type == "cpu" and torch.cuda.is_available()
+    taps = torch.zeros(count, length, width, dtype=dtype, device=device, pin_memory=lock)
+    place, depth, source, before = [], [], [], 0
     for row, (sample, end) in enumerate(zip(samples, lengths, strict=True)):
         ids[row, :end] = sample.ids[:end]
         taps[row, :end] = sample.taps[:end]
         at = sample.loss_mask[1:end].nonzero().flatten()  # the target's position before each token to be learnt
-        final.append(sample.final[at])
         place.append(row * length + at)
         depth.append(at)
+        source.append(before + at)  # among all samples' positions
+        before += len(sample.final)
     if not sum(len(at) for at in depth):  # nothing to learn: a place that no row foretells keeps shapes as they are
-        final, place, depth = [first.final[:1]], [ids.new_zeros(1)], [ids.new_zeros(1)]
-    batch = Batch(ids, taps, torch.cat(final), torch.cat(place), torch.cat(depth), torch.tensor(lengths, device=device))
-    if pin:
-        batch = batch._replace(
-            final=batch.final.pin_memory(), place=batch.place.pin_memory(), depth=batch.depth.pin_memory()
-        )
-    return batch
+        place, depth, source = ([torch.zeros(1, dtype=torch.int64)] for _ in range(3))
+    chosen = _locked(torch.cat(source)).to(device, non_blocking=True)
+    final = torch.cat([sample.final for sample in samples]).index_select(0, chosen)
+    if lock:
+        final = final.pin_memory()
+    rest = (torch.cat(place), torch.cat(depth), torch.tensor(lengths))
+    return Batch(_locked(ids), taps, final, *map(_locked, rest))
+
+
+def _locked(x: Tensor) -> Tensor:
+    return x.pin_memory() if torch.cuda.is_available() else x
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:

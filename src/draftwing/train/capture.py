@@ -78,12 +78,12 @@ class FeatureModel:
         """The same of several sequences in one forward, each padded to the longest at its end, where causal attention
         lets nobody see it."""
         count, longest = len(sequences), max(len(ids) for ids in sequences)
-        padded = torch.zeros(count, longest, dtype=torch.int64)
+        padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.is_cuda)
         for row, ids in zip(padded, sequences, strict=True):
             row[: len(ids)] = ids
         positions = torch.arange(longest, device=self.device.device).repeat(count)
         final, taps = self.model(
-            padded.flatten().to(self.device.device), positions, causal(count, longest), self.taps
+            padded.flatten().to(self.device.device, non_blocking=True), positions, causal(count, longest), self.taps
         )  # fmt: skip
         assert taps is not None
         final, taps = final.view(count, longest, -1), taps.view(count, longest, -1)

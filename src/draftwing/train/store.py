@@ -30,7 +30,7 @@ _OPEN_SHARDS = 64  # each open one holds a file handle
 
 
 class Sample(NamedTuple):
-    """One sequence of T tokens. Tensors are where their source has them: on the CPU from a store.
+    """One sequence of T tokens. ids and loss_mask are on the CPU, features where their source has them.
 
     ids [T] int32.  loss_mask [T] bool: the token at t is the assistant's, so that predicting it counts.
     taps [T, len(meta.taps) * hidden]: what `DecoderModel.forward` gives for `meta.taps` at each position.
@@ -236,8 +236,7 @@ class OnlineSource:
         ids = [torch.from_numpy(one.ids) for one in chosen]
         found = []
         for one, row, (taps, final) in zip(chosen, ids, self._features(ids), strict=True):
-            mask = torch.from_numpy(one.loss_mask)
-            found.append(Sample(row.to(final.device), mask.to(final.device), taps, final, one.key))
+            found.append(Sample(row, torch.from_numpy(one.loss_mask), taps, final, one.key))
         return found
 
 
