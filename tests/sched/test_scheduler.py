@@ -287,6 +287,13 @@ def test_a_dear_tree_is_seldom_tried():
     assert 0 < seen.count(TREE) < 0.03 / 6 * 5000
 
 
+@pytest.mark.parametrize(("chance", "best"), [(0.99, TREE), (0.3, PLAIN)])
+def test_the_first_rows_say_more_than_the_first_guess(chance, best):
+    """A dear tree, 3.5 times a plain step, that gives six tokens, or one and a half."""
+    seen = Steps(TREE, chance, node=0.1, draft=0.2).run(120)
+    assert seen[20:].count(best) > 80
+
+
 def test_what_pays_depends_on_the_batch():
     """Three tokens a step, for a quarter more than a plain step's time alone, and five times it beside 60 others."""
     steps = Steps(CHAIN, 0.75, node=0.015)
