@@ -1,6 +1,6 @@
 """A step of the 8B Llama shape, stage by stage: microseconds of a replay of each graph, and of its kernels.
 
-    DRAFTWING_NATIVE=1 python benchmarks/gpu_kernels/step.py [--profile SIZE] [--sizes 1,16] [--tiny] [option=value ...]
+    python benchmarks/gpu_kernels/step.py [--profile SIZE] [--sizes 1,16] [--tiny] [option=value ...]
 
 Random weights, from configs that are written here. Options are those of the engine; `speculative_algorithm=EAGLE3` and
 `STANDALONE` get a draft model of their usual size. The rows' contexts are empty.

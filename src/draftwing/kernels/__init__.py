@@ -11,15 +11,11 @@ from torch import Tensor
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether the GPU's kernels take this tensor: on CUDA, with DRAFTWING_NATIVE=1. And without data (on the meta
-    device), where `engine.precompile` finds out which kernels are launched.
-
-    Without it torch's operations run: of these kernels only `skinny.cu` has been run on a GPU so far, the others in
-    Triton's interpreter. They become the default when they have passed on one.
-    """
+    """Whether the GPU's kernels take this tensor: on CUDA, where Triton is installed, unless DRAFTWING_NATIVE=0. And
+    without data (on the meta device), where `engine.precompile` finds out which kernels are launched."""
     return (tensor.is_cuda or tensor.is_meta) and _have_triton()
 
 
 @functools.cache
 def _have_triton() -> bool:
-    return os.environ.get("DRAFTWING_NATIVE") == "1" and importlib.util.find_spec("triton") is not None
+    return os.environ.get("DRAFTWING_NATIVE") != "0" and importlib.util.find_spec("triton") is not None
