@@ -24,10 +24,13 @@ def bench() -> list[tuple[str, float]]:
             node = torch.arange(nodes, device="cuda")
             parent = ((node - 1).clamp(0) if nodes == depth + 1 else node // 2).expand(batch, nodes).contiguous()
             alive = parent >= 0
+            below = torch.zeros_like(parent)
+            for i in range(1, nodes):
+                below[:, i] = below.gather(1, parent[:, i : i + 1])[:, 0] + 1
             tokens = node.expand(batch, nodes).contiguous()
             target = tokens - 1000  # nothing is accepted, so kv_len moves by one a launch; the walk takes as long
             geometry = (parent, alive, rows, table, start, depth)
-            settle = (tokens, parent, alive, target, rows, table, text, start.clone(), last, depth)
+            settle = (tokens, parent, alive, below, target, rows, table, text, start.clone(), last, depth)
             shape = f"{nodes} nodes deep {depth}, {batch} rows"
             found += [
                 (f"target inputs, {shape}", replayed(lambda a=geometry: kernels.target_inputs(*a))),
