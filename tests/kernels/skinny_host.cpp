@@ -66,7 +66,6 @@ static uint4 load_shared(const u16* p) { return read16(p); }
 static float load_value(const u16* p) { return to_float(*p); }
 static void launch_dependents() {}
 static void wait_for_earlier_kernels() {}
-static void prefetch_share(const u16*, int) {}
 
 static void copy_async(u16* to, const u16* from) {
     if (early) memcpy(to, from, 16);
@@ -118,11 +117,9 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 
 #include SOURCE
 
-using Small = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int, const u16*, int);
-using Tiled = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int);
+using Kernel = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int);
 static struct {
-    Small small;
-    Tiled tiled;
+    Kernel kernel;
     const u16 *x, *w, *bias, *extra;
     u16* y;
     int M, N, K;
@@ -130,8 +127,7 @@ static struct {
 
 static void body() {
     const int me = threadIdx.x;
-    if (job.small) job.small(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K, nullptr, 0);
-    else job.tiled(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
+    job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
     fibers[me].done = true;
     fibers[me].arrived = 1 << 30;
     swapcontext(&fibers[me].context, &scheduler);
@@ -140,11 +136,11 @@ static void body() {
 // kind: 0 plain, 1 add, 2 silu. tile: rows of x that a block takes.
 extern "C" void run(int kind, int tile, const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N,
                     int K, int grid_x, int grid_y, int copies_early) {
-    static const Small small[3][3] = {
-        {plain_8, add_8, silu_8}, {plain_16, add_16, silu_16}, {plain_32, add_32, silu_32}};
-    static const Tiled tiled[2][3] = {{plain_64, add_64, silu_64}, {plain_128, add_128, silu_128}};
-    job = {tile <= 32 ? small[tile / 16][kind] : nullptr, tile > 32 ? tiled[tile / 128][kind] : nullptr,
-           x, w, bias, extra, y, M, N, K};
+    static const Kernel kernels[5][3] = {{plain_8, add_8, silu_8}, {plain_16, add_16, silu_16}, {plain_32, add_32, silu_32},
+                                         {plain_64, add_64, silu_64}, {plain_128, add_128, silu_128}};
+    int size = 0;
+    while (8 << size < tile) ++size;
+    job = {kernels[size][kind], x, w, bias, extra, y, M, N, K};
     early = copies_early;
     gridDim = {grid_x, grid_y};
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)

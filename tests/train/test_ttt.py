@@ -216,6 +216,61 @@ def test_the_flash_kernel_of_a_gpu_does_the_same():
         torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=0.03)
 
 
+def attended_chains(kinds: list[list[Tensor]], dtype: torch.dtype, shape: tuple[int, int]) -> list[Tensor]:
+    """Outputs of each step of one layer, and gradients; kinds: q, k, v and weights of the outputs, of each step"""
+    q, k, v, weights = ([x.to(dtype).requires_grad_() for x in xs] for xs in kinds)
+    attention = chain_attention.ChainAttention(*shape)
+    outs = [attention.step(i, k[i].shape[1])(0, q[i], k[i], v[i]) for i in range(len(q))]
+    loss = sum((o * w).sum() for o, w in zip(outs, weights, strict=True))
+    return [*outs, *torch.autograd.grad(loss, [*q, *k, *v])]
+
+
+def random_rows(device: str, shape: tuple[int, int], heads: int, kv_heads: int, steps: int = 4) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows, dim = shape[0] * shape[1], 64
+    sizes = ((rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, dim), (rows, heads * dim))
+    return [[torch.randn(size, generator=generator).to(device).bfloat16() for _ in range(steps)] for size in sizes]
+
+
+def test_the_kernels_of_own_rows_do_the_same(monkeypatch):
+    kernels = pytest.importorskip("draftwing.kernels.chain_attention")
+    if torch.cuda.is_available():
+        pytest.skip("there Triton is not interpreted")
+    kinds, shape = random_rows("cpu", (2, 11), 2, 2), (2, 11)
+    monkeypatch.setattr(chain_attention, "_kernel", lambda q: "dense")
+    expected = attended_chains(kinds, torch.float64, shape)
+    monkeypatch.setattr(chain_attention, "_own_kernels", lambda q: kernels)
+    found = attended_chains(kinds, torch.float32, shape)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch):
+    pytest.importorskip("draftwing.kernels.turn")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(22, 8, 16, generator=generator).to(device).requires_grad_()  # 4 heads, 2 of keys
+    cos, sin = torch.randn(2, 22, 1, 16, generator=generator).to(device)
+    weight = torch.randn(22, 64, generator=generator).to(device)
+    results = []
+    for kernel in (False, True):
+        monkeypatch.setattr(chain_attention, "use_triton", lambda x, kernel=kernel: kernel)
+        out = chain_attention.ChainAttention(2, 11).step(0, 2).fused(0, qkv, cos, sin)
+        results.append((out, *torch.autograd.grad(out, qkv, weight)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_heads_that_share_a_key_on_a_gpu():
+    shape = (2, 150)
+    kinds = random_rows("cuda", shape, 9, 3)
+    found, expected = (attended_chains(kinds, dtype, shape) for dtype in (torch.bfloat16, torch.float64))
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one.double(), other, rtol=0.05, atol=0.06)
+
+
 def test_half_precision_is_close_and_gives_gradients_in_float32(tmp_path):
     head = make_head("EAGLE3", tmp_path).float()
     head.target.float()

@@ -14,9 +14,9 @@ from torch import Tensor
 from draftwing.kernels.nvrtc import Kernel, Module, compile_source
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_WARPS, _CHUNK, _FEATURES = 8, 64, 16  # of skinny.cu: warps and features of a block; K comes in chunks
-_SMALL = (8, 16, 32)  # rows of x that a block takes
-_STAGES = {64: 4, 128: 3}  # of blocks that take so many rows and as many features: chunks in shared memory
+_WARPS, _CHUNK = 8, 64  # of skinny.cu: warps of a block; K comes in chunks
+_SMALL = (8, 16, 32, 64)  # rows of x that a block takes
+_LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
 _KINDS = ("plain", "add", "silu")
 
 
@@ -24,21 +24,28 @@ def tile_of(rows: int, features: int, processors: int) -> int:
     """Rows of x that a block takes, which has no influence on the result. features: rows of the weight."""
     if rows <= _SMALL[-1]:
         return next(tile for tile in _SMALL if tile >= rows)
-    return 128 if -(-rows // 128) * -(-features // 128) >= processors else 64
+    # The largest needs a lot of work to be faster: blocks for half of the processors.
+    return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
+
+
+def features_of(kind: str, tile: int) -> int:
+    """Rows of the weight that a block takes, as in skinny.cu."""
+    if tile > 32:
+        return _LARGE if tile == _LARGE else 32
+    return 16 if kind == "add" or (kind, tile) == ("plain", 16) else 32
 
 
 def grid_of(kind: str, tile: int, rows: int, width: int) -> tuple[int, int]:
     """width: of the result."""
-    outputs = (_FEATURES if tile in _SMALL else tile) // (2 if kind == "silu" else 1)  # of a block
+    outputs = features_of(kind, tile) // (2 if kind == "silu" else 1)  # of a block
     features, tokens = -(-width // outputs), -(-rows // tile)
     # Blocks that run at the same time share weights where x is the larger part of what they read.
     return (features, tokens) if tile in _SMALL else (tokens, features)
 
 
-def shared_bytes(tile: int) -> int:
-    if tile in _SMALL:
-        return _WARPS * _FEATURES * (tile + 1) * 4
-    return max(_STAGES[tile] * 2 * tile * _CHUNK * 2, tile * (tile + 1) * 4)
+def shared_bytes(kind: str, tile: int) -> int:
+    sums = features_of(kind, tile) * (tile + 1) * 4
+    return _WARPS * sums if tile in _SMALL else max(_STAGES * 2 * _LARGE * _CHUNK * 2, sums)
 
 
 class SkinnyProducts:
@@ -49,8 +56,8 @@ class SkinnyProducts:
         module = Module(source or read_source(), _options(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], Kernel] = {
-            (kind, tile): module.kernel(f"{kind}_{tile}", _WARPS * 32, shared_bytes(tile))
-            for tile in (*_SMALL, *_STAGES)
+            (kind, tile): module.kernel(f"{kind}_{tile}", _WARPS * 32, shared_bytes(kind, tile))
+            for tile in (*_SMALL, _LARGE)
             for kind in _KINDS
         }
 
@@ -71,8 +78,7 @@ class SkinnyProducts:
         tile = tile_of(rows, weight.shape[0], self._processors)
         out = x.new_empty(rows, width)
         args = (x, weight, bias, residual, out, rows, width, depth)
-        prefetch = (None, 0) if tile in _SMALL else ()  # nothing
-        self._kernels[kind, tile](grid_of(kind, tile, rows, width), *args, *prefetch)
+        self._kernels[kind, tile](grid_of(kind, tile, rows, width), *args)
         return out
 
 

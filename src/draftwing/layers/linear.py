@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 _BLOCK = 32
 _TRIED = (2, 3, 4, 7, 16, 33, 64, 130)  # numbers of rows that are compared with 300
 _MOST_TRIED = 8192  # outputs; the products of more are summed as these are
-# Up to this many rows our own kernel beats cuBLAS (docs/performance.md); it takes any number.
-_SKINNY_ROWS, _ANY_ROWS = 8, 1 << 30
+# Up to this many rows our own kernel beats cuBLAS (docs/performance.md); it takes any number. Of a vocabulary's
+# product, which is long enough for its start and end not to matter, up to fewer.
+_SKINNY_ROWS, _ANY_ROWS = 32, 1 << 30
+_LONG, _LONG_ROWS = 1 << 16, 8
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -94,7 +96,8 @@ class Linear(nn.Module):
         """
         if self._packed is None and self._skinny is None:
             self._skinny = skinny_kernels(self.weight)
-            self._skinny_rows = _ANY_ROWS if deterministic else _SKINNY_ROWS
+            fast = _LONG_ROWS if self.out_features >= _LONG else _SKINNY_ROWS
+            self._skinny_rows = _ANY_ROWS if deterministic else fast
             if deterministic and self._skinny is None and self.weight.is_cuda:
                 raise ConfigError(
                     f"--enable-deterministic-inference: expected {name or 'linear'}.weight in bfloat16 or float16, "

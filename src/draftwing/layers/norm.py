@@ -30,7 +30,8 @@ class RMSNorm(nn.Module):
             kernels, weight = self._packed
             return kernels.rms_norm(x, weight, self.eps)
         if x.device.type != "cpu":
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            # In training the weight is in float32 beside a half-precision x, which torch's fused kernel does not take.
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         # On the CPU F.rms_norm is a dozen small operations, layer_norm one. Beside its own negation a row has mean 0
         # and the mean of squares as its variance. The result is rounded before it is weighted, as in transformers.
         both = torch.cat((x, -x), -1)

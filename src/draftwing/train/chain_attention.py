@@ -9,14 +9,17 @@ attention, for which there are fast kernels; the second is k scores a row. Both 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from draftwing.attn.base import Attend, default_scale
+from draftwing.kernels import use_triton
+from draftwing.layers.rope import rotate
 
-KeyValue = tuple[Tensor, Tensor]  # [B, heads, T, head_dim] each
+KeyValue = tuple[Tensor, Tensor]  # [B, heads or kv_heads, T, head_dim] each
 
 
 class ChainAttention:
@@ -30,29 +33,52 @@ class ChainAttention:
         self._shape = (sequences, length)
         self._seen: dict[int, list[KeyValue]] = {}  # layer -> keys and values of steps 0, 1, ..
 
-    def step(self, number: int) -> Attend:
-        """The attention of step `number`; steps come in order, each once."""
+    def step(self, number: int, kv_heads: int) -> Attend:
+        """The attention of step `number` with so many heads of keys; steps come in order, each once."""
+        return _Step(self, number, kv_heads)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] -> [M, heads * head_dim]"""
-            seen = self._seen.setdefault(layer, [])
-            assert len(seen) == number, "one call per layer and step"
-            heads = q.shape[1]
-            # Rotary tables are in float32 while a product under autocast is not: the kernels want one dtype.
-            seen.append((self._split(k.to(v.dtype), heads), self._split(v, heads)))
-            out = attend_chains(self._split(q.to(v.dtype), heads), seen)
-            return out.transpose(1, 2).reshape(q.shape[0], -1)
+    def attend(self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] of step `number` -> [M, heads * head_dim]"""
+        seen = self._seen.setdefault(layer, [])
+        assert len(seen) == number, "one call per layer and step"
+        # Rotary tables are in float32 while a product under autocast is not: the kernels want one dtype.
+        q, k, v = (self._split(x.to(v.dtype)) for x in (q, k, v))
+        group = q.shape[1] // k.shape[1]
+        if group > 1 and _own_kernels(v) is None:  # the GPU's kernels read a shared key from where it is
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        seen.append((k, v))
+        return attend_chains(q, seen).transpose(1, 2).flatten(2).flatten(0, 1)
 
-        return attend
+    def _split(self, x: Tensor) -> Tensor:
+        """x [M, heads, head_dim] -> [B, heads, T, head_dim]"""
+        return x.unflatten(0, self._shape).transpose(1, 2)
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        """x [M, heads or fewer, head_dim] -> [B, heads, T, head_dim]"""
-        x = x.unflatten(0, self._shape).transpose(1, 2)
-        return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+class _Step:
+    """`ChainAttention.attend` of one step, as a layer calls it."""
+
+    def __init__(self, chains: ChainAttention, number: int, kv_heads: int) -> None:
+        self._chains, self._number, self._kv_heads = chains, number, kv_heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._chains.attend(self._number, layer, q, k, v)
+
+    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """qkv [M, heads + 2 * kv_heads, head_dim], not turned; cos, sin [M, 1, head_dim] -> [M, heads * head_dim]"""
+        kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
+        if use_triton(qkv) and qkv.dtype != torch.float64:
+            from draftwing.kernels.turn import turn
+
+            q, k, v = turn(qkv, cos, sin, turned).split([turned - kv, kv, kv], 1)
+        else:
+            (q, k), v = rotate(qkv[:, :turned], cos, sin).split([turned - kv, kv], 1), qkv[:, turned:]
+        return self(layer, q, k, v)
 
 
 def attend_chains(q: Tensor, seen: list[KeyValue]) -> Tensor:
-    """q [B, heads, T, head_dim] of the newest step, keys and values of all steps -> [B, heads, T, head_dim]"""
+    """q [B, heads, T, head_dim] of the newest step, keys and values of all steps -> [B, heads, T, head_dim]
+
+    Of keys and values there may be fewer heads where `_own_kernels` has some."""
     flat = [tensor for pair in seen for tensor in pair]
     out: Tensor = _ChainAttention.apply(q, *flat)
     return out
@@ -74,31 +100,68 @@ class _ChainAttention(torch.autograd.Function):
         if not own:
             ctx.save_for_backward(q, k0, v0, out, lse)
             return out
-        scores = torch.stack([_own_scores(q, k) for k in own[::2]])  # [k, B, heads, T]
-        joint = torch.logsumexp(torch.cat((lse.unsqueeze(0), scores)), 0)
-        mixed = out * (lse - joint).exp().unsqueeze(-1)  # in lse's dtype
-        for score, v in zip(scores, own[1::2], strict=True):
-            mixed = torch.addcmul(mixed, (score - joint).exp().unsqueeze(-1), v.to(mixed.dtype))
-        mixed = mixed.to(q.dtype)
+        kernels = _own_kernels(q)
+        if kernels is not None:
+            mixed, joint = kernels.join_own(out, lse, q, torch.stack(own[::2]), torch.stack(own[1::2]))
+        else:
+            mixed, joint = _join_own(out, lse, q, own[::2], own[1::2])
         ctx.save_for_backward(q, k0, v0, mixed, joint, *own)
         return mixed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        grad = grads[0].contiguous()
         q, k0, v0, out, lse, *own = ctx.saved_tensors
+        kernels, grad = _own_kernels(q), grads[0]
+        if kernels is None or grad.stride(-1) != 1:
+            grad = grad.contiguous()
         grad_q, grad_k0, grad_v0 = _causal_backward(grad, q, k0, v0, out, lse, ctx.rest)
-        if not own:
-            return grad_q, grad_k0, grad_v0
-        exact, scale = lse.dtype, default_scale(q.shape[-1])
-        inner = (grad.to(exact) * out.to(exact)).sum(-1)  # [B, heads, T]
-        total, others = grad_q.to(exact), []
-        for k, v in zip(own[::2], own[1::2], strict=True):
-            share = (_own_scores(q, k) - lse).exp()  # probability of the own row
-            slope = (share * ((grad.to(exact) * v.to(exact)).sum(-1) - inner) * scale).unsqueeze(-1)
-            total = torch.addcmul(total, slope, k.to(exact))
-            others += [(slope * q).to(k.dtype), (share.unsqueeze(-1) * grad).to(v.dtype)]
-        return total.to(q.dtype), grad_k0, grad_v0, *others
+        others: list[Tensor] = []
+        if own and kernels is not None:
+            keys, values = torch.stack(own[::2]), torch.stack(own[1::2])
+            to_own = kernels.own_gradients(grad_q, grad, out, lse, q, keys, values)
+            others = [x for pair in zip(*to_own, strict=True) for x in pair]
+        elif own:
+            grad_q, others = _own_gradients(grad_q, grad, out, lse, q, own[::2], own[1::2])
+        return grad_q, grad_k0, grad_v0, *others
+
+
+# ---- the own rows ----------------------------------------------------------------------------------------------------
+
+
+def _own_kernels(q: Tensor) -> ModuleType | None:
+    """Those that do what follows in a pass or two, where a kernel does the causal part that takes shared keys too."""
+    if _kernel(q) != "flash" or not use_triton(q):
+        return None
+    from draftwing.kernels import chain_attention
+
+    return chain_attention
+
+
+def _join_own(
+    out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`kernels.chain_attention.join_own`; keys and values one tensor a step"""
+    scores = torch.stack([_own_scores(q, k) for k in keys])  # [k, B, heads, T]
+    joint = torch.logsumexp(torch.cat((lse.unsqueeze(0), scores)), 0)
+    mixed = out * (lse - joint).exp().unsqueeze(-1)  # in lse's dtype
+    for score, v in zip(scores, values, strict=True):
+        mixed = torch.addcmul(mixed, (score - joint).exp().unsqueeze(-1), v.to(mixed.dtype))
+    return mixed.to(q.dtype), joint
+
+
+def _own_gradients(
+    grad_q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """grad_q of the causal part -> that of q, and those of each step's keys and values in turn"""
+    exact, scale = lse.dtype, default_scale(q.shape[-1])
+    inner = (grad.to(exact) * out.to(exact)).sum(-1)  # [B, heads, T]
+    total, others = grad_q.to(exact), []
+    for k, v in zip(keys, values, strict=True):
+        share = (_own_scores(q, k) - lse).exp()  # probability of the own row
+        slope = (share * ((grad.to(exact) * v.to(exact)).sum(-1) - inner) * scale).unsqueeze(-1)
+        total = torch.addcmul(total, slope, k.to(exact))
+        others += [(slope * q).to(k.dtype), (share.unsqueeze(-1) * grad).to(v.dtype)]
+    return total.to(q.dtype), others
 
 
 def _own_scores(q: Tensor, k: Tensor) -> Tensor:

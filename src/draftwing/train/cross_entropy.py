@@ -7,12 +7,13 @@ time, and each piece goes straight on into the gradients of the hidden states an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftwing.kernels import use_triton
 from draftwing.train.chain_attention import wide
 
 # Logits that exist at a time: what a CPU keeps in its caches, and what fills a GPU (256 MB in float32).
@@ -37,24 +38,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, shares: Tensor, counts:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        exact = wide(hidden)
+        exact, vocab = wide(hidden), weight.shape[0]
         loss = hidden.new_zeros((), dtype=exact)
         best = counts.new_empty(counts.shape, dtype=torch.int64)
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
-        for part in chunks(hidden.shape[0], weight.shape[0], hidden.device):
-            x, p, counted = hidden[part], shares[part], counts[part].to(exact).unsqueeze(1)
-            logits = (x @ weight.t()).to(exact)
-            most, best[part] = logits.max(-1)
-            logits.sub_(most.unsqueeze(1))
-            likely = logits.exp()
-            norm, mass = likely.sum(-1, keepdim=True), p.sum(-1, keepdim=True, dtype=exact)
-            # -sum p log q = log(sum exp z) sum p - sum p z
-            cross = norm.log().mul_(mass).sub_(logits.mul_(p).sum(-1, keepdim=True))
-            loss += (cross * counted).sum()
-            if to_hidden is None and to_weight is None:
-                continue
-            slope = likely.mul_(mass / norm).sub_(p).mul_(counted).to(x.dtype)
+        sloped = to_hidden is not None or to_weight is not None
+        cross_entropy = _cross_entropy(hidden)
+        for part in chunks(hidden.shape[0], vocab, hidden.device):
+            x = hidden[part]
+            cross, best[part], slope = cross_entropy(x @ weight.t(), shares[part], counts[part], sloped)
+            loss += cross.sum()
             if to_hidden is not None:
                 torch.mm(slope, weight, out=to_hidden[part])
             if to_weight is not None:
@@ -73,6 +67,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _cross_entropy(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]:
+    """What takes the logits of such states; it may overwrite them."""
+    if not use_triton(hidden) or hidden.dtype == torch.float64:
+        return _in_torch
+    from draftwing.kernels.cross_entropy import cross_entropy
+
+    return cross_entropy
+
+
+def _in_torch(logits: Tensor, shares: Tensor, counts: Tensor, sloped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.cross_entropy.cross_entropy` of any device and floating dtype."""
+    exact, counted = wide(logits), counts.unsqueeze(1)
+    z = logits.to(exact)
+    most, best = z.max(-1)
+    z.sub_(most.unsqueeze(1))
+    likely = z.exp()
+    norm, mass = likely.sum(-1, keepdim=True), shares.sum(-1, keepdim=True, dtype=exact)
+    # -sum p log q = log(sum exp z) sum p - sum p z
+    cross = norm.log().mul_(mass).sub_(z.mul_(shares).sum(-1, keepdim=True))
+    if sloped:
+        likely = likely.mul_(mass / norm).sub_(shares).mul_(counted)
+    return (cross * counted).squeeze(1), best, likely.to(logits.dtype) if sloped else logits
 
 
 def chunks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:

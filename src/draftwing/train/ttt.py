@@ -158,10 +158,10 @@ def unroll(head: AnyHead, ids: Tensor, features: Tensor, steps: int) -> Iterator
     sequences, length = ids.shape
     padded = F.pad(ids, (0, steps))  # [B, T + steps]
     places = torch.arange(length, device=ids.device).repeat(sequences)
-    attention = ChainAttention(sequences, length)
+    attention, kv_heads = ChainAttention(sequences, length), head.config.num_kv_heads
     for k in range(steps):
         tokens = padded[:, k + 1 : k + 1 + length].flatten()
-        features = head.run(tokens, places + k, features, k, attention.step(k))
+        features = head.run(tokens, places + k, features, k, attention.step(k, kv_heads))
         yield features
 
 
