@@ -1,10 +1,12 @@
 """Attention at the sizes of an 8B Llama: microseconds per layer inside a CUDA graph, the pool not in the L2 cache.
 
-`bench` has the shapes of the engine and torch's own attention beside them; `sweep` tries tilings.
+`bench` has the shapes of the engine and torch's own attention beside them: "exact" as in deterministic mode, trees
+also under a mask, which without that mode is the default for large batches. `attention.py sweep` tries tilings instead.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +70,15 @@ class Work:
         self.out = torch.empty(batch * nodes, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
         self.batch, self.context, self.nodes = batch, context, nodes
 
+    def is_masked(self) -> bool:
+        """Where bits may differ."""
+        from draftwing.kernels.attention import plan
+        from draftwing.kernels.attention_common import pick_tiling
+
+        kv, depth, positions = self.kv[0], self.path.shape[2], self.table.shape[1]
+        how = plan(self.batch, self.nodes, depth, HEADS, kv, positions, self.nodes, False, pick_tiling(kv))
+        return not how.exact
+
     def ours(self, exact: bool, tiling: Any = None) -> float:
         from draftwing.kernels import attention
 
@@ -100,38 +111,51 @@ class Work:
 # batch, context, nodes, depth + 1
 SHAPES = [
     (1, 400, 1, 1), (1, 8192, 1, 1), (16, 400, 1, 1), (64, 400, 1, 1), (64, 2000, 1, 1), (1, 400, 4, 4),
-    (16, 400, 4, 4), (1, 512, 32, 6), (1, 8192, 32, 6), (16, 400, 32, 6),
+    (16, 400, 4, 4), (64, 400, 4, 4), (1, 512, 32, 6), (1, 8192, 32, 6), (4, 400, 32, 6), (8, 400, 32, 6),
+    (16, 400, 32, 6),
 ]  # fmt: skip
 
 
 def bench() -> list[tuple[str, float]]:
+    from draftwing.kernels.attention_common import pick_tiling
+
     found = []
     for batch, context, nodes, depth in SHAPES:
         work = Work(batch, context, nodes, depth)
         name = f"{batch} x {context} keys, {nodes} nodes"
-        found += [(f"{name}, exact", work.ours(True)), (f"{name}, masked window", work.ours(False))]
+        found.append((f"{name}, exact", work.ours(True)))
+        if nodes > 1:
+            what = "masked, the default" if work.is_masked() else "masked, not the default"
+            one_lane = pick_tiling(work.kv[0])._replace(programs=1)
+            found.append((f"{name}, {what}", work.ours(False, one_lane)))
         found.append((f"{name}, torch", work.torch()))
     return found + prefill() + rope()
 
 
+CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096)]  # length, start
+
+
 def prefill() -> list[tuple[str, float]]:
-    return [timed for length, start in ((512, 0), (2048, 0), (4096, 0), (512, 4096)) for timed in chunk(length, start)]
+    return [timed for length, start in CHUNKS for timed in chunk(length, start)]
 
 
 def chunk(length: int, start: int) -> list[tuple[str, float]]:
-    from draftwing.kernels import attention
+    from draftwing.kernels.attention_common import pick_tiling
+    from draftwing.kernels.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 
     work = Work(1, start + length, 1, 1, layers=4)
+    tiling = pick_tiling(work.kv[0])
     q = torch.randn(length, HEADS, DIM, device="cuda").bfloat16()
     out = torch.empty(length, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
     slots = work.table[0, : start + length]
     mask = torch.ones(length, start + length, dtype=torch.bool, device="cuda").tril(start)
 
-    def ours(exact: bool) -> float:
-        rows = attention.prefill_rows(work.kv[0], exact)
-        tiles = attention.prefill_tiles([(0, 0, start, length)], HEADS // KV_HEADS, rows).cuda()
+    def ours(exact: bool, **changes: int) -> float:
+        changed = tiling._replace(**changes)
+        rows = prefill_rows(work.kv[0], exact, changed)
+        tiles = prefill_tiles([(0, 0, start, length)], HEADS // KV_HEADS, rows).cuda()
         return replayed(
-            lambda i: attention.prefill_attention(q, work.kv[i], work.table, work.rows, tiles, out, exact), work.layers
+            lambda i: prefill_attention(q, work.kv[i], work.table, work.rows, tiles, out, exact, changed), work.layers
         )
 
     def theirs(i: int) -> torch.Tensor:
@@ -140,8 +164,9 @@ def chunk(length: int, start: int) -> list[tuple[str, float]]:
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, enable_gqa=True, **how)
 
     name = f"prefill {length} after {start}"
-    times = ours(True), ours(False), replayed(theirs, work.layers)
-    return [(f"{name}, {what}", time) for what, time in zip(("exact", "fast", "torch"), times, strict=True)]
+    found = [(f"{name}, exact", ours(True)), (f"{name}, default", ours(False))]
+    found.append((f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, deep_stages=3)))
+    return [*found, (f"{name}, torch", replayed(theirs, work.layers))]
 
 
 def rope() -> list[tuple[str, float]]:
@@ -159,28 +184,34 @@ def rope() -> list[tuple[str, float]]:
     return found
 
 
-def sweep(exact: bool = True) -> list[tuple[str, float]]:
+def sweep() -> list[tuple[str, float]]:
     """Tilings around the default, for the shapes that matter most."""
-    from draftwing.kernels.attention import TILING
+    from draftwing.kernels.attention_common import pick_tiling
 
     changes: list[dict[str, Any]] = [
-        {}, {"warps": 8}, {"warps": 2}, {"unit": 32}, {"unit": 128}, {"short": 64}, {"short": 256}, {"long": 256},
-        {"stages": 2}, {"stages": 4}, {"mixed_stages": 1}, {"mixed_stages": 4}, {"merge_last": False}, {"rows": 32},
-        {"programs": 264}, {"programs": 1056}, {"own": 64}, {"unit": 32, "short": 64}, {"short": 64, "warps": 8},
-        {"unit": 128, "warps": 8}, {"rows": 32, "warps": 8},
+        {}, {"unit": 32}, {"short": 64}, {"short": 256}, {"long": 256}, {"warps": 8}, {"stages": 2}, {"stages": 5},
+        {"deep_stages": 3}, {"deep_stages": 7}, {"own": 64}, {"programs": 132}, {"programs": 396}, {"programs": 528},
+        {"context_rows": 0}, {"context_rows": 32}, {"context_rows": 64}, {"context_programs": 66},
+        {"context_programs": 264}, {"context_rows": 64, "deep_stages": 3},
     ]  # fmt: skip
     found = []
     for shape in SHAPES:
         work = Work(*shape)
-        for change in changes:
-            label = ", ".join(f"{name} {value}" for name, value in change.items()) or "default"
+        base = pick_tiling(work.kv[0])
+        tries = [("exact", True, change) for change in changes]
+        if shape[2] > 1:  # programs 1: masked at any size
+            tries += [("masked", False, {"programs": 1, "window_rows": rows}) for rows in (16, 32, 64, 128)]
+        for mode, exact, change in tries:
+            label = f"{shape}, {mode}: " + (
+                ", ".join(f"{name} {value}" for name, value in change.items()) or "as it is"
+            )
             try:
-                found.append((f"{shape}: {label}", work.ours(exact, TILING._replace(**change))))
+                found.append((label, work.ours(exact, base._replace(**change))))
             except Exception as error:  # too much shared memory, most likely
-                found.append((f"{shape}: {label}: {type(error).__name__}", float("nan")))
+                found.append((f"{label}: {type(error).__name__}", float("nan")))
     return found
 
 
 if __name__ == "__main__":
-    for label, microseconds in bench():
+    for label, microseconds in sweep() if sys.argv[1:] == ["sweep"] else bench():
         print(f"{microseconds:9.2f}  {label}")

@@ -5,13 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwing.attn.base import Attend, Batch
-from draftwing.kernels.attention import (
-    Workspace,
-    prefill_attention,
-    prefill_rows,
-    prefill_tiles,
-    tree_attention,
-)
+from draftwing.kernels.attention import Workspace, tree_attention
+from draftwing.kernels.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 from draftwing.kernels.rope import rope_and_write
 from draftwing.kv.pool import KVPool
 
@@ -19,8 +14,8 @@ from draftwing.kv.pool import KVPool
 class PagedAttention:
     """Implements `AttnBackend` over a `KVPool`.
 
-    exact: a query's result has the same bits however it is asked for (`kernels.attention`); else trees and prefill
-    chunks are summed as is fastest.
+    exact: a query's result has the same bits however it is asked for (`kernels.attention_common`); else trees and
+    prefill chunks are summed as is fastest at their size.
     """
 
     def __init__(self, pool: KVPool, exact: bool) -> None:
