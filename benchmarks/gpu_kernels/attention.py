@@ -165,7 +165,7 @@ def chunk(length: int, start: int) -> list[tuple[str, float]]:
 
     name = f"prefill {length} after {start}"
     found = [(f"{name}, exact", ours(True)), (f"{name}, default", ours(False))]
-    found.append((f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, deep_stages=3)))
+    found.append((f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, prefill_stages=3)))
     return [*found, (f"{name}, torch", replayed(theirs, work.layers))]
 
 
@@ -190,16 +190,16 @@ def sweep() -> list[tuple[str, float]]:
 
     changes: list[dict[str, Any]] = [
         {}, {"unit": 32}, {"short": 64}, {"short": 256}, {"long": 256}, {"warps": 8}, {"stages": 2}, {"stages": 5},
-        {"deep_stages": 3}, {"deep_stages": 7}, {"own": 64}, {"programs": 132}, {"programs": 396}, {"programs": 528},
+        {"stages": 5}, {"stages": 7}, {"own": 128}, {"programs": 132}, {"programs": 396}, {"programs": 528},
         {"context_rows": 0}, {"context_rows": 32}, {"context_rows": 64}, {"context_programs": 66},
-        {"context_programs": 264}, {"context_rows": 64, "deep_stages": 3},
+        {"context_programs": 264}, {"context_rows": 128, "context_stages": 5},
     ]  # fmt: skip
     found = []
     for shape in SHAPES:
         work = Work(*shape)
         base = pick_tiling(work.kv[0])
         tries = [("exact", True, change) for change in changes]
-        if shape[2] > 1:  # programs 1: masked at any size
+        if shape[2] > 1:  # programs 1: large tiles at any size
             tries += [("masked", False, {"programs": 1, "window_rows": rows}) for rows in (16, 32, 64, 128)]
         for mode, exact, change in tries:
             label = f"{shape}, {mode}: " + (

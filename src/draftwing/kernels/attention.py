@@ -1,9 +1,7 @@
 """Attention of decode, chains and trees over the paged pool; `attention_common` says what it promises about bits.
 
 A tree that fills several tiles is read in two launches: what all nodes read whole in large tiles, each node's own keys
-in small ones. Where bits may differ, and there are so many tiles that none is shared by several programs, the window's
-keys are read by all rows under a mask instead, in one launch: on an H200 that takes half the time for 16 trees of 32
-nodes, and more for one.
+in small ones. Where bits may differ, the window's keys are read by all rows under a mask instead, in one launch.
 
 The host never knows lengths: programs find out on the device which splits are theirs.
 """
@@ -47,7 +45,7 @@ class Workspace:
 class Plan(NamedTuple):
     """How a batch of trees is run; all of it is known on the host."""
 
-    exact: bool  # else under a mask, in one launch and one lane
+    exact: bool  # else under a mask, in one launch
     two_launches: bool
     rows: int  # of a tile of the first launch
     lanes: int  # programs that share a tile of the first launch; one merges in registers
@@ -66,22 +64,22 @@ def plan(
     def programs(rows: int) -> int:
         return batch * kv_heads * triton.cdiv(rows_all, rows)
 
-    masked_rows = min(tiling.window_rows, padded(rows_all))
-    if (
-        not exact
-        and (queries > 1 or depth > 1)
-        and depth <= WINDOW_DEPTH
-        and padded(window) * padded(dim) * kv.itemsize <= WINDOW_BYTES
-        and tiling.programs < 2 * programs(masked_rows)
-    ):
-        return Plan(False, False, masked_rows, 1, 0)
-    two = queries > 1 and rows_all > tiling.rows and tiling.context_rows > tiling.rows
-    rows = min(tiling.context_rows, padded(rows_all)) if two else tiling.rows
+    exact = (
+        exact
+        or queries == depth == 1
+        or depth > WINDOW_DEPTH
+        or padded(window) * padded(dim) * kv.itemsize > WINDOW_BYTES
+    )
+    two = exact and queries > 1 and rows_all > tiling.rows and tiling.context_rows > tiling.rows
+    large = tiling.context_rows if two else tiling.window_rows
+    rows = min(large, padded(rows_all))
+    if not two and (exact or programs(tiling.rows) <= tiling.programs):
+        rows = tiling.rows
     splits = split_count(positions, tiling)
     lanes = max(1, min((tiling.context_programs if two else tiling.programs) // programs(rows), splits))
     if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
         lanes = 1
-    return Plan(True, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
+    return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
 
 
 def split_count(length: int, tiling: Tiling) -> int:
@@ -154,7 +152,7 @@ def tree_attention(
         )  # fmt: skip
 
     if how.two_launches:
-        launch(1, how.lanes, how.rows, tiling.deep_stages)
+        launch(1, how.lanes, how.rows, tiling.context_stages)
         launch(2, 1, tiling.rows, tiling.stages)
     else:
-        launch(0, how.lanes, how.rows, tiling.deep_stages if queries == depth == 1 else tiling.stages)
+        launch(0, how.lanes, how.rows, tiling.stages)

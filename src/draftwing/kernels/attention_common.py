@@ -34,7 +34,12 @@ from draftwing.kernels.triton_common import INTERPRETED
 
 
 class Tiling(NamedTuple):
-    """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only."""
+    """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only.
+
+    What runs in every step has at most 48 KB of shared memory: for more, Triton asks the driver for a larger share of
+    the L1 cache, and a step of an 8B model, where kernels that ask and others take turns, was 50 to 70 us a layer slower
+    with tiles that were faster alone.
+    """
 
     unit: int = 64  # positions that share one maximum
     short: int = 128  # positions of a split below `tier`
@@ -42,20 +47,20 @@ class Tiling(NamedTuple):
     long: int = 512  # positions of a split from `tier` on
     rows: int = 16  # rows (nodes x group) of a tile of decode, chains, and the second launch of trees
     warps: int = 4  # of tiles up to 64 rows
-    stages: int = 3  # units under way, of chains and masked trees
-    deep_stages: int = 3  # of decode, prefill, and the first launch of trees
-    own: int = 128  # most keys that a tile gathers at a time for its nodes alone
+    stages: int = 3  # units under way, of decode, chains and masked trees
+    own: int = 64  # most keys that a tile gathers at a time for its nodes alone
     programs: int = 264  # splits are spread over lanes until there are about as many
     context_rows: int = 32  # of the first launch of trees, which reads what all nodes share; 0: one launch
+    context_stages: int = 2
     context_programs: int = 132
-    window_rows: int = 32  # where trees read a masked window
+    window_rows: int = 32  # where many trees read a masked window; few take tiles of `rows`
     prefill_rows: int = 32
+    prefill_stages: int = 3
     fast_rows: int = 128  # prefill where bits may differ from decode's
 
 
 TILING = Tiling()
-# Compute capability 9.0: all of it measured on an H200.
-TILING_HOPPER = TILING._replace(deep_stages=5, context_rows=128, window_rows=64, prefill_rows=128)
+TILING_HOPPER = TILING._replace(prefill_rows=128, prefill_stages=5)  # compute capability 9.0, measured on an H200
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)
 TILING_WIDE = Tiling(  # heads of more than 128

@@ -108,6 +108,6 @@ def prefill_attention(
     _prefill_kernel[(tiles.shape[0], kv_heads)](
         q, kv, table, rows, tiles, out, scale_of(dim), q.stride(0), table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short,
-        TIER=tiling.tier, LONG=tiling.long, EXACT=exact, STAGES=tiling.deep_stages, num_warps=warps_of(tile, tiling),
+        TIER=tiling.tier, LONG=tiling.long, EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling),
         **ROUNDING, **launch_options(q.device),
     )  # fmt: skip
