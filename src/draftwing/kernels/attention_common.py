@@ -36,9 +36,9 @@ from draftwing.kernels.triton_common import INTERPRETED
 class Tiling(NamedTuple):
     """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only.
 
-    What runs in every step has at most 48 KB of shared memory: for more, Triton asks the driver for a larger share of
-    the L1 cache, and a step of an 8B model, where kernels that ask and others take turns, was 50 to 70 us a layer slower
-    with tiles that were faster alone.
+    What runs in every step has at most 48 KB of shared memory. For more, Triton asks the driver for a larger share of
+    the L1 cache; with tiles that did, and were faster alone, an 8B model's step took 50 to 70 us longer for each layer,
+    presumably because kernels that ask and others take turns there.
     """
 
     unit: int = 64  # positions that share one maximum
