@@ -239,6 +239,15 @@ def test_bits_where_tiles_cut_groups(heads: tuple[int, int], nodes: int, device:
     assert torch.equal(case.run(tiling=TINY._replace(context_rows=0)), two)
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_masked_trees_in_one_lane_and_several(lanes: int, device: torch.device) -> None:
+    case = make_case([63, 127, 239, 0], 6, device, (4, 1), dim=16)
+    tiling = TINY._replace(programs=8 * lanes)
+    how = attention.plan(4, 6, case.path.shape[2], 4, case.kv, case.table.shape[1], 6, False, tiling)
+    assert not how.exact and (how.lanes > 1) == (lanes > 1)
+    torch.testing.assert_close(case.run(False, tiling).double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_chain_longer_than_units(exact: bool, device: torch.device) -> None:
     case = make_case([41, 0], 40 if exact else 32, device, (1, 1), dim=16, chain=True)

@@ -180,6 +180,7 @@ def test_copies_of_a_prompt_are_other_answers_and_never_greedy() -> None:
     chosen = held_out(keys, 0.3, 0, "watch")
     assert 90 < len(chosen) < 270
     assert all(len({key in chosen for key in keys[i : i + 3]}) == 1 for i in range(0, len(keys), 3))
+    assert len(held_out(keys[:15], 1e-9, 0, "watch")) == 3 and not held_out([], 0.5, 0, "watch")
 
 
 def test_broken_lines_are_made_again(llm: LLM, tmp_path: Path) -> None:

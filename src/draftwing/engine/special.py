@@ -177,6 +177,7 @@ class SpecialRows:
 
     def _processed(self, logits: Tensor, guided: IntArray, guidance: Guidance) -> Tensor:
         """logits [b, N, V] after the rows' processors; what was banned stays banned."""
+        assert logits.dtype == torch.float32, "two of them make a word of 64 bits"
         words = pad(logits.flatten(), (0, logits.numel() % 2)).view(torch.int64)
         host = self.device.download(words).wait()
         rows = torch.from_numpy(host).view(logits.dtype)[: logits.numel()].view(logits.shape)  # in `host`'s memory

@@ -7,13 +7,20 @@ import functools
 import importlib.util
 import os
 
+import torch
 from torch import Tensor
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether the GPU's kernels take this tensor: on CUDA, where Triton is installed, unless DRAFTWING_NATIVE=0. And
-    without data (on the meta device), where `engine.precompile` finds out which kernels are launched."""
-    return (tensor.is_cuda or tensor.is_meta) and _have_triton()
+    """Whether the GPU's kernels take this tensor: on CUDA from compute capability 8.0 on, where Triton is installed,
+    unless DRAFTWING_NATIVE=0. And without data (on the meta device), where `engine.precompile` finds out which kernels
+    are launched."""
+    return (tensor.is_meta or (tensor.is_cuda and _is_recent(tensor.device))) and _have_triton()
+
+
+@functools.cache
+def _is_recent(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from draftwing.kernels.attention_common import ROUNDING, Tiling, padded, pick_ti
 from draftwing.kernels.attention_tree import tree_kernel
 from draftwing.kernels.triton_common import launch_options
 
-WINDOW_BYTES = 64 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
+WINDOW_BYTES = 16 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
 WINDOW_DEPTH = 32  # longest path that is looked for in a masked window: the search is unrolled
 PARTIAL_BYTES = 256 << 20  # most memory for partial results; where they need more, a tile is one program's work
 

@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
     """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only.
 
     What runs in every step has at most 48 KB of shared memory. For more, Triton asks the driver for a larger share of
-    the L1 cache; with tiles that did, and were faster alone, an 8B model's step took 50 to 70 us longer for each layer,
+    the L1 cache (as it does for heads of more than 128 and in float32); with tiles that did, and were faster alone, an 8B model's step took 50 to 70 us longer for each layer,
     presumably because kernels that ask and others take turns there.
     """
 
@@ -64,7 +64,7 @@ TILING_HOPPER = TILING._replace(prefill_rows=128, prefill_stages=5)  # compute c
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)
 TILING_WIDE = Tiling(  # heads of more than 128
-    unit=32, own=64, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=64
+    unit=32, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=64
 )
 ROUNDING = {"enable_fp_fusion": False}  # else `den * fade` is rounded before a zero is added, not before a weight
 ANY_ALIGNMENT = ["rows", "prefix_len", "path", "path_len"]  # they may be parts of larger tensors

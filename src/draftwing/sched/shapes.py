@@ -70,7 +70,7 @@ class WorthDrafting:
 
     sees_predictions = False
 
-    RATE = 0.02  # of acceptance, per row and step, once more rows than that makes sense for have been seen
+    RATE = 0.02  # of acceptance, per row; until 1 / RATE rows are known, their mean counts for more
     PRIOR = 8  # rows that the first guess of acceptance counts for
     TIME_RATE = 0.1
     TRIES = 3  # of each shape; the first pays for caches and allocations
@@ -82,7 +82,7 @@ class WorthDrafting:
         self.menu = tuple(menu)
         # survival[s][k]: share of rows whose first k + 1 drafts are accepted in a step of shape s
         self._survival = [0.7 ** np.arange(1.0, shape.depth + 1) for shape in self.menu]
-        self._rows = [self.PRIOR] * len(self.menu)  # that each of them is known from
+        self._rows = [np.full(shape.depth, self.PRIOR) for shape in self.menu]  # that each share is known from
         self._seconds: dict[tuple[int, int], float] = {}  # (shape index, batch bucket) -> seconds
         self._tried: dict[tuple[int, int], int] = {}  # the same -> steps
         self._chosen: dict[int, int] = {}  # batch bucket -> shape index
@@ -130,8 +130,8 @@ class WorthDrafting:
             # A chain is the beginning of a longer one; of other trees only their own steps tell.
             if i == index or other.topk == shape.topk == 1:
                 known = min(other.depth, shape.depth)
-                self._rows[i] += drafts.size
-                weight = max(lasting, drafts.size / self._rows[i])  # a mean at first
+                self._rows[i][:known] += drafts.size
+                weight = np.maximum(lasting, drafts.size / self._rows[i][:known])  # a mean at first
                 self._survival[i][:known] += weight * (reached[:known] - self._survival[i][:known])
 
 

@@ -6,8 +6,9 @@ what it would have read.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -77,23 +78,28 @@ def collate(samples: Sequence[Sample], max_length: int) -> Batch:
     width, dtype = first.taps.shape[1], first.taps.dtype
     lock = device.type == "cpu" and torch.cuda.is_available()
     taps = torch.zeros(count, length, width, dtype=dtype, device=device, pin_memory=lock)
-    place, depth, source, before = [], [], [], 0
+    place, depth = [], []
     for row, (sample, end) in enumerate(zip(samples, lengths, strict=True)):
         ids[row, :end] = sample.ids[:end]
         taps[row, :end] = sample.taps[:end]
         at = sample.loss_mask[1:end].nonzero().flatten()  # the target's position before each token to be learnt
         place.append(row * length + at)
         depth.append(at)
-        source.append(before + at)  # among all samples' positions
-        before += len(sample.final)
     if not sum(len(at) for at in depth):  # nothing to learn: a place that no row foretells keeps shapes as they are
-        place, depth, source = ([torch.zeros(1, dtype=torch.int64)] for _ in range(3))
-    chosen = _locked(torch.cat(source)).to(device, non_blocking=True)
-    final = torch.cat([sample.final for sample in samples]).index_select(0, chosen)
+        place[0] = depth[0] = torch.zeros(1, dtype=torch.int64)
+    chosen = _locked(torch.cat(depth)).to(device, non_blocking=True).split([len(at) for at in depth])
+    final = torch.cat([sample.final.index_select(0, at) for sample, at in zip(samples, chosen, strict=True)])
     if lock:
         final = final.pin_memory()
     rest = (torch.cat(place), torch.cat(depth), torch.tensor(lengths))
     return Batch(_locked(ids), taps, final, *map(_locked, rest))
+
+
+def _same_device() -> Callable[[], None] | None:
+    """Gives a thread this one's GPU, of which each thread has its own idea."""
+    if not torch.cuda.is_available():
+        return None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def _locked(x: Tensor) -> Tensor:
@@ -124,7 +130,7 @@ def load(source: FeatureSource, numbers: Iterable[list[int]], max_length: int, r
 
     readers = readers if isinstance(whole, FeatureStore) else 1
     todo = iter(numbers)
-    with ThreadPoolExecutor(readers, "features") as pool:
+    with ThreadPoolExecutor(readers, "features", initializer=_same_device()) as pool:
         waiting: deque[Future[Batch]] = deque(pool.submit(make, batch) for batch in islice(todo, 2 * readers))
         try:
             while waiting:

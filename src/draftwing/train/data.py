@@ -268,7 +268,8 @@ def held_out(keys: Iterable[str], share: float, seed: int, purpose: str) -> set[
     """A random `share` of the keys, at least one, a prompt's copies always together. What is chosen does not change
     when others are added; choices for different purposes are independent."""
     order = {key: int(_key([str(seed), purpose, original(key)])[:13], 16) / 2**52 for key in keys}
-    return {key for key, place in order.items() if place < share} or set(sorted(order, key=lambda k: order[k])[:1])
+    least = min(order.values(), default=0.0)
+    return {key for key, place in order.items() if place < share or place == least}
 
 
 def original(key: str) -> str:

@@ -93,7 +93,8 @@ def usable(
             if not ids:
                 raise BadData("empty")
         except BadData as error:
-            skipped.note(error, prompt.where)
+            if not prompt.copy:
+                skipped.note(error, prompt.where)
         else:
             found.append((prompt, ids))
     return found

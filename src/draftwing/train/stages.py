@@ -172,12 +172,12 @@ class Stages:
         done |= {response.key for response in read_responses(responses_files(self.run.data), Skipped())}
         todo = [prompt for prompt in data.prompts if prompt.key not in done]
         mine = [one for one in todo if int(original(one.key), 16) % self.processes == self.rank]
-        ready = usable(mine, self.tokenizer, sampling, data.skipped)
+        ready = usable(mine, self.tokenizer, sampling, data.skipped)  # of several processes, of this one's
         others = len(todo) - len(mine) + len(done) + len(data.conversations)
         data.skipped.require(len(ready) + others, "prompt or conversation")
         self._report_data()
         if not ready:
-            logger.info("all %d prompts have their answers", len(data.prompts))
+            logger.info("all prompts have their answers")
             return
         if self.run.data != self.run.out:
             raise ConfigError(
