@@ -26,7 +26,8 @@ def note(*, fn, key, compile, **rest):
 knobs.runtime.jit_cache_hook = note
 def empty(*shape, dtype=torch.int64):
     return torch.empty(*shape, dtype=dtype, device="meta")
-for batch, nodes, depth, exact in ((1, 1, 1, True), (1, 4, 4, True), (1, 32, 6, True), (1, 7, 4, False), (16, 32, 6, False)):
+cases = (1, 1, 1, True), (1, 4, 4, True), (1, 32, 6, True), (1, 7, 4, False), (16, 32, 6, False)
+for batch, nodes, depth, exact in cases:
     half = torch.bfloat16
     kv = empty(4096, 8, 2, 128, dtype=half)
     attention.tree_attention(

@@ -67,8 +67,8 @@ def build(options: Options, path: Path) -> Parts:
     options = options.for_device("cuda" if device.is_cuda else "cpu", device.total_memory())
     if options.deterministic and device.is_cuda and not use_triton(torch.empty(0, device=device.device)):
         raise ConfigError(
-            "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute capability 8.0 on), and do not set the "
-            "environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
+            "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "
+            "capability 8.0 on), and do not set the environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
         )
     if options.deterministic and device.is_cuda and options.enable_torch_compile:
         raise ConfigError(

@@ -36,9 +36,9 @@ from draftwing.kernels.triton_common import INTERPRETED
 class Tiling(NamedTuple):
     """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only.
 
-    What runs in every step has at most 48 KB of shared memory. For more, Triton asks the driver for a larger share of
-    the L1 cache (as it does for heads of more than 128 and in float32); with tiles that did, and were faster alone, an 8B model's step took 50 to 70 us longer for each layer,
-    presumably because kernels that ask and others take turns there.
+    What runs in every step has at most 48 KB of shared memory, but for heads of more than 128 and in float32. For more,
+    Triton asks the driver for a larger share of the L1 cache; with tiles that did, and were faster alone, an 8B model's
+    step took 50 to 70 us longer for each layer, presumably because kernels that ask and others take turns there.
     """
 
     unit: int = 64  # positions that share one maximum
