@@ -1,13 +1,16 @@
 """Attention at the sizes of an 8B Llama: microseconds per layer inside a CUDA graph, the pool not in the L2 cache.
 
 `bench` has the shapes of the engine and torch's own attention beside them: "exact" as in deterministic mode, trees
-also under a mask, which is the default without that mode. `attention.py sweep` tries tilings instead.
+also under a mask, which is the default without that mode. FlashInfer's kernels stand beside them where it is installed.
+`attention.py flashinfer` leaves torch out (names after it: FlashInfer's backends for prompts, fa2 and fa3 by default),
+`attention.py sweep` tries tilings instead.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,6 +73,13 @@ class Work:
         self.out = torch.empty(batch * nodes, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
         self.batch, self.context, self.nodes = batch, context, nodes
 
+    def mask(self) -> torch.Tensor:
+        """[B, nodes, context + nodes]: who attends to what."""
+        mask = torch.zeros(self.batch, self.nodes, self.context + self.nodes, dtype=torch.bool, device="cuda")
+        mask[..., : self.context] = True
+        mask[..., self.context :].scatter_(-1, self.path, True)
+        return mask
+
     def ours(self, exact: bool, tiling: Any = None) -> float:
         from draftwing.kernels import attention
 
@@ -86,9 +96,7 @@ class Work:
         """Gather, then scaled_dot_product_attention under a mask; lengths known on the host, the mask ready."""
         longest = self.context + self.nodes
         slots = self.table[: self.batch, :longest].flatten()
-        mask = torch.zeros(self.batch, 1, self.nodes, longest, dtype=torch.bool, device="cuda")
-        mask[..., : self.context] = True
-        mask[..., self.context :].scatter_(-1, self.path.unsqueeze(1), True)
+        mask = self.mask().unsqueeze(1)
         q = self.q.view(self.batch, self.nodes, HEADS, DIM).transpose(1, 2)
 
         def call(i: int) -> torch.Tensor:
@@ -97,6 +105,105 @@ class Work:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
         return replayed(call, self.layers)
+
+    def flashinfer(self, backend: str) -> float:
+        """FlashInfer's attention over the same keys, each slot a page. backend: of its tree and prefill kernels, or
+        "plain" for a decode without tensor cores.
+
+        The keys and values are copied to FlashInfer's own layout: this compares kernels, it is no integration. What
+        its `plan` does on the host, once a step, is left out; so is what the engine does there.
+        """
+        longest = self.context + self.nodes
+        call = flashinfer_call(
+            self.q, [flashinfer_pool(kv) for kv in self.kv], self.table[: self.batch, :longest], self.nodes,
+            self.mask() if self.nodes > 1 else None, backend,
+        )  # fmt: skip
+        self.ours_once()
+        check_alike(call(0), self.out)
+        return replayed(call, self.layers)
+
+    def ours_once(self) -> None:
+        """Layer 0, exact, into `out`."""
+        from draftwing.kernels import attention
+
+        attention.tree_attention(
+            self.q, self.kv[0], self.table, self.rows, self.prefix, self.path, self.path_len, self.out,
+            attention.Workspace(self.q.device), True, self.nodes, None,
+        )  # fmt: skip
+
+
+def flashinfer_pool(kv: torch.Tensor) -> torch.Tensor:
+    """[slots, kv_heads, 2, dim] -> [slots, 2, 1, kv_heads, dim]: pages of one slot, all keys before all values."""
+    return kv.transpose(1, 2).unsqueeze(2).contiguous()
+
+
+def flashinfer_call(
+    q: torch.Tensor,
+    pools: list[torch.Tensor],
+    table: torch.Tensor,
+    queries: int,
+    mask: torch.Tensor | None,
+    backend: str,
+) -> Callable[[int], torch.Tensor]:
+    """Attention of layer i; q [B * queries, heads, dim], table [B, keys] of slots. Without a mask, queries are the last
+    of their row's keys. Rows of one query are decoded, all else goes to what prefills."""
+    flashinfer = importlib.import_module("flashinfer")
+    batch, keys = table.shape
+    space = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    pages = table.flatten().int()
+    ends = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    key_ends, query_ends, last = ends * keys, ends * queries, torch.ones_like(ends[1:])
+    buffers = [torch.empty_like(each) for each in (key_ends, pages, last)]
+    out = torch.empty_like(q)
+    types = {"q_data_type": q.dtype, "kv_data_type": q.dtype}
+    wrapper: Any
+    if queries == 1:
+        names = [f"paged_kv_{name}_buffer" for name in ("indptr", "indices", "last_page_len")]
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            space, "NHD", use_cuda_graph=True, use_tensor_cores=backend != "plain",
+            **dict(zip(names, buffers, strict=True)),
+        )  # fmt: skip
+        wrapper.plan(key_ends, pages, last, HEADS, KV_HEADS, DIM, 1, **types)
+    else:
+        graph: dict[str, Any] = {}
+        if mask is not None:  # prompts run without graphs, and are planned more freely then
+            names = [f"paged_kv_{name}_buf" for name in ("indptr", "indices", "last_page_len")]
+            graph = {"use_cuda_graph": True, "qo_indptr_buf": torch.empty_like(query_ends)}
+            graph |= {"mask_indptr_buf": torch.empty_like(ends), **dict(zip(names, buffers, strict=True))}
+            graph["custom_mask_buf"] = torch.empty(mask.numel() // 8 + 8 * batch, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend, **graph)
+        wrapper.plan(
+            query_ends, key_ends, pages, last, HEADS, KV_HEADS, DIM, 1, causal=mask is None,
+            custom_mask=None if mask is None else mask.flatten(), **types,
+        )  # fmt: skip
+    torch.cuda.synchronize()
+    run: Callable[..., torch.Tensor] = wrapper.run
+    return lambda i: run(q, pools[i], out=out)
+
+
+def check_alike(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    """That two kernels were given the same work."""
+    difference = (theirs.flatten().float() - ours.flatten().float()).abs().max().item()
+    assert difference < 0.05, f"their result is not ours, by up to {difference:.3f}"
+
+
+def without_flashinfer() -> str:
+    """Why its rows are left out; empty where it is installed."""
+    try:
+        importlib.import_module("flashinfer")
+    except ImportError as error:
+        return f"flashinfer: left out, {error}"
+    return ""
+
+
+def attempts(name: str, backends: tuple[str, ...], time: Callable[[str], float]) -> Iterator[tuple[str, float]]:
+    """A row for each of FlashInfer's backends; one that fails says why and stops nothing."""
+    for backend in backends:
+        label = f"{name}, flashinfer {backend}"
+        try:
+            yield label, time(backend)
+        except Exception as error:  # it compiles its kernels here, and not all are for every device
+            yield f"{label}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", float("nan")
 
 
 # batch, context, nodes, depth + 1
@@ -107,26 +214,31 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def bench() -> list[tuple[str, float]]:
-    found = []
+def bench(with_torch: bool, prompt_backends: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    """prompt_backends: FlashInfer's for prefills; none where it is missing."""
+    missing = without_flashinfer()
+    if missing:
+        yield missing, float("nan")
     for batch, context, nodes, depth in SHAPES:
         work = Work(batch, context, nodes, depth)
         name = f"{batch} x {context} keys, {nodes} nodes"
-        found.append((f"{name}, exact", work.ours(True)))
+        yield f"{name}, exact", work.ours(True)
         if nodes > 1:
-            found.append((f"{name}, masked", work.ours(False)))
-        found.append((f"{name}, torch", work.torch()))
-    return found + prefill() + rope()
+            yield f"{name}, masked", work.ours(False)
+        if with_torch:
+            yield f"{name}, torch", work.torch()
+        if not missing:
+            yield from attempts(name, ("fa2",) if nodes > 1 else ("fa2", "plain"), work.flashinfer)
+    for length, start in CHUNKS:
+        yield from chunk(length, start, with_torch, () if missing else prompt_backends)
+    if with_torch:
+        yield from rope()
 
 
 CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096)]  # length, start
 
 
-def prefill() -> list[tuple[str, float]]:
-    return [timed for length, start in CHUNKS for timed in chunk(length, start)]
-
-
-def chunk(length: int, start: int) -> list[tuple[str, float]]:
+def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) -> Iterator[tuple[str, float]]:
     from draftwing.kernels.attention_common import pick_tiling
     from draftwing.kernels.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 
@@ -145,15 +257,24 @@ def chunk(length: int, start: int) -> list[tuple[str, float]]:
             lambda i: prefill_attention(q, work.kv[i], work.table, work.rows, tiles, out, exact, changed), work.layers
         )
 
-    def theirs(i: int) -> torch.Tensor:
+    def torch_call(i: int) -> torch.Tensor:
         k, v = work.kv[i][slots].permute(2, 1, 0, 3).unsqueeze(1)
         how: dict[str, Any] = {"attn_mask": mask} if start else {"is_causal": True}
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, enable_gqa=True, **how)
 
+    def flashinfer(backend: str) -> float:
+        call = flashinfer_call(q, [flashinfer_pool(kv) for kv in work.kv], slots[None], length, None, backend)
+        ours(True)
+        check_alike(call(work.layers - 1), out)  # `ours` ends with the last layer
+        return replayed(call, work.layers)
+
     name = f"prefill {length} after {start}"
-    found = [(f"{name}, exact", ours(True)), (f"{name}, default", ours(False))]
-    found.append((f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, prefill_stages=3)))
-    return [*found, (f"{name}, torch", replayed(theirs, work.layers))]
+    yield f"{name}, exact", ours(True)
+    yield f"{name}, default", ours(False)
+    yield f"{name}, exact, tiles of 64", ours(True, prefill_rows=64, prefill_stages=3)
+    if with_torch:
+        yield f"{name}, torch", replayed(torch_call, work.layers)
+    yield from attempts(name, backends, flashinfer)
 
 
 def rope() -> list[tuple[str, float]]:
@@ -200,5 +321,7 @@ def sweep() -> list[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    for label, microseconds in sweep() if sys.argv[1:] == ["sweep"] else bench():
-        print(f"{microseconds:9.2f}  {label}")
+    mode, *names = sys.argv[1:] or [""]
+    rows = iter(sweep()) if mode == "sweep" else bench(mode != "flashinfer", tuple(names) or ("fa2", "fa3"))
+    for label, microseconds in rows:
+        print(f"{microseconds:9.2f}  {label}", flush=True)

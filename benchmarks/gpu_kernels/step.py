@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ TINY = {
     "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 2048,
 }  # fmt: skip
 REPLAYS = 20
+MOST_SHOWN = 60  # kernels of a layer
 
 
 def build(folder: Path, given: dict[str, Any], tiny: bool) -> Any:
@@ -75,27 +77,75 @@ def microseconds(replay: Any) -> float:
     return begin.elapsed_time(end) * 1000 / REPLAYS
 
 
+def one_repeat(names: list[str]) -> tuple[int, int, int]:
+    """(first kernel, kernels, times) of the longest stretch in which a sequence of kernels repeats, as layers do: where
+    it begins, how long one repeat is, and how often it comes. Without any: everything, once."""
+    best, most = (0, len(names), 1), 0
+    for period in range(2, min(len(names) // 2, 100) + 1):
+        begin = 0
+        for i in range(len(names) - period + 1):
+            if i < len(names) - period and names[i] == names[i + period]:
+                continue
+            if i - begin >= period and i - begin + period > most:  # twice at least; of equals the shortest period
+                most = i - begin + period
+                best = begin, period, most // period
+            begin = i + 1
+    return best
+
+
+def timeline(kernels: list[tuple[float, float, str]]) -> None:
+    """One layer's kernels in the middle of a graph, from (begin, end, name) in microseconds: where each begins after
+    the first, how long it runs, and for how long nothing ran before it (below 0: it began under the one before). In
+    brackets, means over all layers; a draft's levels are such layers, too."""
+    kernels = sorted(kernels)
+    first, period, times = one_repeat([name for _, _, name in kernels])
+    shown = first + times // 2 * period
+    ends = list(accumulate((end for _, end, _ in kernels), max))
+    gaps = [0.0] + [kernels[i][0] - ends[i - 1] for i in range(1, len(kernels))]
+    origin = kernels[shown][0]
+    print(f"   layer {times // 2 + 1} of {times}: {period} kernels; start, duration [mean], gap before it [mean]")
+    for i in range(shown, min(shown + period, shown + MOST_SHOWN)):
+        begin, end, name = kernels[i]
+        same = range(first + i - shown, first + times * period, period)
+        duration = sum(kernels[j][1] - kernels[j][0] for j in same) / times
+        gap = sum(gaps[j] for j in same) / times
+        times_of_it = f"{begin - origin:9.2f} {end - begin:8.2f} [{duration:7.2f}] {gaps[i]:7.2f} [{gap:6.2f}]"
+        print(f"{times_of_it}  {name[:64]}")
+    if period > MOST_SHOWN:
+        print(f"   and {period - MOST_SHOWN} more")
+    if times > 1 and shown + period < len(kernels):
+        print(f"{kernels[shown + period][0] - origin:9.2f} the next one's start")
+
+
 def profile(name: str, replay: Any) -> None:
-    """Kernels by the time they take. They overlap, so that their sum may be more than the graph's time."""
+    """Kernels by the time they take, and one layer's in their order. They overlap, so that their sum may be more than
+    the graph's time; being watched takes time, too, so that time is given without it first."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
+    alone = microseconds(replay)
     with profiler(activities=[ProfilerActivity.CUDA]) as seen:
         replay()
         torch.cuda.synchronize()
     by: dict[str, list[float]] = defaultdict(list)
+    kernels: list[tuple[float, float, str]] = []
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             by[event.name].append(event.device_time)
-    print(f"-- {name}: {sum(map(len, by.values()))} kernels, {sum(map(sum, by.values())):.0f} us")
+            kernels.append((event.time_range.start, event.time_range.end, event.name))
+    print(f"-- {name}: {alone:.0f} us; {len(kernels)} kernels, {sum(map(sum, by.values())):.0f} us in all")
     for kernel, times in sorted(by.items(), key=lambda item: -sum(item[1]))[:16]:
         print(f"{sum(times):9.1f} us  {len(times):4d} x {sum(times) / len(times):7.2f}  {kernel[:90]}")
+    if kernels:
+        span = max(end for _, end, _ in kernels) - min(begin for begin, _, _ in kernels)
+        print(f"   from the first kernel's start to the last one's end {span:.0f} us")
+        timeline(kernels)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="1,4,8,16,64,128")
-    parser.add_argument("--profile", type=int)
+    parser.add_argument("--profile", type=int, metavar="SIZE", help="of which batch size to show the kernels")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()

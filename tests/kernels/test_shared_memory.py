@@ -1,4 +1,4 @@
-"""Attention tiles that run in every step stay within 48 KB of shared memory; compiled for a GPU that is not there."""
+"""Attention tiles fit into the shared memory of the GPUs they are for; compiled for one that is not there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
-LIMIT = 48 << 10
+# Bytes of a block: compute capability 9.0; 8.6 and 8.9, the least of those that Triton kernels run on.
+LIMITS = {"TILING_HOPPER": 227 << 10, "TILING": 99 << 10}
 CODE = """
+import sys
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -33,7 +35,7 @@ for batch, nodes, depth, exact in cases:
     attention.tree_attention(
         empty(batch * nodes, 32, 128, dtype=half), kv, empty(batch + 1, 8192), empty(batch), empty(batch),
         empty(batch, nodes, depth), empty(batch, nodes), empty(batch * nodes, 4096, dtype=half),
-        attention.Workspace(torch.device("meta")), exact, nodes, attention_common.TILING_HOPPER,
+        attention.Workspace(torch.device("meta")), exact, nodes, getattr(attention_common, sys.argv[1]),
     )
 knobs.runtime.jit_cache_hook = None
 for launch in launches:
@@ -41,12 +43,14 @@ for launch in launches:
 """
 
 
+@pytest.mark.parametrize("tiling", LIMITS)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_attention_asks_for_no_more_than_others(tmp_path) -> None:
+def test_attention_fits(tmp_path, tiling: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", CODE, tiling]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     shared = [int(line) for line in done.stdout.split()]
     assert len(shared) == 6, "a large tree takes two launches"
-    assert max(shared) <= LIMIT, shared
+    assert max(shared) <= LIMITS[tiling], shared

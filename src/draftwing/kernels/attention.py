@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwing.kernels.attention_common import ROUNDING, Tiling, padded, pick_tiling, scale_of, warps_of
 from draftwing.kernels.attention_tree import tree_kernel
-from draftwing.kernels.triton_common import launch_options
+from draftwing.kernels.triton_common import keep_cache, launch_options
 
 WINDOW_BYTES = 16 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
 WINDOW_DEPTH = 32  # longest path that is looked for in a masked window: the search is unrolled
@@ -141,7 +141,7 @@ def tree_attention(
     def launch(phase: int, lanes: int, tile: int, stages: int) -> None:
         tiles = triton.cdiv(queries * group, tile)
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
-        tree_kernel[(lanes, kv_heads * tiles, batch)](
+        launched = tree_kernel[(lanes, kv_heads * tiles, batch)](
             q, kv, table, rows, prefix_len, path, path_len, out, parts, stats, tickets, scale_of(dim), q.stride(0),
             table.stride(0), how.parts, window,
             QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile,
@@ -150,6 +150,7 @@ def tree_attention(
             MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, num_warps=warps_of(tile, tiling),
             **ROUNDING, **launch_options(q.device),
         )  # fmt: skip
+        keep_cache(launched)
 
     if how.two_launches:
         launch(1, how.lanes, how.rows, tiling.context_stages)

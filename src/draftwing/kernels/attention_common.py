@@ -34,12 +34,7 @@ from draftwing.kernels.triton_common import INTERPRETED
 
 
 class Tiling(NamedTuple):
-    """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only.
-
-    What runs in every step has at most 48 KB of shared memory, but for heads of more than 128 and in float32. For more,
-    Triton asks the driver for a larger share of the L1 cache; with tiles that did, and were faster alone, an 8B model's
-    step took 50 to 70 us longer for each layer, presumably because kernels that ask and others take turns there.
-    """
+    """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only."""
 
     unit: int = 64  # positions that share one maximum
     short: int = 128  # positions of a split below `tier`
@@ -60,7 +55,9 @@ class Tiling(NamedTuple):
 
 
 TILING = Tiling()
-TILING_HOPPER = TILING._replace(prefill_rows=128, prefill_stages=5)  # compute capability 9.0, measured on an H200
+TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
+    stages=5, context_rows=128, context_stages=5, window_rows=64, prefill_rows=128, prefill_stages=5
+)
 # Products in float32 run without tensor cores, on operands in registers.
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)
 TILING_WIDE = Tiling(  # heads of more than 128

@@ -24,7 +24,7 @@ from draftwing.kernels.attention_common import (
     warps_of,
     with_unit,
 )
-from draftwing.kernels.triton_common import launch_options, start
+from draftwing.kernels.triton_common import keep_cache, launch_options, start
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "tiles"])
@@ -105,9 +105,10 @@ def prefill_attention(
     tile = prefill_rows(kv, exact, tiling)
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and tiles.is_contiguous() and q.dtype == kv.dtype
-    _prefill_kernel[(tiles.shape[0], kv_heads)](
+    launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
         q, kv, table, rows, tiles, out, scale_of(dim), q.stride(0), table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short,
         TIER=tiling.tier, LONG=tiling.long, EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling),
         **ROUNDING, **launch_options(q.device),
     )  # fmt: skip
+    keep_cache(launched)

@@ -65,16 +65,7 @@ void run(void (*work)(void *), void *data, int64_t threads, int64_t cost) {
 
 /* -- row by row: norm, gated MLP, rotary embedding ---------------------------------------------------------------- */
 
-typedef struct Rows {
-    void (*row)(const struct Rows *, int64_t);
-    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half;
-    double eps;
-    void *out, *kv;
-    const void *x, *weight, *cos, *sin;
-    const int64_t *slots;
-} Rows;
-
-static void some_rows(void *data) {
+void some_rows(void *data) {
     Rows *r = data;
     for (int64_t first; (first = take(&r->next, 8)) < r->rows;)
         for (int64_t i = first; i < first + 8 && i < r->rows; i++) r->row(r, i);
@@ -95,7 +86,7 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     }
 }
 static void norm_float(const Rows *r, int64_t i) { norm_row(r, i, 0); }
-static void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
+void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
 
 /* silu(gate) * up of a row [gate, up]; silu(x) = x / (1 + exp(-x)), rounded before it is multiplied, as in torch. */
 INLINE void silu_row(const Rows *r, int64_t i, const int half) {
@@ -108,7 +99,7 @@ INLINE void silu_row(const Rows *r, int64_t i, const int half) {
     }
 }
 static void silu_float(const Rows *r, int64_t i) { silu_row(r, i, 0); }
-static void silu_half(const Rows *r, int64_t i) { silu_row(r, i, 1); }
+void silu_half(const Rows *r, int64_t i) { silu_row(r, i, 1); }
 
 /* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool.
    The sine comes with its sign (rope_table); rounded as `rotate` does. */
@@ -135,7 +126,7 @@ INLINE void rope_row(const Rows *r, int64_t i, const int half) {
                (size_t)(dim * width));
 }
 static void rope_float(const Rows *r, int64_t i) { rope_row(r, i, 0); }
-static void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 1); }
+void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 1); }
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
@@ -143,15 +134,6 @@ static void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 1); }
    entries [0, prefix), then those of its path (trees), or the positions up to its own (chunks). Keys go in blocks of
    16 absolute positions. A tile of a span's queries shares the blocks that look the same to all of them: the whole
    ones before a tree, all of a chunk's. */
-typedef struct {
-    const void *q, *kv;
-    void *out;
-    const int64_t *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; NULL for trees */
-    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half;
-    int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
-    float *scratch;
-    int64_t items, next, worker;
-} Attention;
 
 /* The keys (values: which = 1) of 16 places from `first` on, as floats [16][padded]; zeros from `end` on. */
 INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
@@ -249,7 +231,7 @@ static void attend_tile(const Attention *a, int64_t item, float *scratch) {
     const int64_t length = spans ? spans[3] : a->nodes, first = tile * a->tile;
     const int64_t n = length - first < a->tile ? length - first : a->tile;
     if (n <= 0) return;
-    const int64_t *table = a->table + row * a->table_stride, *path = NULL;
+    const int64_t *table = a->table + a->rows[row] * a->table_stride, *path = NULL;
     const int64_t prefix = spans ? spans[2] + first + n : a->prefix[row];
     const int64_t shared = spans ? (prefix + LANES - 1) / LANES : prefix / LANES, ld = a->keys;
     float *q = scratch, *acc = q + n * group * padded, *staged = acc + n * group * padded;
@@ -356,28 +338,33 @@ static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize
     return PyLong_FromLongLong(rows * (2 * padded + (n[3] + LANES - 1) / LANES * LANES) + LANES * padded);
 }
 
-/* out, q, kv, stride of q, heads, kv_heads, dim, half, table, its stride, prefix_len, path, path_len, spans, count of
-   rows or spans, nodes or length of the longest span, depth, scratch, its size per thread, threads, most keys */
-static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[21];
-    if (!numbers(args, given, 21, n)) return NULL;
+Attention attention_of(const int64_t *n) {
     Attention a = {.out = POINTER(n[0]), .q = POINTER(n[1]), .kv = POINTER(n[2]), .q_stride = n[3], .heads = n[4],
-                   .kv_heads = n[5], .dim = n[6], .half = n[7], .table = POINTER(n[8]), .table_stride = n[9],
-                   .prefix = POINTER(n[10]), .path = POINTER(n[11]), .path_len = POINTER(n[12]),
-                   .spans = POINTER(n[13]), .count = n[14], .nodes = n[15], .depth = n[16], .scratch = POINTER(n[17]),
-                   .scratch_size = n[18]};
+                   .kv_heads = n[5], .dim = n[6], .half = n[7], .rows = POINTER(n[8]), .table = POINTER(n[9]),
+                   .table_stride = n[10], .prefix = POINTER(n[11]), .path = POINTER(n[12]), .path_len = POINTER(n[13]),
+                   .spans = POINTER(n[14]), .count = n[15], .nodes = n[16], .depth = n[17], .scratch = POINTER(n[18]),
+                   .scratch_size = n[19], .threads = n[20]};
     a.padded = (a.dim + LANES - 1) / LANES * LANES;
     a.tile = tile_of(a.heads / a.kv_heads);
     a.tiles = (a.nodes + a.tile - 1) / a.tile;
     a.tile = (a.nodes + a.tiles - 1) / a.tiles; /* all alike */
-    a.keys = (n[20] + LANES - 1) / LANES * LANES;
+    a.keys = (n[21] + LANES - 1) / LANES * LANES;
     a.items = a.count * a.tiles * a.kv_heads;
+    return a;
+}
+void attend(Attention *a) {
     int64_t pairs = 0; /* of queries and keys */
-    for (int64_t i = 0; i < a.count; i++)
-        pairs += a.spans ? a.spans[4 * i + 3] * (a.spans[4 * i + 2] + a.spans[4 * i + 3] / 2)
-                         : a.nodes * (a.prefix[i] + a.depth / 2);
+    for (int64_t i = 0; i < a->count; i++)
+        pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)
+                          : a->nodes * (a->prefix[i] + a->depth / 2);
+    run(some_tiles, a, a->items > 1 ? a->threads : 1, pairs * a->heads * a->padded / 14000);
+}
+static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[ATTENTION];
+    if (!numbers(args, given, ATTENTION, n)) return NULL;
+    Attention a = attention_of(n);
     Py_BEGIN_ALLOW_THREADS
-    run(some_tiles, &a, a.items > 1 ? n[19] : 1, pairs * a.heads * a.padded / 14000);
+    attend(&a);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -388,6 +375,8 @@ static PyMethodDef methods[] = {
     {"rope_write", (PyCFunction)(void (*)(void))py_rope_write, METH_FASTCALL, NULL},
     {"scratch_size", (PyCFunction)(void (*)(void))py_scratch_size, METH_FASTCALL, NULL},
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL, NULL},
+    {"layer", (PyCFunction)(void (*)(void))py_layer, METH_FASTCALL, NULL},
+    {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, NULL},
     {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},
@@ -398,5 +387,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_cpu", .m_
 PyMODINIT_FUNC PyInit__cpu(void) {
     void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
     if (gomp) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "has_product", has_product)) Py_CLEAR(made);
+    return made;
 }

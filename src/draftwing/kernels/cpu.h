@@ -96,6 +96,52 @@ INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t want
 }
 #define POINTER(x) ((void *)(intptr_t)(x))
 
+/* -- what lies between the products: cpu.c ------------------------------------------------------------------------- */
+
+typedef struct Rows {
+    void (*row)(const struct Rows *, int64_t);
+    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half;
+    double eps;
+    void *out, *kv;
+    const void *x, *weight, *cos, *sin;
+    const int64_t *slots;
+} Rows;
+HIDDEN void norm_half(const Rows *r, int64_t i);
+HIDDEN void silu_half(const Rows *r, int64_t i);
+HIDDEN void rope_half(const Rows *r, int64_t i);
+HIDDEN void some_rows(void *rows); /* all of them, in as many threads as call it */
+
+typedef struct {
+    const void *q, *kv;
+    void *out;
+    const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; NULL for trees */
+    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, threads;
+    int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
+    float *scratch;
+    int64_t items, next, worker;
+} Attention;
+/* From out, q, kv, stride of q, heads, kv_heads, dim, half, rows of the table, table, its stride, prefix_len, path,
+   path_len, spans, count of rows or spans, nodes or length of the longest span, depth, scratch, its size per thread,
+   threads, most keys. */
+#define ATTENTION 22
+HIDDEN Attention attention_of(const int64_t *numbers);
+HIDDEN void attend(Attention *a);
+
+/* -- products of few rows: cpu_product.c --------------------------------------------------------------------------- */
+
+typedef struct {
+    const uint16_t *x, *weight, *bias, *residual; /* bias, residual: or NULL */
+    uint16_t *out;
+    int64_t rows, inputs, outputs, block; /* block: inputs that are summed together */
+    int64_t shares, next;
+} Product;
+HIDDEN void multiply(Product *p, int64_t threads);
+HIDDEN extern const int has_product; /* whether this CPU can */
+HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In cpu_layer.c. */
+HIDDEN PyObject *py_layer(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
 /* In cpu_sampling.c. */
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);

@@ -1,4 +1,4 @@
-"""The C kernels of cpu.c and cpu_sampling.c, where the install could build them; DRAFTWING_NATIVE=0 leaves them out.
+"""The C kernels of cpu.c and its neighbours, where the install could build them; DRAFTWING_NATIVE=0 leaves them out.
 
 They take addresses and sizes. Here are the functions that take tensors: real ones (no FakeTensors) on the CPU, values
 in float32 or bfloat16, all of one dtype.

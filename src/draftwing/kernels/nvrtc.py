@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
+_MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
+_SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has beside its own
 Arg = Tensor | int | float | None
 
 
@@ -71,17 +72,24 @@ class Module:
         self._programmatic = capability[0] >= 9
         image = compile_source(source, options, capability)
         self._driver = ctypes.CDLL("libcuda.so.1")
+        self._shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor  # bytes
         self._module = ctypes.c_void_p()
         torch.zeros(1, device=device)  # makes the context that the module is loaded into
         with torch.cuda.device(device):
             _check(self._driver, self._driver.cuModuleLoadData(ctypes.byref(self._module), image))
 
-    def kernel(self, name: str, threads: int, shared: int = 0, programmatic: bool = True) -> Kernel:
-        """shared: bytes of dynamic shared memory."""
+    def kernel(
+        self, name: str, threads: int, shared: int = 0, programmatic: bool = True, blocks: int | None = None
+    ) -> Kernel:
+        """shared: bytes of dynamic shared memory. blocks: how many are to find room on a multiprocessor; what is left
+        is L1 cache, where loads on their way land. None: the driver decides, for as many as there could be."""
         handle = ctypes.c_void_p()
         _check(self._driver, self._driver.cuModuleGetFunction(ctypes.byref(handle), self._module, name.encode()))
         if shared > 48 << 10:
             _check(self._driver, self._driver.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared))
+        if blocks is not None:
+            percent = min(100, -(-100 * blocks * (shared + _SYSTEM_SHARED) // self._shared))
+            _check(self._driver, self._driver.cuFuncSetAttribute(handle, _SHARED_CARVEOUT, percent))
         return Kernel(self._driver, handle, threads, shared, programmatic and self._programmatic)
 
 

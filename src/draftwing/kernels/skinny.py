@@ -17,6 +17,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WARPS, _CHUNK = 8, 64  # of skinny.cu: warps of a block; K comes in chunks
 _SMALL = (8, 16, 32, 64)  # rows of x that a block takes
 _LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
+_BLOCKS = 2  # that shared memory of a multiprocessor is set aside for; the rest caches weights on their way
 _KINDS = ("plain", "add", "silu")
 
 
@@ -56,7 +57,7 @@ class SkinnyProducts:
         module = Module(source or read_source(), _options(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], Kernel] = {
-            (kind, tile): module.kernel(f"{kind}_{tile}", _WARPS * 32, shared_bytes(kind, tile))
+            (kind, tile): module.kernel(f"{kind}_{tile}", _WARPS * 32, shared_bytes(kind, tile), blocks=_BLOCKS)
             for tile in (*_SMALL, _LARGE)
             for kind in _KINDS
         }

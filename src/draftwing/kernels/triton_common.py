@@ -7,6 +7,7 @@ that when one has finished all before it have.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from typing import Any
@@ -38,3 +39,18 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
     dependent = not INTERPRETED and device.type != "cpu" and _has_dependent_launch()
     return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
+
+
+def keep_cache(launched: Any) -> None:
+    """launched: what a launch returned. For a kernel with more than 48 KB of shared memory Triton tells the driver to
+    prefer shared memory to L1 cache. Products of few rows, whose weights on their way land in that cache, were left
+    with little of it beside such kernels: a step of an 8B model took half as long again. This takes it back."""
+    function = getattr(launched, "function", None)
+    if function is not None and launched.metadata.shared > 48 << 10:
+        _forget_preference(function)
+
+
+@functools.cache
+def _forget_preference(function: int) -> None:
+    code = ctypes.CDLL("libcuda.so.1").cuFuncSetCacheConfig(ctypes.c_void_p(function), 0)  # CU_FUNC_CACHE_PREFER_NONE
+    assert code == 0, f"cuFuncSetCacheConfig: CUDA error {code}"

@@ -92,6 +92,10 @@ class Settings:
     ttt_decay: float | None = _setting(
         None, FIT, "weight of each of them beside the one before (default: 0.8)", least=0, fixed=False
     )
+    target_temperature: float = _setting(
+        1.0, FIT, "of the target's distribution that is learnt; below 1 for traffic that is greedy", least=0.01,
+        fixed=False,
+    )  # fmt: skip
     clip: float = _setting(0.5, FIT, "largest norm of a gradient", least=0, fixed=False)
     save_every: int = _setting(500, FIT, "steps after which the state is saved", least=1, fixed=False)
     eval_every: int = _setting(500, FIT, "steps after which held-out loss is measured", least=1, fixed=False)

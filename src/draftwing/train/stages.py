@@ -361,6 +361,7 @@ class Stages:
             loss = dataclasses.replace(loss, steps=settings.ttt_steps)
         if settings.ttt_decay is not None:
             loss = dataclasses.replace(loss, decay=settings.ttt_decay)
+        loss = dataclasses.replace(loss, temperature=settings.target_temperature)
         names = (
             "steps", "epochs", "accumulate", "max_length", "lr", "warmup", "clip", "seed", "log_every", "eval_every",
             "save_every",

@@ -56,7 +56,8 @@ class Loss:
     steps: drafts per chain.  decay: weight of each step beside the one before.  tokens: of the cross-entropy with the
     target's distribution.  features: of the smooth L1 distance between the head's output and the target's next
     feature.  noise: width of the uniform noise on the features it is fed, for a text of 512 tokens; it falls with the
-    length of the text.
+    length of the text.  temperature: of the target's distribution that is learnt; the lower, the more its favourite
+    token counts, which is all that matters in greedy text.
     """
 
     steps: int = 7
@@ -64,6 +65,7 @@ class Loss:
     tokens: float = 1.0
     features: float = 0.0
     noise: float = 0.0
+    temperature: float = 1.0
 
 
 # Columns of what `Objective` counts, per step.
@@ -124,7 +126,7 @@ class Objective(nn.Module):
                 else:
                     logits, known[part] = self._target_head.of(kept, final[part])
             best[part] = logits.argmax(-1)
-            shares[part] = logits.softmax(-1).to(dtype)
+            shares[part] = (logits / self.loss.temperature).softmax(-1).to(dtype)
         if kept is not None:
             best = torch.where(known, kept[best], -1)
         return Teacher(shares, best, known)
