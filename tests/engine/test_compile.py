@@ -1,5 +1,9 @@
 """Compiled forwards give the text of those that are not; the compiler's own backend is left out, it is CUDA's."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +43,35 @@ def test_the_text_is_the_same(harness, no_compiled_code_before):
         rig.submit(str(i), prompt, param)
     assert rig.run().tokens == expected.tokens
     assert small and min(small) > 8, "small forwards are the compiler's"
+
+
+TRACE = """
+import operator
+import torch
+from draftwing.kernels import layers
+from draftwing.layers import norm as norms
+norms.layer_kernels = lambda weight: layers
+norm = norms.RMSNorm(64, 1e-5, torch.float32, "cpu")
+norm.pack()
+arithmetic = []
+def backend(graph, inputs):
+    arithmetic.append(sum(node.target is operator.or_ for node in graph.graph.nodes))
+    return graph.forward
+with torch.inference_mode():
+    try:
+        torch.compile(norm.forward, dynamic=True, backend=backend)(torch.randn(3, 64))
+    except (RuntimeError, ValueError):  # of the launch: there is no GPU, or the tensors are not on it
+        pass
+print(len(arithmetic) > 0, sum(arithmetic))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_sizes_of_weights_are_constants():
+    """Else the tiles of Triton kernels are variables, which the compiler refuses. Traced only, for there is no GPU."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", TRACE], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "0"], done.stderr[-1000:]  # no arithmetic on sizes
 
 
 def test_not_with_deterministic_inference(monkeypatch):

@@ -202,11 +202,12 @@ def test_plans() -> None:
     decode, many = plan(1, 1, 1, False), plan(64, 1, 1, False)
     assert (decode.exact, decode.two_launches, decode.rows, decode.lanes) == (True, False, 16, 33)
     assert (many.exact, many.lanes, many.parts) == (True, 1, 0)  # a single key is nothing to be masked
-    one, several = plan(1, 32, 6, False), plan(16, 32, 6, False)
+    one = plan(1, 32, 6, False)
     assert (one.exact, one.two_launches, one.rows, one.lanes) == (False, False, 16, 4)
-    assert (several.exact, several.rows, several.lanes) == (False, 32, 1)
-    assert plan(1, 32, 6, True)[:4] == (True, True, 32, 4)
-    assert plan(16, 32, 6, True) == (True, True, 32, 1, 2)
+    for several in plan(8, 32, 6, False), plan(16, 32, 6, False):  # a multiprocessor holds one such tile
+        assert (several.exact, several.rows, several.lanes) == (False, 64, 1)
+    assert plan(1, 32, 6, True)[:4] == (True, True, 128, 16)
+    assert plan(16, 32, 6, True) == (True, True, 128, 1, 2)
     assert plan(16, 300, 6, False).exact, "the window has no room"
     assert plan(16, 33, 33, False).exact, "paths are too long to be looked for"
     assert plan(1, 4, 4, True)[:3] == (True, False, 16)  # a chain's rows are one tile

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
 from draftwing.models.decoder import DecoderModel
@@ -34,6 +34,9 @@ class Opaque:
 def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, backend: str = "inductor") -> None:
     """Forwards of up to `most` tokens run compiled from now on. Every layer is the same code to the compiler, and sizes
     are variables of it, so it works for a few times only, when graphs are captured."""
+    for module in (model, head):
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            torch._dynamo.mark_static(parameter)  # a kernel's tiles follow from the sizes of weights
     setattr(model, "forward", _limited(model.forward, most, backend))  # noqa: B010
     if head is not None and getattr(head, "model", None) is not model:
         name = "run_layer" if hasattr(head, "run_layer") else "run"

@@ -76,7 +76,9 @@ def plan(
     if not two and (exact or programs(tiling.rows) <= tiling.programs):
         rows = tiling.rows
     splits = split_count(positions, tiling)
-    lanes = max(1, min((tiling.context_programs if two else tiling.programs) // programs(rows), splits))
+    # Of large tiles a multiprocessor holds one.
+    most = tiling.context_programs if rows > tiling.rows else tiling.programs
+    lanes = max(1, min(most // programs(rows), splits))
     if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
         lanes = 1
     return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)

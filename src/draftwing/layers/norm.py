@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         """Lets a kernel of the loaded weight's device do it from now on, where there is one; without gradients."""
         kernels = layer_kernels(self.weight)
         if kernels is not None:
-            self._packed = kernels, self.weight.detach()
+            self._packed = kernels, self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]"""
