@@ -14,7 +14,7 @@ setup(
     ext_modules=[
         Extension(
             "draftwing.kernels._cpu",
-            ["src/draftwing/kernels/cpu.c", "src/draftwing/kernels/cpu_sampling.c"],
+            [f"src/draftwing/kernels/{name}.c" for name in ("cpu", "cpu_layer", "cpu_product", "cpu_sampling")],
             depends=["src/draftwing/kernels/cpu.h"],
             optional=True,
             extra_compile_args=["-O3", "-pthread", "-Wno-psabi", "-Wno-unused-parameter", *native],

@@ -204,6 +204,19 @@ def test_infinities(
     assert one[:2] == [0, 150] and one[2] in (9, 190) and one[3] == 7 and one[4] < 100 and one[5] == 77
 
 
+def test_the_heaviest_candidate(kernels: Kernels) -> None:
+    """The first of equals, as torch chooses; of NaN, too."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 10**6, (40, 5, 8), generator=generator)
+    noise, logits = torch.randint(-3, 3, (2, 40, 5, 8), generator=generator).float()
+    noise[torch.rand(noise.shape, generator=generator) < 0.2] = -math.inf
+    noise[0] = -math.inf
+    logits[1, :, 3:5] = math.nan
+    wanted = ids.gather(-1, (noise + logits).max(-1).indices.unsqueeze(-1)).squeeze(-1)
+    assert torch.equal(kernels.heaviest(ids, noise, logits), wanted)
+    assert torch.equal(kernels.heaviest(ids[..., :1], noise[..., :1], logits[..., :1]), ids[..., 0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_two_zeros_are_one_logit(kernels: Kernels, dtype: torch.dtype) -> None:
     x = torch.full((1, 1, 100), -9.0).index_fill_(2, torch.arange(0, 4), 0.0)

@@ -220,6 +220,18 @@ def test_newest_and_first() -> None:
     assert torch.equal(KERNELS.rename(ids, names), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_take_rows(dtype: torch.dtype) -> None:
+    assert KERNELS is not None
+    source, index = torch.rand(9, 2, 5).to(dtype), torch.tensor([8, 0, 3, 3])
+    assert torch.equal(KERNELS.take_rows(source, index), source[index])
+    assert torch.equal(KERNELS.take_rows(source, torch.arange(9)[::4]), source[::4])
+    assert KERNELS.take_rows(source, index[:0]).shape == (0, 2, 5)
+    for wrong in (-1, 9):
+        with pytest.raises(IndexError, match=f"expected rows below 9, found {wrong}"):
+            KERNELS.take_rows(source, torch.tensor([2, wrong]))
+
+
 @pytest.mark.parametrize("width", [1, 4])
 def test_chain(width: int, torch_alone: Callable[[Callable[[], Any]], Any]) -> None:
     """The accepted path with the token after it, as a drafter without lookahead wants it."""

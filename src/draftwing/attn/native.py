@@ -13,6 +13,7 @@ from draftwing.attn.base import Attend, AttnBackend, Batch
 from draftwing.attn.torch_ref import TorchAttention
 from draftwing.kernels import use_triton
 from draftwing.kernels.cpu import Kernels, load
+from draftwing.kernels.cpu_layer import NativeLayer
 from draftwing.kv.pool import KVPool
 
 
@@ -37,6 +38,7 @@ class NativeAttention:
         self.pool = pool
         self.kernels = kernels
         self._scratch = torch.empty(0)
+        self._spare = torch.empty(0, dtype=torch.bfloat16)
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
         return Bound(self, batch, first_layer)
@@ -47,9 +49,16 @@ class NativeAttention:
             self._scratch = torch.empty(size)
         return self._scratch
 
+    def spare(self, size: int) -> Tensor:
+        """[size] bfloat16, kept, for what a layer computes on its way."""
+        if self._spare.numel() < size:
+            self._spare = torch.empty(size, dtype=torch.bfloat16)
+        return self._spare
+
 
 class Bound:
-    """An `Attend` of one forward, and `fused`, which a layer may call instead of turning q and k itself."""
+    """An `Attend` of one forward; `fused`, which a layer may call instead of turning q and k itself, and `layer`, which
+    it may call instead of doing anything itself."""
 
     def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
         self._backend = backend
@@ -58,9 +67,11 @@ class Bound:
         self._threads = torch.get_num_threads()
         self._kv = backend.pool.kv
         self._half = backend.pool.dtype == torch.bfloat16
-        table = batch.pages()
+        rows, table = batch.rows.contiguous(), batch.table
+        assert table.stride(1) == 1
+        longest_row = batch.bound or table.shape[1]
         self._slots = batch.write_slots.contiguous()
-        self._keep = [table]  # the addresses below are theirs
+        self._keep = [rows, table]  # the addresses below are theirs
         if batch.chunks:
             spans = torch.tensor([chunk[:4] for chunk in batch.chunks])  # row, offset, start, length
             self._keep.append(spans)
@@ -69,12 +80,12 @@ class Bound:
             who: tuple[int, ...] = (0, 0, 0, spans.data_ptr(), len(batch.chunks), longest, 0)
         else:
             assert batch.path is not None and batch.path_len is not None
-            rows, nodes, depth = batch.path.shape
+            size, nodes, depth = batch.path.shape
             read = [batch.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()]
             self._keep += read
-            self._most_keys = table.shape[1] + depth
-            who = (*(part.data_ptr() for part in read), 0, rows, nodes, depth)
-        self._who = (table.data_ptr(), table.stride(0), *who)
+            self._most_keys = longest_row + depth
+            who = (*(part.data_ptr() for part in read), 0, size, nodes, depth)
+        self._who = (rows.data_ptr(), table.data_ptr(), table.stride(0), *who)
         self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim of what follows
         self._how: tuple[int, ...] = ()
 
@@ -98,19 +109,49 @@ class Bound:
         )  # fmt: skip
         return self._attend(layer, qkv, heads)
 
+    def layer(
+        self, index: int, weights: NativeLayer, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """All of a decoder layer: x [M, hidden] -> [M, hidden], bfloat16; normed [M, inputs]: what qkv is made from,
+        None for x under the layer's own norm; cos, sin [M, 1, head_dim]. Takes no gradient."""
+        kv = self._kv[self._first_layer + index]
+        (rows, hidden), (_, kv_heads, _, dim) = x.shape, kv.shape
+        assert x.dtype == cos.dtype == kv.dtype == torch.bfloat16
+        assert hidden == weights.hidden and self._slots.shape[0] == rows
+        x = x.contiguous()
+        if normed is None:
+            assert weights.norms_input
+        else:
+            assert normed.shape == (rows, weights.inputs)
+            normed = normed.contiguous()
+        heads = weights.heads(dim)
+        self._prepare(heads, kv_heads, dim)
+        out, spare = torch.empty_like(x), self._backend.spare(rows * weights.spare)
+        weights.raw.layer(
+            x.data_ptr(), 0 if normed is None else normed.data_ptr(), out.data_ptr(), spare.data_ptr(),
+            self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, weights.address,
+            0, 0, kv.data_ptr(), 0, heads, kv_heads, dim, True, *self._how, weights.eps,
+        )  # fmt: skip
+        return out
+
     def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
         """q [M, heads or more, head_dim]"""
         kv = self._kv[self._first_layer + layer]
         _, kv_heads, _, dim = kv.shape
-        if self._shape != (heads, kv_heads, dim):
-            assert q.dtype == kv.dtype and q.shape[2] == dim and heads % kv_heads == 0
-            self._shape = heads, kv_heads, dim
-            size = self._raw.scratch_size(heads, kv_heads, dim, self._most_keys)
-            scratch = self._backend.scratch(size * self._threads)
-            self._keep.append(scratch)  # the backend may replace it by a larger one
-            self._how = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)
+        assert q.dtype == kv.dtype and q.shape[2] == dim
+        self._prepare(heads, kv_heads, dim)
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half, *self._how
         )
         return out
+
+    def _prepare(self, heads: int, kv_heads: int, dim: int) -> None:
+        """Sets `_how` for layers of this shape, which mostly is that of the layer before."""
+        if self._shape != (heads, kv_heads, dim):
+            assert heads % kv_heads == 0
+            self._shape = heads, kv_heads, dim
+            size = self._raw.scratch_size(heads, kv_heads, dim, self._most_keys)
+            scratch = self._backend.scratch(size * self._threads)
+            self._keep.append(scratch)  # the backend may replace it by a larger one
+            self._how = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)

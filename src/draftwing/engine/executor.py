@@ -28,6 +28,7 @@ from draftwing.engine.slots import Drawing, SlotTable, Upload
 from draftwing.engine.special import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.kernels import use_triton
 from draftwing.kernels.cpu_tree import tree_kernels_for
+from draftwing.kernels.pick import take_rows
 from draftwing.models.decoder import DecoderModel
 from draftwing.sampling.sampler import sample
 from draftwing.sched.guidance import Guidance
@@ -379,7 +380,7 @@ class Executor:
                 rows, *path[:3], slots.table, before, chain, chain_len, window=width,
                 bound=bound + 1,  # up to the newest token's entry
             )  # fmt: skip
-            taps = taps.index_select(0, path.nodes) if taps is not None else None  # [B * N, T] -> [B * (D + 1), T]
+            taps = take_rows(taps, path.nodes) if taps is not None else None  # [B * N, T] -> [B * (D + 1), T]
         drafter.observe(slots, batch, taps, done.tokens.flatten(), done.count, step.drawing.noisy)
         if not drafter.fixed_hint:
             drafter.outlook(slots, rows, bound, out=done.packed[:, HINT])

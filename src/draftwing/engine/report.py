@@ -92,19 +92,21 @@ class DraftCounts:
     def add(self, depth: IntArray, accepted: IntArray, deepest: int) -> int:
         """A step of a shape with so many levels: depth [B, N] of the nodes, 0 for those that were not proposed;
         accepted [B] drafts. Returns how many nodes were proposed."""
-        drafts = np.count_nonzero(depth.any(axis=1))
+        drafts = np.count_nonzero(depth.max(axis=1))
         if not drafts:
             return 0
         self.grow(deepest)
-        at_depth = np.bincount(depth.ravel(), minlength=deepest + 1)[1:]
-        reached = np.bincount(accepted, minlength=deepest + 1)[:0:-1].cumsum()[::-1]  # rows that accepted 1, 2, ...
-        for at, (proposed, rows) in enumerate(zip(at_depth.tolist(), reached.tolist(), strict=True)):
-            self.proposed_at[at] += proposed
-            self.accepted_at[at] += rows
-        proposed = int(at_depth.sum())
+        at_depth = np.bincount(depth.ravel(), minlength=deepest + 1).tolist()
+        ended = np.bincount(accepted, minlength=deepest + 1).tolist()  # rows that accepted 0, 1, ...
+        reached = 0
+        for level in range(deepest, 0, -1):
+            reached += ended[level]
+            self.proposed_at[level - 1] += at_depth[level]
+            self.accepted_at[level - 1] += reached
+            self.accepted += reached
+        proposed: int = sum(at_depth[1:])
         self.drafts += int(drafts)
         self.proposed += proposed
-        self.accepted += int(accepted.sum())
         return proposed
 
 

@@ -65,7 +65,7 @@ void run(void (*work)(void *), void *data, int64_t threads, int64_t cost) {
 
 /* -- row by row: norm, gated MLP, rotary embedding ---------------------------------------------------------------- */
 
-void some_rows(void *data) {
+static void some_rows(void *data) {
     Rows *r = data;
     for (int64_t first; (first = take(&r->next, 8)) < r->rows;)
         for (int64_t i = first; i < first + 8 && i < r->rows; i++) r->row(r, i);
@@ -88,26 +88,29 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
 static void norm_float(const Rows *r, int64_t i) { norm_row(r, i, 0); }
 void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
 
-/* silu(gate) * up of a row [gate, up]; silu(x) = x / (1 + exp(-x)), rounded before it is multiplied, as in torch. */
-INLINE void silu_row(const Rows *r, int64_t i, const int half) {
+/* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
+   multiplied, as in torch. */
+INLINE void silu_row(const Rows *r, int64_t i, int64_t from, int64_t to, const int half) {
     const int64_t n = r->size;
-    for (int64_t c = 0; c < n; c += LANES) {
-        vf gate = load(r->x, 2 * i * n + c, n - c, half), up = load(r->x, (2 * i + 1) * n + c, n - c, half);
+    for (int64_t c = from; c < to; c += LANES) {
+        vf gate = load(r->x, 2 * i * n + c, to - c, half), up = load(r->x, (2 * i + 1) * n + c, to - c, half);
         vf power = gate * splat(-1.44269504f);
         power = select_f(power > splat(126.0f), splat(126.0f), power);
-        store(r->out, i * n + c, n - c, half, rounded(gate / (1.0f + exp2_16(power)), half) * up);
+        store(r->out, i * n + c, to - c, half, rounded(gate / (1.0f + exp2_16(power)), half) * up);
     }
 }
-static void silu_float(const Rows *r, int64_t i) { silu_row(r, i, 0); }
-void silu_half(const Rows *r, int64_t i) { silu_row(r, i, 1); }
+static void silu_float(const Rows *r, int64_t i) { silu_row(r, i, 0, r->size, 0); }
+static void silu_half(const Rows *r, int64_t i) { silu_row(r, i, 0, r->size, 1); }
+void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) { silu_row(r, i, from, to, 1); }
 
-/* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool.
-   The sine comes with its sign (rope_table); rounded as `rotate` does. */
-INLINE void rope_row(const Rows *r, int64_t i, const int half) {
+/* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool. Of
+   heads [from, to). The sine comes with its sign (rope_table); rounded as `rotate` does. */
+INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half) {
     const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, rope = i * r->rope_stride;
     char *row = (char *)r->out + i * r->stride * width;
     char *slot = (char *)r->kv + r->slots[i] * r->kv_heads * 2 * dim * width;
-    for (int64_t h = 0; h < r->heads + r->kv_heads; h++) {
+    const int64_t turned = r->heads + r->kv_heads;
+    for (int64_t h = from_head; h < to_head && h < turned; h++) {
         char *from = row + h * dim * width;
         char *to = h < r->heads ? from : slot + (h - r->heads) * 2 * dim * width;
         for (int64_t c = 0; c < mid; c += LANES) {
@@ -121,12 +124,12 @@ INLINE void rope_row(const Rows *r, int64_t i, const int half) {
             store(to, mid + c, n, half, upper);
         }
     }
-    for (int64_t h = 0; h < r->kv_heads; h++)
-        memcpy(slot + (2 * h + 1) * dim * width, row + (r->heads + r->kv_heads + h) * dim * width,
-               (size_t)(dim * width));
+    for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++)
+        memcpy(slot + (2 * (h - turned) + 1) * dim * width, row + h * dim * width, (size_t)(dim * width));
 }
-static void rope_float(const Rows *r, int64_t i) { rope_row(r, i, 0); }
-void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 1); }
+static void rope_float(const Rows *r, int64_t i) { rope_row(r, i, 0, r->heads + 2 * r->kv_heads, 0); }
+static void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 0, r->heads + 2 * r->kv_heads, 1); }
+void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to) { rope_row(r, i, from, to, 1); }
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
@@ -378,6 +381,7 @@ static PyMethodDef methods[] = {
     {"layer", (PyCFunction)(void (*)(void))py_layer, METH_FASTCALL, NULL},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, NULL},
     {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
+    {"heaviest", (PyCFunction)(void (*)(void))py_heaviest, METH_FASTCALL, NULL},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -106,15 +106,15 @@ typedef struct Rows {
     const void *x, *weight, *cos, *sin;
     const int64_t *slots;
 } Rows;
+/* Of row i, in bfloat16: all of it, elements, or heads [from, to). */
 HIDDEN void norm_half(const Rows *r, int64_t i);
-HIDDEN void silu_half(const Rows *r, int64_t i);
-HIDDEN void rope_half(const Rows *r, int64_t i);
-HIDDEN void some_rows(void *rows); /* all of them, in as many threads as call it */
+HIDDEN void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to);
+HIDDEN void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 
 typedef struct {
     const void *q, *kv;
     void *out;
-    const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; NULL for trees */
+    const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
     int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, threads;
     int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
     float *scratch;
@@ -132,10 +132,13 @@ HIDDEN void attend(Attention *a);
 typedef struct {
     const uint16_t *x, *weight, *bias, *residual; /* bias, residual: or NULL */
     uint16_t *out;
+    const float *scales;    /* of a weight in 8 bits, by output; NULL: it is in bfloat16 */
+    const int32_t *offsets; /* what the sums with it are too large by */
     int64_t rows, inputs, outputs, block; /* block: inputs that are summed together */
     int64_t shares, next;
 } Product;
 HIDDEN void multiply(Product *p, int64_t threads);
+HIDDEN void multiply_part(const Product *p, int64_t from, int64_t to); /* outputs, multiples of 32 */
 HIDDEN extern const int has_product; /* whether this CPU can */
 HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
@@ -144,5 +147,6 @@ HIDDEN PyObject *py_layer(PyObject *self, PyObject *const *args, Py_ssize_t give
 
 /* In cpu_sampling.c. */
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);

@@ -93,6 +93,17 @@ class Kernels:
         )  # fmt: skip
         return ids, noise
 
+    def heaviest(self, ids: Tensor, noise: Tensor, logits: Tensor) -> Tensor:
+        """ids [B, N, K] int64, noise, logits [B, N, K] float32 -> of each node the id with the largest noise + logit,
+        the first of equals, [B, N]. In torch it is five operations, all of which start slowly."""
+        batch, nodes, count = ids.shape
+        assert ids.dtype == torch.int64 and noise.dtype == logits.dtype == torch.float32
+        assert noise.shape == logits.shape == ids.shape and count
+        ids, noise, logits = ids.contiguous(), noise.contiguous(), logits.contiguous()
+        tokens = ids.new_empty(batch, nodes)
+        self.raw.heaviest(tokens.data_ptr(), ids.data_ptr(), noise.data_ptr(), logits.data_ptr(), batch * nodes, count)
+        return tokens
+
     def gumbel(self, seed: Tensor, position: Tensor, token_ids: Tensor | None, size: int) -> Tensor:
         """`sampling.noise.gumbel_at`; token_ids None: 0 .. size - 1. Returns [B, P, size] float32."""
         batch, nodes = position.shape

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from draftwing.kernels.cpu_product import PackedProduct
 
+HEAD_UNIT = 32  # threads share the outputs of qkv by heads, and a product is made of so many at a time
+
 
 class NativeLayer:
     """The weights of a `DecoderLayer` in bfloat16 without norms of heads, as the kernel wants to be told of them."""
@@ -35,7 +37,7 @@ class NativeLayer:
         numbers = [0 if norm is None else norm.data_ptr() for norm in norms] + [self.hidden, down.inputs]
         for product, bias in zip(products, biases, strict=True):
             address = 0 if bias is None else bias.data_ptr()
-            numbers += [product.address, address, product.inputs, product.outputs, product.block]
+            numbers += [product.address, address, product.inputs, product.outputs, product.block, *product.scales]
         self._numbers = torch.tensor(numbers)
         self.address = self._numbers.data_ptr()
 

@@ -366,6 +366,28 @@ PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     Py_RETURN_NONE;
 }
 
+/* tokens [rows], ids, noise, logits [rows, count], rows, count: of each row the id with the largest noise + logit, the
+   first of equals, or the first that is NaN */
+PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    const int64_t *ids = POINTER(n[1]), count = n[5];
+    const float *noise = POINTER(n[2]), *logits = POINTER(n[3]);
+    for (int64_t row = 0; row < n[4]; row++, ids += count, noise += count, logits += count) {
+        int64_t at = 0;
+        float most = noise[0] + logits[0];
+        for (int64_t i = 1; i < count && most == most; i++) {
+            const float z = noise[i] + logits[i];
+            if (!(z <= most)) {
+                most = z;
+                at = i;
+            }
+        }
+        ((int64_t *)POINTER(n[0]))[row] = ids[at];
+    }
+    Py_RETURN_NONE;
+}
+
 typedef struct {
     float *out;
     const int64_t *seed, *positions;

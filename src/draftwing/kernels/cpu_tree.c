@@ -370,6 +370,20 @@ static PyObject *py_rename(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
+/* out [count, bytes]; source [rows, bytes], rows, bytes; index [count], count: the rows of these numbers */
+static PyObject *py_take_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    const int64_t *index = POINTER(n[4]);
+    for (int64_t i = 0; i < n[5]; i++) {
+        if (index[i] < 0 || index[i] >= n[2])
+            return PyErr_Format(PyExc_IndexError, "expected rows below %lld, found %lld", (long long)n[2],
+                                (long long)index[i]);
+        memcpy((char *)POINTER(n[0]) + i * n[3], (char *)POINTER(n[1]) + index[i] * n[3], (size_t)n[3]);
+    }
+    Py_RETURN_NONE;
+}
+
 /* -- the input of a draft head's first product -------------------------------------------------------------------- */
 
 INLINE float sum_lanes(vf v) {
@@ -460,7 +474,7 @@ static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize
 static PyMethodDef methods[] = {
     METHOD(target_inputs), METHOD(plain_inputs), METHOD(settle), METHOD(first_level), METHOD(add), METHOD(next_level),
     METHOD(level_rows), METHOD(features), METHOD(draft), METHOD(newest), METHOD(keep_first), METHOD(chain),
-    METHOD(rename), METHOD(fuse), METHOD(exact_logits), {NULL, NULL, 0, NULL},
+    METHOD(rename), METHOD(take_rows), METHOD(fuse), METHOD(exact_logits), {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_cpu_tree", .m_size = -1, .m_methods = methods};
 

@@ -118,6 +118,15 @@ class TreeKernels:
         self.raw.rename(ids.data_ptr(), ids.numel(), names.data_ptr())
         return ids
 
+    def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
+        """`source.index_select(0, index)`, for few rows: source contiguous, index [M] int64."""
+        assert source.is_contiguous() and index.dtype == torch.int64
+        index, count = index.contiguous(), index.shape[0]
+        out = source.new_empty(count, *source.shape[1:])
+        size = source.stride(0) * source.element_size()
+        self.raw.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
+        return out
+
     # -- a head's input ---------------------------------------------------------------------------------------------
 
     def fuse_inputs(

@@ -63,6 +63,16 @@ def exact_logits_kernel(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor], Te
     return native.exact_logits if native is not None else None
 
 
+def take_rows(source: Tensor, index: Tensor) -> Tensor:
+    """source [R, ...], index [M] int64 -> source[index], which has no gradient. Torch starts slowly on a few rows."""
+    from draftwing.kernels.cpu_tree import tree_kernels_for
+
+    native = tree_kernels_for(source)
+    if native is None or tree_kernels_for(index) is None or not source.is_contiguous():
+        return source.index_select(0, index)
+    return native.take_rows(source, index)
+
+
 def skinny_kernels(weight: Tensor) -> SkinnyProducts | None:
     """Those that multiply few rows with a loaded `weight`, where there are any."""
     if not use_triton(weight):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
+from draftwing.kernels.cpu_product import PackedProduct, byte_product, packed_product
 from draftwing.kernels.pick import skinny_kernels
 
 if TYPE_CHECKING:
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
 _BLOCK = 32
 _TRIED = (2, 3, 4, 7, 16, 33, 64, 130)  # numbers of rows that are compared with 300
 _MOST_TRIED = 8192  # outputs; the products of more are summed as these are
+# Up to this many rows our own kernel beats oneDNN, where it gives the same bits; blocks that oneDNN may sum in.
+FEW_ROWS = 8
+_BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)
 # Up to this many rows our own kernel beats cuBLAS (docs/performance.md); it takes any number. Of a vocabulary's
 # product, which is long enough for its start and end not to matter, up to fewer.
-_SKINNY_ROWS, _ANY_ROWS = 32, 1 << 30
+_SKINNY_ROWS, _ANY_ROWS = 16, 1 << 30
 _LONG, _LONG_ROWS = 1 << 16, 8
 
 
@@ -47,14 +51,7 @@ def rows_summed_alike(in_features: int, out_features: int, dtype: torch.dtype, t
     Tried out on rows whose terms cancel, so that what is left is the rounding of the partial sums, another one for
     each order. Weights are ones.
     """
-    generator = torch.Generator().manual_seed(0)
-    half = in_features // 2
-    size = torch.randint(0, 20, (300, half), generator=generator).exp2()
-    terms = (torch.randn(300, half, generator=generator) * size).to(dtype)
-    x = torch.cat((terms, -terms, terms.new_zeros(300, in_features % 2)), 1)
-    x = x.gather(1, torch.rand(x.shape, generator=generator).argsort(1))  # [300, in_features]
-    linear = Linear(in_features, out_features, False, dtype, torch.device("cpu"))
-    linear.weight.fill_(1)
+    x, linear = _order_probe(in_features, out_features, dtype)
     linear.pack_with(1)
     expected = linear(x)
     residual = torch.zeros_like(expected)
@@ -66,6 +63,40 @@ def rows_summed_alike(in_features: int, out_features: int, dtype: torch.dtype, t
     if not all(agree(rows, rows) for rows in _TRIED):
         return _BLOCK
     return 1 if all(agree(row, 1) for row in range(4)) else 2
+
+
+@functools.cache
+def summed_in_blocks(in_features: int, out_features: int, threads: int) -> int:
+    """Inputs of a block, where oneDNN's sums of such a product in bfloat16 are those of `PackedProduct`: in blocks of
+    so many, which are added one after the other. 0 where they are not, or where that does not run.
+
+    Tried out like `rows_summed_alike`, between rows of which there is no difference but for a row alone.
+    """
+    x, linear = _order_probe(in_features, out_features, torch.bfloat16)
+    linear.pack_with(1)
+    assert linear._packed is not None
+    parts = x[: 4 * FEW_ROWS].split(FEW_ROWS)
+    expected = [linear(part) for part in parts]
+    for block in _BLOCKS:
+        own = packed_product(linear._packed, block)
+        if own is not None and all(
+            torch.equal(own(part, None, None), y) for part, y in zip(parts, expected, strict=True)
+        ):
+            return block
+    return 0
+
+
+def _order_probe(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[Tensor, Linear]:
+    """Rows [300, in_features] whose terms cancel, and a layer of ones, not packed."""
+    generator = torch.Generator().manual_seed(0)
+    half = in_features // 2
+    size = torch.randint(0, 20, (300, half), generator=generator).exp2()
+    terms = (torch.randn(300, half, generator=generator) * size).to(dtype)
+    x = torch.cat((terms, -terms, terms.new_zeros(300, in_features % 2)), 1)
+    x = x.gather(1, torch.rand(x.shape, generator=generator).argsort(1))
+    linear = Linear(in_features, out_features, False, dtype, torch.device("cpu"))
+    linear.weight.fill_(1)
+    return x, linear
 
 
 class Linear(nn.Module):
@@ -85,14 +116,19 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
         self._packed: Tensor | None = None
         self._block = 1  # as `rows_summed_alike` has it
+        self.few: PackedProduct | None = None  # of few rows, with oneDNN's bits or in 8 bits
         self._skinny: SkinnyProducts | None = None
         self._skinny_rows = 0
 
-    def pack(self, keep_weight: bool = False, deterministic: bool = False, name: str = "") -> None:
+    def pack(
+        self, keep_weight: bool = False, deterministic: bool = False, name: str = "", eight_bits: bool = False
+    ) -> None:
         """Packs the loaded weight, once; does nothing where there is no faster layout.
 
         deterministic: on a GPU, let a row have the same bits in any batch, as it has on the CPU anyway; raises
         ConfigError, which calls the layer by its `name`, where no kernel of ours takes the weight.
+        eight_bits: on the CPU, let few rows be multiplied with a copy of the weight in 8 bits, where there is a kernel:
+        faster and less exact, for drafts.
         """
         if self._packed is None and self._skinny is None:
             self._skinny = skinny_kernels(self.weight)
@@ -108,13 +144,29 @@ class Linear(nn.Module):
         if self._packed is not None or not can_pack(self.weight):
             return
         outputs, threads = min(self.out_features, _MOST_TRIED), torch.get_num_threads()
-        self.pack_with(rows_summed_alike(self.in_features, outputs, self.weight.dtype, threads), keep_weight)
+        dtype = self.weight.dtype
+        alike = rows_summed_alike(self.in_features, outputs, dtype, threads)
+        self.few = byte_product(self.weight) if eight_bits else None
+        self.pack_with(alike, keep_weight)
+        if self.few is None and alike <= 2 and dtype == torch.bfloat16:
+            self.few = self._own_product(summed_in_blocks(self.in_features, outputs, threads))
 
     def pack_with(self, block: int, keep_weight: bool = False) -> None:
         """Packs for oneDNN; block: as `rows_summed_alike` has it."""
         self._packed, self._block = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach()), block
         if not keep_weight:
             del self.weight
+
+    def _own_product(self, block: int) -> PackedProduct | None:
+        """Ours, where it has the bits of oneDNN's for this weight, which may be laid out or cut otherwise."""
+        own = packed_product(self._packed, block) if block and self._packed is not None else None
+        if own is None:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(FEW_ROWS, self.in_features, generator=generator).bfloat16()
+        residual = torch.randn(FEW_ROWS, self.out_features, generator=generator).bfloat16()
+        same = all(torch.equal(own(x, self.bias, added), self._product(x, added)) for added in (None, residual))
+        return own if same else None
 
     def dense_weight(self) -> Tensor:
         """[out_features, in_features]: `weight`, or a copy of it made from the packed one."""
@@ -138,6 +190,8 @@ class Linear(nn.Module):
             y = F.linear(x, self.weight, self.bias)
             return y if residual is None else y + residual
         rows, block = x.shape[0], self._block
+        if rows <= FEW_ROWS and self.few is not None:
+            return self.few(x, self.bias, residual)
         if block == 2 and rows == 1:
             return self._product(torch.cat((x, x)), None if residual is None else torch.cat((residual, residual)))[:1]
         if block <= 2:

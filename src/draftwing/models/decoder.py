@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
 from draftwing.kernels import use_triton
-from draftwing.kernels.pick import exact_logits_kernel, layer_kernels
-from draftwing.layers.linear import Linear
+from draftwing.kernels.cpu_layer import HEAD_UNIT, NativeLayer
+from draftwing.kernels.pick import exact_logits_kernel, layer_kernels, take_rows
+from draftwing.layers.linear import FEW_ROWS, Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table, rotate
 from draftwing.models.config import ModelConfig
@@ -52,9 +53,10 @@ class DecoderLayer(nn.Module):
         self.down = Linear(ffn, hidden, config.mlp_bias, dtype, device)
         self._silu_mul = silu_mul
         self._add_norm: AddNorm | None = None
+        self._native: NativeLayer | None = None  # all of it, for few rows
 
     def pack(self) -> None:
-        """What `DecoderModel.pack` does, for the operations here that are no modules."""
+        """What `DecoderModel.pack` does, for the operations here that are no modules; when these are packed."""
         weight = self.mlp_norm.weight
         kernels = layer_kernels(weight)
         if kernels is not None:
@@ -63,13 +65,36 @@ class DecoderLayer(nn.Module):
             from draftwing.kernels.layers import add_rms_norm
 
             self._add_norm = add_rms_norm
+        self._native = self._in_one_call()
+
+    def _in_one_call(self) -> NativeLayer | None:
+        """Where the CPU's kernels have all that this layer does."""
+        linears = self.qkv, self.o, self.gate_up, self.down
+        products = [linear.few for linear in linears if linear.few is not None]
+        if len(products) < len(linears) or self.q_norm is not None or self.head_dim % HEAD_UNIT:
+            return None
+        own = isinstance(self.attn_norm, RMSNorm) and self.qkv.in_features == self.o.out_features
+        norms = self.attn_norm.weight if own else None, self.mlp_norm.weight
+        return NativeLayer(norms, self.mlp_norm.eps, products, [linear.bias for linear in linears])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
+        if self._native is not None and self._native.norms_input and x.shape[0] <= FEW_ROWS:
+            whole = getattr(attend, "layer", None)
+            if whole is not None:
+                out: Tensor = whole(self.index, self._native, x, None, cos, sin)
+                return out
         return self.mix(self.attn_norm(x), x, cos, sin, attend)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
+        if self._native is not None and x.shape[0] <= FEW_ROWS:
+            whole = getattr(attend, "layer", None)
+            if whole is not None:
+                out: Tensor = whole(self.index, self._native, x, normed, cos, sin)
+                return out
         qkv = self.qkv(normed).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
         attended = self._attend(qkv, cos, sin, attend)
         if self._add_norm is not None:
@@ -145,7 +170,7 @@ class DecoderModel(nn.Module):
         [M, len(taps) * hidden], or None when there are none.
         """
         assert self.rope.numel(), "call set_max_positions first"
-        cos, sin = self.rope.index_select(0, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
+        cos, sin = take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
         x = self.embed(ids)  # [M, hidden]
         streams = {0: x} if 0 in taps else {}
         for i, layer in enumerate(self.layers, 1):
@@ -185,5 +210,8 @@ class DecoderModel(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 module.pack(module is self.lm_head, deterministic, name)  # `exact_logits` reads its rows
-            elif isinstance(module, RMSNorm | DecoderLayer):
+            elif isinstance(module, RMSNorm):
                 module.pack()
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.pack()

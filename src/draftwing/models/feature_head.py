@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from draftwing.kernels.pick import take_rows
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
@@ -86,13 +87,18 @@ class FeatureHead(nn.Module):
     def pack(self) -> None:
         """Lets every layer prepare for inference, weights and kernels; the head is not trainable afterwards."""
         for module in self.modules():
-            if isinstance(module, Linear | RMSNorm | DecoderLayer):
+            if isinstance(module, Linear):
+                module.pack(eight_bits=True)  # the target decides, whatever is drafted
+            elif isinstance(module, RMSNorm):
+                module.pack()
+        for module in self.modules():  # these look at what is packed
+            if isinstance(module, DecoderLayer):
                 module.pack()
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""
         assert self.rope.numel(), "call set_max_positions first"
-        cos, sin = self.rope.index_select(0, positions).unsqueeze(2).unbind(1)
+        cos, sin = take_rows(self.rope, positions).unsqueeze(2).unbind(1)
         return cos, sin
 
     def _norm_weight(self) -> Tensor:

@@ -99,8 +99,7 @@ def _drawn(
     ids, noise = kernels.draw(x, positions, depth, params, filtered, count)
     if exact is None:
         return ids.squeeze(-1)
-    value = noise + exact(ids, None)  # -inf for what was removed
-    return ids.gather(-1, value.max(-1).indices.unsqueeze(-1)).squeeze(-1)
+    return kernels.heaviest(ids, noise, exact(ids, None))  # the noise of what was removed is -inf
 
 
 def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None = None) -> Tensor:
