@@ -4,6 +4,7 @@ VENV ?= .venv
 PORT ?= 30000
 ARGS ?=
 BIN := $(VENV)/bin
+NATIVE := $(wildcard src/draftwing/kernels/*.c src/draftwing/kernels/*.h)
 
 .PHONY: serve test lint setup clean
 
@@ -28,12 +29,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "could not make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
-$(VENV)/.installed: pyproject.toml setup.py src/draftwing/kernels/cpu.c | $(BIN)/python
+$(VENV)/.installed: pyproject.toml setup.py $(NATIVE) | $(BIN)/python
 	@echo "installing draftwing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml setup.py src/draftwing/kernels/cpu.c | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml setup.py $(NATIVE) | $(BIN)/python
 	@echo "installing draftwing and its test tools into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev]'
 	@touch $@ $(VENV)/.installed

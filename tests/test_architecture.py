@@ -12,6 +12,8 @@ HOST_ONLY = [
     "core.py",
     "errors.py",
     "config.py",
+    "resolve.py",
+    "arguments.py",
     "params.py",
     "shipped.py",
     *sorted(f"sched/{p.name}" for p in (ROOT / "sched").glob("*.py")),

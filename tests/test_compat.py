@@ -7,9 +7,10 @@ import re
 
 import pytest
 
+from draftwing.arguments import dashed
 from draftwing.cli import _parser, serve_options
 from draftwing.compat import FOREIGN, NO_EFFECT, REFUSED
-from draftwing.config import Options, dashed
+from draftwing.config import Options
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 

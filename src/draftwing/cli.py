@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import draftwing
+from draftwing.arguments import add_arguments, dashed
 from draftwing.compat import from_environment
-from draftwing.config import LOG_LEVELS, Options, add_arguments, dashed
+from draftwing.config import LOG_LEVELS, Options
 from draftwing.errors import DraftwingError
 from draftwing.log import configure_logging
 from draftwing.tools.commands import Run, add_commands

@@ -5,38 +5,26 @@ No torch here: options are checked before anything heavy is imported.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import functools
-import logging
 import math
-import secrets
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from draftwing import compat
+from draftwing import compat, resolve
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
-from draftwing.shipped import DEFAULT_ALGORITHM, ShippedHead, most_nodes, shipped_head, token_map_in
-
-logger = logging.getLogger(__name__)
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
 REQUESTS, CUDA = "requests", "CUDA"
-ALGORITHMS = ("none", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+ALGORITHMS = ("none", "NGRAM", *resolve.MODEL_ALGORITHMS)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-# Trees when only an algorithm is given and the head asks for none: chains, but for EAGLE heads of Llama models.
-CHAIN_SHAPE, LLAMA_SHAPE = TreeShape(3, 1, 4), TreeShape(5, 4, 8)
 AUX_LAYER_IDS = ("auto", "output", "boundary")
-# (bytes of memory at least, most requests, prompt tokens of a step, largest batch with graphs) of a CUDA device
-CUDA_SIZES = ((60e9, 256, 8192, 128), (20e9, 128, 4096, 64), (0, 64, 2048, 32))
-CPU_SIZES = (64, 512)
 
 
 def _option(
@@ -296,46 +284,22 @@ class Options:
         `speculative_algorithm` is "none". Raises ConfigError."""
         for spec in dataclasses.fields(self):
             _check_field(spec, getattr(self, spec.name))
-        if self.disable_overlap_schedule and self.enable_overlap:
-            raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
-        if self.chunked_prefill_size == 0:
-            raise ConfigError("chunked_prefill_size must be at least 1, or -1 for no limit; found 0")
-        fraction = self.mem_fraction_static
-        if self.max_total_tokens is not None and fraction is not None:
-            logger.warning("max_total_tokens sets the size of the KV pool; mem_fraction_static has no effect")
-            fraction = None
-        seed = secrets.randbits(31) if self.random_seed is None else self.random_seed
-        drafting = self._with_drafter()
-        found = {"mem_fraction_static": fraction, "random_seed": seed, **drafting._resolve_speculation()}
-        resolved = dataclasses.replace(drafting, **found)
-        resolved._check_simulation()
-        return resolved
+        return resolve.resolved(self)
+
+    def for_device(self, device_type: str, memory: int) -> Options:
+        """Sizes by the device, `memory` bytes in all, where none were given."""
+        return resolve.for_device(self, device_type, memory)
+
+    def for_architecture(self, architecture: str, carried: TreeShape | None = None) -> Options:
+        """Resolved options with the tree that an EAGLE-like algorithm has by default: `carried`, what the head's config
+        asks for, or else what such targets have."""
+        return resolve.for_architecture(self, architecture, carried)
 
     def lag(self, device_type: str) -> int:
         """Steps between a launch and the commit of its result: 1 with overlap, else 0. Overlap is CUDA's default."""
         if self.disable_overlap_schedule:
             return 0
         return 1 if self.enable_overlap or device_type == "cuda" else 0
-
-    def for_device(self, device_type: str, memory: int) -> Options:
-        """Sizes by the device, `memory` bytes in all, where none were given."""
-        if device_type != "cuda":
-            idle = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs")
-            asked = [name for name in idle if getattr(self, name) != getattr(Options, name)]
-            if asked:
-                logger.warning("without CUDA, %s has no effect", ", ".join(asked))
-            unset: dict[str, Any] = {name: getattr(Options, name) for name in idle}  # so that it is said once
-            return dataclasses.replace(self, **unset)._sized(*CPU_SIZES, None)
-        rows, chunk, graphs = next(sizes for least, *sizes in CUDA_SIZES if memory >= least)
-        return self._sized(rows, chunk, min(self.cuda_graph_max_bs or graphs, self.max_running_requests or rows))
-
-    def _sized(self, rows: int, chunk: int, graphs: int | None) -> Options:
-        return dataclasses.replace(
-            self,
-            max_running_requests=self.max_running_requests or rows,
-            chunked_prefill_size=self.chunked_prefill_size or chunk,
-            cuda_graph_max_bs=graphs,
-        )
 
     @property
     def deterministic(self) -> bool:
@@ -381,159 +345,6 @@ class Options:
         assert steps is not None and topk is not None and nodes is not None, "options are not resolved"
         return TreeShape(steps, topk, nodes)
 
-    def _with_drafter(self) -> Options:
-        """With an algorithm, and with the head that comes with the model where that drafts and no other is given."""
-        asked, head = self.speculative_algorithm, None
-        if asked is not None:
-            algorithm = "none" if asked.lower() == "none" else asked.upper()
-            if self.speculative_draft_model_path is None:
-                head = shipped_head(self.model, algorithm)
-        else:
-            head = self._default_head()
-            algorithm = "none" if head is None else DEFAULT_ALGORITHM
-        found: dict[str, Any] = {"speculative_algorithm": algorithm}
-        draft, tokens = self.speculative_draft_model_path, None
-        if head is not None:
-            found["speculative_draft_model_path"], tokens = str(head.folder), head.token_map
-        elif draft is not None and algorithm in ("EAGLE", "NEXTN"):
-            tokens = token_map_in(Path(draft).expanduser())
-        if self.speculative_token_map is None and tokens is not None:
-            found["speculative_token_map"] = str(tokens)
-        return dataclasses.replace(self, **found)
-
-    def _default_head(self) -> ShippedHead | None:
-        """What drafts if nothing is asked for. Not for random weights: what a head has learnt of the true ones says
-        nothing of them."""
-        if self.dummy or self.speculative_draft_model_path is not None:
-            return None
-        return shipped_head(self.model, DEFAULT_ALGORITHM)
-
-    def _resolve_speculation(self) -> dict[str, Any]:
-        algorithm = self.drafter
-        draft = self.speculative_draft_model_path
-        if draft is not None and algorithm in ("none", "NGRAM"):
-            raise ConfigError(
-                f"speculative_draft_model_path needs a speculative_algorithm that drafts with a model "
-                f"({_list(ALGORITHMS[2:])}); found {algorithm!r}"
-            )
-        if draft is None and algorithm in ("STANDALONE", "EAGLE3"):
-            raise ConfigError(
-                f"speculative_algorithm {algorithm} needs speculative_draft_model_path, the model that drafts"
-            )
-        tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        self._warn_of_idle_options(algorithm, tree)
-        if algorithm == "none":
-            return {"speculative_algorithm": "none"} | dict.fromkeys(tree)
-        if self.drafts_with_head:
-            if self.speculative_num_steps and self.speculative_eagle_topk:  # else it depends on head and target
-                self._grown_shape(CHAIN_SHAPE)
-            return {"speculative_algorithm": algorithm}
-        if algorithm == "NGRAM":
-            return {"speculative_algorithm": algorithm} | dict(zip(tree, self._ngram_shape(), strict=True))
-        found = {"speculative_algorithm": algorithm, "speculative_adaptive": self._adaptive()}
-        return found | dict(zip(tree, self._grown_shape(CHAIN_SHAPE), strict=True))
-
-    def _check_simulation(self) -> None:
-        length, steps = self.simulate_accept_length, self.speculative_num_steps
-        if length is None:
-            return
-        if self.speculative_algorithm == "none":
-            raise ConfigError("simulate_accept_length needs a speculative_algorithm, whose drafts it accepts")
-        if steps is not None and length > steps + 1:
-            raise ConfigError(
-                f"simulate_accept_length must be at most speculative_num_steps + 1, which is {steps + 1}; "
-                f"found {length:g}"
-            )
-
-    def _warn_of_idle_options(self, algorithm: str, tree: Sequence[str]) -> None:
-        """One line for options of speculation that were set and that this algorithm does not look at."""
-        used = {"speculative_algorithm", "speculative_draft_model_path"}
-        if algorithm != "none":
-            used |= {*tree, "speculative_adaptive"}
-        if algorithm in ("EAGLE", "NEXTN"):
-            used.add("speculative_token_map")
-        if algorithm == "EAGLE3":
-            used |= {"speculative_aux_layer_ids", "speculative_token_map"}  # the map: a warning of its own at the load
-        if self.speculative_draft_model_path is not None:
-            used.add("speculative_draft_model_revision")
-        idle = [
-            spec.name
-            for spec in dataclasses.fields(self)
-            if spec.name.startswith("speculative_")
-            and spec.name not in used
-            and not (algorithm == "NGRAM" and "_ngram_" in spec.name)
-            and getattr(self, spec.name) != spec.default
-        ]
-        if idle:
-            logger.warning("with speculative_algorithm %s, %s has no effect", algorithm, ", ".join(idle))
-
-    def for_architecture(self, architecture: str, carried: TreeShape | None = None) -> Options:
-        """Resolved options with the tree that an EAGLE-like algorithm has by default: `carried`, what the head's config
-        asks for, or else what such targets have."""
-        if not self.drafts_with_head:
-            return self
-        shape = self._grown_shape(carried or (LLAMA_SHAPE if architecture == "LlamaForCausalLM" else CHAIN_SHAPE))
-        tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        filled: dict[str, Any] = dict(zip(tree, shape, strict=True))
-        options = dataclasses.replace(self, **filled, speculative_adaptive=self._adaptive())
-        options._check_simulation()
-        return options
-
-    def _adaptive(self) -> bool:
-        """A tree that was asked for is the tree of every step, unless its adaptation was asked for, too."""
-        tree = (self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens)
-        return self.speculative_adaptive or (tree == (None, None, None) and self.simulate_accept_length is None)
-
-    def _grown_shape(self, default: TreeShape) -> TreeShape:
-        """The growth loop's tree: level 1 has topk nodes, every further level topk children of topk nodes."""
-        given = (self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens)
-        if given == (None, None, None):
-            return default
-        steps, topk = given[0] or default.depth, given[1] or default.topk
-        most = most_nodes(steps, topk)
-        nodes = given[2] or min(max(default.nodes, steps + 1), most)
-        if topk == 1:
-            if nodes != steps + 1 and given[2] is not None:
-                logger.warning(
-                    "speculative_eagle_topk 1 is a chain: speculative_num_draft_tokens is set to %d", steps + 1
-                )
-            return TreeShape(steps, 1, steps + 1)
-        if not steps < nodes <= most:
-            raise ConfigError(
-                "speculative_num_draft_tokens must be from speculative_num_steps + 1 to 1 + topk + (steps - 1) * "
-                f"topk^2, which is {steps + 1} to {most} for {steps} steps and topk {topk}; found {nodes}"
-            )
-        return TreeShape(steps, topk, nodes)
-
-    def _ngram_shape(self) -> TreeShape:
-        for part in ("match_window_size", "bfs_breadth"):
-            low = getattr(self, f"speculative_ngram_min_{part}")
-            high = getattr(self, f"speculative_ngram_max_{part}")
-            if low > high:
-                raise ConfigError(
-                    f"speculative_ngram_min_{part} must be at most speculative_ngram_max_{part}; found {low} and {high}"
-                )
-        steps, topk, nodes = (
-            self.speculative_num_steps,
-            self.speculative_eagle_topk,
-            self.speculative_num_draft_tokens,
-        )
-        if topk is None:
-            topk = self.speculative_ngram_max_bfs_breadth
-        if nodes is None:
-            nodes = 12 if topk > 1 or steps is None else steps + 1
-        if steps is None:
-            steps = nodes - 1
-        if steps > nodes - 1:
-            raise ConfigError(
-                "speculative_num_steps must be at most speculative_num_draft_tokens - 1 (the root is one of the draft "
-                f"tokens); found {steps} and {nodes}"
-            )
-        if topk == 1 and nodes != steps + 1:
-            logger.warning("speculative_eagle_topk 1 is a chain: speculative_num_draft_tokens is set to %d", steps + 1)
-            nodes = steps + 1
-        return TreeShape(steps, topk, nodes)
-
 
 def _names() -> dict[str, str]:
     """Every accepted name, aliases included, to its field's name."""
@@ -546,7 +357,7 @@ def _hints() -> dict[str, Any]:
     return typing.get_type_hints(Options)
 
 
-def _type_of(name: str) -> tuple[type[Any], bool]:
+def type_of(name: str) -> tuple[type[Any], bool]:
     """A field's type, and whether None is allowed."""
     hint = _hints()[name]
     if isinstance(hint, types.UnionType):
@@ -555,7 +366,7 @@ def _type_of(name: str) -> tuple[type[Any], bool]:
 
 
 def _check_field(spec: dataclasses.Field[Any], value: Any) -> None:
-    kind, optional = _type_of(spec.name)
+    kind, optional = type_of(spec.name)
     if value is None and optional:
         return
     allowed: tuple[type[Any], ...] = (int, float) if kind is float else (kind,)
@@ -565,7 +376,7 @@ def _check_field(spec: dataclasses.Field[Any], value: Any) -> None:
     if spec.name == "speculative_algorithm":
         value = value.upper() if value.lower() != "none" else "none"
     if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"{spec.name} must be one of {_list(meta['choices'])}; found {value!r}")
+        raise ConfigError(f"{spec.name} must be one of {', '.join(meta['choices'])}; found {value!r}")
     if kind is str and not value:
         raise ConfigError(f"{spec.name} must not be empty")
     if kind is float and not math.isfinite(value):
@@ -574,46 +385,3 @@ def _check_field(spec: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{spec.name} must be at least {meta['min']}; found {value}")
     if meta["max"] is not None and value > meta["max"]:
         raise ConfigError(f"{spec.name} must be at most {meta['max']}; found {value}")
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one argument per field of `Options`, grouped. Defaults stay out, so that only what was given is set."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for spec in dataclasses.fields(Options):
-        meta = spec.metadata
-        group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
-        flags = ["--" + name.replace("_", "-") for name in (spec.name, *meta["aliases"])]
-        kind, _ = _type_of(spec.name)
-        text = meta["help"].replace("%", "%%")
-        if kind is bool:
-            group.add_argument(*flags, dest=spec.name, action="store_true", default=argparse.SUPPRESS, help=text)
-            continue
-        if spec.default is not None:
-            text += f" (default: {spec.default})"
-        metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.__name__.upper()
-        group.add_argument(*flags, dest=spec.name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
-    for title, table in (
-        ("accepted for SGLang's users, without effect", compat.NO_EFFECT),
-        ("known from SGLang, refused", compat.REFUSED),
-    ):
-        group = parser.add_argument_group(title)
-        for name, foreign in table.items():
-            flag, text = "--" + name.replace("_", "-"), foreign.why.replace("%", "%%")
-            if foreign.kind is bool:
-                group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
-            else:
-                metavar = foreign.kind.__name__.upper()
-                group.add_argument(flag, type=foreign.kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
-
-
-def dashed(argv: Sequence[str]) -> list[str]:
-    """Arguments with `_` in option names replaced by `-`, so that both spellings work; values stay as they are."""
-    out = []
-    for arg in argv:
-        name, eq, value = arg.partition("=")
-        out.append(name.replace("_", "-") + eq + value if arg.startswith("--") else arg)
-    return out

@@ -76,3 +76,23 @@ def test_joint_attention_and_gradients(
     for mine, want in zip((found_q, *found), (to_q, to_keys, to_values), strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.double(), want, **close)
+
+
+def test_no_number_of_sequences_is_too_large_for_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of many short texts: CUDA takes 65,535 blocks along the second and the third axis."""
+    grids = {}
+    for name in ("_join_kernel", "_slope_kernel", "_own_kernel"):
+
+        class Kernel:
+            def __getitem__(self, grid: tuple[int, ...], name: str = name) -> object:
+                grids[name] = grid
+                return lambda *args, **options: None
+
+        monkeypatch.setattr(kernels, name, Kernel())
+    q, lse = torch.zeros(20_000, 4, 3, 8), torch.zeros(20_000, 4, 3)
+    own = torch.zeros(1, 20_000, 4, 3, 8)
+    kernels.join_own(q, lse, q, own, own)
+    kernels.own_gradients(q, q, q, lse, q, own, own)
+    assert len(grids) == 3
+    for name, (_, *others) in grids.items():
+        assert max(others) <= 65_535, f"{name}: {grids[name]}"

@@ -245,6 +245,61 @@ def test_the_kernels_of_own_rows_do_the_same(monkeypatch):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
+class SharedKeys:
+    """A causal part that takes fewer heads of keys than of queries, as the GPU's flash kernel does, made of one that
+    does not; `keys` are the shapes that it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: list[torch.Size] = []
+        self._forward, self._backward = chain_attention._causal, chain_attention._causal_backward
+        monkeypatch.setattr(chain_attention, "_causal", self.forward)
+        monkeypatch.setattr(chain_attention, "_causal_backward", self.backward)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        self.keys.append(k.shape)
+        group = q.shape[1] // k.shape[1]
+        return self._forward(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        group = q.shape[1] // k.shape[1]
+        wide = (x.repeat_interleave(group, 1) for x in (k, v))
+        grad_q, *others = self._backward(grad, q, *wide, *rest)
+        return grad_q, *(x.unflatten(1, (-1, group)).sum(2) for x in others)
+
+
+def test_heads_that_share_a_key_are_attended_where_it_is(monkeypatch):
+    """What `ChainAttention` does where the kernels take shared keys: the same as with a copy for each head."""
+    kernels = pytest.importorskip("draftwing.kernels.chain_attention")
+    if torch.cuda.is_available():
+        pytest.skip("there Triton is not interpreted")
+    shape, steps, given = (2, 11), 4, []
+    kinds = random_rows("cpu", shape, 6, 2, steps)
+    expected = attended_chains(kinds, torch.float64, shape)
+    for name in ("join_own", "own_gradients"):
+        monkeypatch.setattr(kernels, name, watched(getattr(kernels, name), given))
+    monkeypatch.setattr(chain_attention, "_kernel", lambda q: "dense")
+    monkeypatch.setattr(chain_attention, "_own_kernels", lambda q: kernels)
+    causal = SharedKeys(monkeypatch)
+    found = attended_chains(kinds, torch.float32, shape)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    assert causal.keys == [(2, 2, 11, 64)] * steps
+    # In order forth, in reverse back: keys and values of steps 1 .. k, one for all heads that share it.
+    assert [keys for keys, _ in given] == [(k, 2, 2, 11, 64) for k in (1, 2, 3, 3, 2, 1)]
+    assert all(keys == values for keys, values in given)
+
+
+def watched(kernel: Any, given: list[tuple[torch.Size, torch.Size]]) -> Any:
+    """A kernel of own rows that notes the shapes of the keys and values it is given."""
+
+    def run(*args: Any) -> Any:
+        given.append((args[-2].shape, args[-1].shape))
+        return kernel(*args)
+
+    return run
+
+
 def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch):
     pytest.importorskip("draftwing.kernels.turn")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -43,12 +43,12 @@ class Staging:
         self._busy: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # in the order of the stream
 
     def take(self, size: int) -> Tensor:
-        """int64, at least [size]; give it back by `give` or `give_after`."""
+        """int64, at least [size], the smallest that is free; give it back by `give` or `give_after`."""
         while self._busy and self._busy[0][0].query():
             self._free.append(self._busy.popleft()[1])
-        for i, buffer in enumerate(self._free):
-            if buffer.numel() >= size:
-                return self._free.pop(i)
+        fitting = [(buffer.numel(), i) for i, buffer in enumerate(self._free) if buffer.numel() >= size]
+        if fitting:
+            return self._free.pop(min(fitting)[1])
         return torch.empty(max(1 << size.bit_length(), 4096), dtype=torch.int64, pin_memory=True)
 
     def give(self, buffer: Tensor) -> None:

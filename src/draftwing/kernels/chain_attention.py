@@ -5,6 +5,8 @@ log-sum-exp are those of the online softmax (Milakov and Gimelshein 2018, arXiv 
 part. With the probability p_s = exp(q k_s scale - lse) and the slope g_s = p_s (grad v_s - grad out) scale, the
 gradients are q: sum_s g_s k_s, k_s: g_s q, v_s: p_s grad, the latter two summed over the heads that share a key. The
 reference is in `train.chain_attention`.
+
+B * heads is on the first axis of the grids, which alone takes more than 65,535 blocks: short texts make large batches.
 """
 
 # mypy: allow-untyped-defs
@@ -28,11 +30,11 @@ def _join_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, STEPS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of ROWS queries, B * HEADS); out lies as `part` does, lse and joint are contiguous."""
+    """Grid (B * HEADS, blocks of ROWS queries); out lies as `part` does, lse and joint are contiguous."""
     start(PDL)
-    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    b = (tl.program_id(1) // HEADS).to(tl.int64)
-    h = tl.program_id(1) % HEADS
+    t = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    b = (tl.program_id(0) // HEADS).to(tl.int64)
+    h = tl.program_id(0) % HEADS
     d = tl.arange(0, DIM_PAD)
     row = t < length
     here = row[:, None] & (d < DIM)[None, :]
@@ -64,11 +66,11 @@ def _slope_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, STEPS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of ROWS queries, B * HEADS); shares, slopes [STEPS, B, HEADS, length]; to_q is added to."""
+    """Grid (B * HEADS, blocks of ROWS queries); shares, slopes [STEPS, B, HEADS, length]; to_q is added to."""
     start(PDL)
-    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    b = (tl.program_id(1) // HEADS).to(tl.int64)
-    h = tl.program_id(1) % HEADS
+    t = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    b = (tl.program_id(0) // HEADS).to(tl.int64)
+    h = tl.program_id(0) % HEADS
     d = tl.arange(0, DIM_PAD)
     row = t < length
     here = row[:, None] & (d < DIM)[None, :]
@@ -100,13 +102,13 @@ def _own_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of ROWS rows, B * KV_HEADS, STEPS)"""
+    """Grid (B * KV_HEADS, blocks of ROWS rows, STEPS)"""
     start(PDL)
-    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    kv_head = tl.program_id(1) % KV_HEADS
+    t = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    b = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(0) % KV_HEADS
     step = tl.program_id(2).to(tl.int64)
-    batch = tl.num_programs(1) // KV_HEADS
+    batch = tl.num_programs(0) // KV_HEADS
     d = tl.arange(0, DIM_PAD)
     row = t < length
     here = row[:, None] & (d < DIM)[None, :]
@@ -134,7 +136,7 @@ def join_own(part: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor)
     assert out.stride() == part.stride() and q.shape == part.shape and lse.dtype == torch.float32
     joint = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     sizes = _sizes(q, keys, values)
-    _join_kernel[(triton.cdiv(length, sizes["ROWS"]), batch * heads)](
+    _join_kernel[(batch * heads, triton.cdiv(length, sizes["ROWS"]))](
         out, joint, part, lse, q, keys, values, length, keys.stride(0), default_scale(q.shape[-1]),
         *_strides(part), *_strides(q), STEPS=keys.shape[0], **sizes, **launch_options(q.device),
     )  # fmt: skip
@@ -157,12 +159,12 @@ def own_gradients(
     to_values = torch.empty(keys.shape, dtype=keys.dtype, device=q.device)
     sizes, options = _sizes(q, keys, values), launch_options(q.device)
     blocks = triton.cdiv(length, sizes["ROWS"])
-    _slope_kernel[(blocks, batch * heads)](
+    _slope_kernel[(batch * heads, blocks)](
         to_q, shares, slopes, grad, out, joint, q, keys, values, length, keys.stride(0), joint.numel(),
         default_scale(q.shape[-1]), *_strides(to_q), *_strides(grad), *_strides(out), *_strides(q),
         STEPS=steps, **sizes, **options,
     )  # fmt: skip
-    _own_kernel[(blocks, batch * kv_heads, steps)](
+    _own_kernel[(batch * kv_heads, blocks, steps)](
         to_keys, to_values, shares, slopes, grad, q, length, *_strides(grad), *_strides(q), **sizes, **options
     )
     return to_keys, to_values

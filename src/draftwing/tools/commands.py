@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from draftwing.arguments import add_arguments
 from draftwing.compat import REFUSED
-from draftwing.config import SERVER, Options, add_arguments
+from draftwing.config import SERVER, Options
 from draftwing.errors import ConfigError
 from draftwing.shipped import save_shape
 

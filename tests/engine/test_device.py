@@ -1,0 +1,72 @@
+"""Pinned buffers for copies in flight: which one a copy gets, and when it is free again."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.engine import device
+from draftwing.engine.device import Staging
+
+
+class Event:
+    """One that happens when the test says so."""
+
+    recorded: ClassVar[list[Event]] = []
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def record(self) -> None:
+        self.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.happened
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every buffer that was allocated, of ordinary memory: page-locked memory is CUDA's."""
+    buffers: list[Tensor] = []
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool, **kwargs: Any) -> Tensor:
+        assert pin_memory
+        buffers.append(empty(*args, **kwargs))
+        return buffers[-1]
+
+    monkeypatch.setattr(device.torch, "empty", unpinned)
+    monkeypatch.setattr(device.torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "recorded", [])
+    return buffers
+
+
+def test_a_copy_gets_the_smallest_buffer_that_holds_it(made: list[Tensor]) -> None:
+    staging = Staging()
+    large, small, middle = (staging.take(size) for size in (100_000, 10, 20_000))
+    for buffer in (large, middle, small):
+        staging.give(buffer)
+    assert staging.take(10) is small
+    assert staging.take(10) is middle  # the smallest of those that are left
+    assert staging.take(100_000) is large
+    assert len(made) == 3
+    staging.give(small)
+    assert staging.take(30_000).numel() >= 30_000 and len(made) == 4, "none of them holds it"
+
+
+def test_a_buffer_is_used_again_when_its_copy_has_happened(made: list[Tensor]) -> None:
+    staging = Staging()
+    first, second = staging.take(10), staging.take(10)
+    staging.give_after(first)
+    staging.give_after(second)
+    third = staging.take(10)
+    assert third is not first and third is not second and len(made) == 3
+    Event.recorded[0].happened = True
+    assert staging.take(10) is first
+    fourth = staging.take(10)
+    assert fourth is not second and len(made) == 4
+    Event.recorded[1].happened = True
+    assert staging.take(10) is second and len(made) == 4
