@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-# Bytes of a block: compute capability 9.0; 8.6 and 8.9, the least of those that Triton kernels run on.
-LIMITS = {"TILING_HOPPER": 227 << 10, "TILING": 99 << 10}
+# Compute capability, and bytes of a block there: 8.6 has the least of those that Triton kernels run on.
+TARGETS = {"TILING_HOPPER": (90, 227 << 10), "TILING": (86, 99 << 10)}
 CODE = """
 import sys
 import torch
@@ -18,7 +18,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from draftwing.engine.precompile import _Driver, _Nothing
-driver.set_active(_Driver(GPUTarget("cuda", 90, 32)))
+driver.set_active(_Driver(GPUTarget("cuda", int(sys.argv[2]), 32)))
 from draftwing.kernels import attention, attention_common, attention_tree
 launches = []
 def note(*, fn, key, compile, **rest):
@@ -43,14 +43,15 @@ for launch in launches:
 """
 
 
-@pytest.mark.parametrize("tiling", LIMITS)
+@pytest.mark.parametrize("tiling", TARGETS)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_attention_fits(tmp_path, tiling: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", CODE, tiling]
+    capability, limit = TARGETS[tiling]
+    command = [sys.executable, "-c", CODE, tiling, str(capability)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     shared = [int(line) for line in done.stdout.split()]
     assert len(shared) == 6, "a large tree takes two launches"
-    assert max(shared) <= LIMITS[tiling], shared
+    assert max(shared) <= limit, shared

@@ -76,8 +76,8 @@ def plan(
     if not two and (exact or programs(tiling.rows) <= tiling.programs):
         rows = tiling.rows
     splits = split_count(positions, tiling)
-    # Of large tiles a multiprocessor holds one.
-    most = tiling.context_programs if rows > tiling.rows else tiling.programs
+    # Of tiles of 64 rows a multiprocessor holds one.
+    most = tiling.context_programs if two or rows >= 64 else tiling.programs
     lanes = max(1, min(most // programs(rows), splits))
     if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
         lanes = 1

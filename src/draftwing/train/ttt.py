@@ -126,7 +126,9 @@ class Objective(nn.Module):
                 else:
                     logits, known[part] = self._target_head.of(kept, final[part])
             best[part] = logits.argmax(-1)
-            shares[part] = (logits / self.loss.temperature).softmax(-1).to(dtype)
+            if self.loss.temperature != 1:
+                logits = logits / self.loss.temperature
+            shares[part] = logits.softmax(-1).to(dtype)
         if kept is not None:
             best = torch.where(known, kept[best], -1)
         return Teacher(shares, best, known)
