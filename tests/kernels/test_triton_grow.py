@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from draftwing.attn.base import Batch, ChunkSpan
 from draftwing.core import TreeShape
+from draftwing.kernels import continuations, observe
 from draftwing.kernels import grow as kernels
 from draftwing.sampling.noise import gumbel, gumbel_at
 from draftwing.spec.grow import First, RowGrowth, top_tokens
@@ -73,13 +74,13 @@ def reference(
     return (ids if target_ids is None else target_ids[ids]), logp
 
 
-def merged(following: kernels.Continuations, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def merged(following: continuations.Continuations, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """Continuations of M nodes, by way of the kernel that keeps them with rows: here M - 1, ..., 0."""
     nodes, _, topk = following.keys.shape
     rows = torch.arange(nodes, device=following.keys.device).flip(0)
     ids = torch.full((nodes + 1, topk), -7, device=rows.device)
     logp = torch.full(ids.shape, torch.nan, device=rows.device)
-    kernels.keep_first(following, rows, ids, logp, target_ids)
+    observe.keep_first(following, rows, ids, logp, target_ids)
     assert (ids[-1] == -7).all() and logp[-1].isnan().all()
     return ids[rows], logp[rows]
 
@@ -101,7 +102,7 @@ def test_continuations(dtype: torch.dtype, vocab: int, device: torch.device) -> 
         wide[:, vocab:] = 60.0
         logits = wide.to(device)[:, :vocab]
         target_ids = draft_ids(vocab, topk, device) if mapped else None
-        got = merged(kernels.continuations(logits, slots, rows, 3, topk, target_ids), target_ids)
+        got = merged(continuations.continuations(logits, slots, rows, 3, topk, target_ids), target_ids)
         wanted = reference(logits, slots, rows, 3, topk, target_ids)
         assert torch.equal(got[0], wanted[0])
         torch.testing.assert_close(got[1], wanted[1], atol=CLOSE, rtol=CLOSE)
@@ -117,7 +118,7 @@ def test_ties_go_to_the_lower_id(device: torch.device) -> None:
     logits[1] = -3.0
     logits[2, :2045] = -1.0
     rows = torch.arange(4, device=device)
-    ids, logp = merged(kernels.continuations(logits, slots, rows, 1, topk, None), None)
+    ids, logp = merged(continuations.continuations(logits, slots, rows, 1, topk, None), None)
     wanted = reference(logits, slots, rows, 1, topk, None)
     assert torch.equal(ids, wanted[0]) and torch.equal(ids[1], torch.arange(topk, device=device))
     torch.testing.assert_close(logp, wanted[1], atol=CLOSE, rtol=CLOSE)
@@ -130,7 +131,7 @@ def test_masked_logits(device: torch.device) -> None:
     logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(2)).to(device)
     logits[:, :2200] = -torch.inf
     rows = torch.arange(2, device=device)
-    ids, logp = merged(kernels.continuations(logits, slots, rows, 1, 4, None), None)
+    ids, logp = merged(continuations.continuations(logits, slots, rows, 1, 4, None), None)
     wanted = reference(logits, slots, rows, 1, 4, None)
     assert torch.equal(ids, wanted[0])
     torch.testing.assert_close(logp, wanted[1], atol=CLOSE, rtol=CLOSE)
@@ -198,7 +199,7 @@ def test_growth(shape: TreeShape, tail: int, lookahead: int, width: int, mapped:
             assert (a is None and b is None) or torch.equal(a, b)
         assert width == 0 or torch.equal(ours.level_feature(), theirs.level_feature())
         hidden, logits = head.run(ids, *got)
-        following = kernels.continuations(logits, slots, rows, number + 1, topk, head.target_ids)
+        following = continuations.continuations(logits, slots, rows, number + 1, topk, head.target_ids)
         next_ids, logp = reference(logits, slots, rows, number + 1, topk, head.target_ids)
         ours.add(following, hidden.view(size, topk, -1))
         theirs.add((next_ids.view(size, topk, topk), logp.view(size, topk, topk)), hidden.view(size, topk, -1))
@@ -223,7 +224,9 @@ def test_growth_with_equal_scores(device: torch.device) -> None:
     for number in range(1, shape.depth):
         assert all(torch.equal(a, b) for a, b in zip(ours.level(), theirs.level(), strict=True))
         theirs.level_rows()
-        ours.add(kernels.continuations(logits, slots, rows, number + 1, 4, None), torch.zeros(2, 4, 0, device=device))
+        ours.add(
+            continuations.continuations(logits, slots, rows, number + 1, 4, None), torch.zeros(2, 4, 0, device=device)
+        )
         next_ids, logp = top_tokens(logits.clone(), 4)
         theirs.add((next_ids.view(2, 4, 4), logp.view(2, 4, 4)), torch.zeros(2, 4, 0, device=device))
     for a, b in zip(ours.draft(), theirs.draft(), strict=True):
@@ -235,11 +238,11 @@ def test_newest_rows(dtype: torch.dtype, device: torch.device) -> None:
     hidden = torch.randn(12, 1050, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
     rows, count = torch.tensor([5, 0, 2], device=device), torch.tensor([4, 1, 3], device=device)
     kept = torch.full((7, 1050), 9.0, dtype=dtype, device=device)
-    newest = kernels.newest_rows(hidden, count, 1, rows, kept)
+    newest = observe.newest_rows(hidden, count, 1, rows, kept)
     wanted = hidden[torch.tensor([3, 4, 10], device=device)]
     assert torch.equal(newest, wanted) and torch.equal(kept[rows], wanted)
     assert (kept[[1, 3, 4, 6]] == 9).all()
-    lower = kernels.newest_rows(hidden, count - 1, 0, rows, None)
+    lower = observe.newest_rows(hidden, count - 1, 0, rows, None)
     assert torch.equal(lower, wanted)
 
 
@@ -248,7 +251,7 @@ def test_chain(width: int, device: torch.device) -> None:
     slots = make_slots(5, 200, 1000, width, device)
     rows = torch.tensor([3, 5, 0, 5], device=device)
     prefix = slots.kv_len[rows]
-    got = kernels.chain(slots, rows, prefix, width)
+    got = observe.chain(slots, rows, prefix, width)
     positions = prefix.unsqueeze(1) + torch.arange(width, device=device)
     column = rows.unsqueeze(1)
     assert torch.equal(got.positions, positions)

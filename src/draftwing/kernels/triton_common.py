@@ -1,24 +1,28 @@
-"""What all Triton kernels here share: launch options, and programmatic dependent launch.
+"""What Triton kernels here share: integers packed into one tensor, launch options, and programmatic dependent launch.
 
 With it (Hopper and later) a kernel's blocks come up while the kernel before still runs, which hides the cost of a
 launch. Each kernel calls `start` before it touches anything that an earlier kernel wrote, and every kernel does, so
 that when one has finished all before it have.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FEATURE_COLUMNS = 1024  # of a feature, copied by one program
 
 
 @triton.jit
@@ -54,3 +58,20 @@ def keep_cache(launched: Any) -> None:
 def _forget_preference(function: int) -> None:
     code = ctypes.CDLL("libcuda.so.1").cuFuncSetCacheConfig(ctypes.c_void_p(function), 0)  # CU_FUNC_CACHE_PREFER_NONE
     assert code == 0, f"cuFuncSetCacheConfig: CUDA error {code}"
+
+
+def lanes(count: int) -> int:
+    """A block of at least `count`; two at least, for reductions over an axis of one are not worth a special case."""
+    return max(2, triton.next_power_of_2(count))
+
+
+def int_fields(count: int, like: Tensor, *shape: int) -> tuple[Tensor, list[Tensor]]:
+    """A launch's integers [count, pitch] int64 and its fields of this shape, padded so that each begins at 16 bytes."""
+    size = math.prod(shape)
+    ints = torch.empty(count, size + size % 2, dtype=torch.int64, device=like.device)
+    return ints, [field[:size].view(shape) for field in ints.unbind(0)]
+
+
+@triton.jit
+def field_pitch(size):
+    return size + size % 2

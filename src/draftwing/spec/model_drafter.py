@@ -103,9 +103,9 @@ class ModelDrafter:
     def _grow(self, slots: SlotTable, rows: Tensor, shape: TreeShape) -> RowGrowth | NativeGrowth | DeviceGrowth:
         first = self._first
         if use_triton(rows):
-            from draftwing.kernels import grow as kernels
+            from draftwing.kernels.grow import RowGrowth as DeviceGrowth
 
-            return kernels.RowGrowth(slots, rows, shape, first, self.tail, self.lookahead, self.head.target_ids)
+            return DeviceGrowth(slots, rows, shape, first, self.tail, self.lookahead, self.head.target_ids)
         native = tree_kernels_for(rows)
         if native is not None:
             return NativeGrowth(native, slots, rows, shape, first, self.tail, self.lookahead)
@@ -143,9 +143,9 @@ class ModelDrafter:
     def _newest(self, hidden: Tensor, rows: Tensor, count: Tensor, lookahead: int) -> Tensor:
         """hidden [B * Q, H] -> [B, H]: per row, the query that the newest token is in; kept as the root's feature."""
         if use_triton(hidden):
-            from draftwing.kernels import grow as kernels
+            from draftwing.kernels.observe import newest_rows
 
-            return kernels.newest_rows(hidden, count, lookahead, rows, self._seed_feature if self.head.width else None)
+            return newest_rows(hidden, count, lookahead, rows, self._seed_feature if self.head.width else None)
         native = tree_kernels_for(hidden)
         if native is not None:
             return native.newest_rows(hidden, count, lookahead, rows, self._seed_feature if self.head.width else None)
@@ -182,9 +182,9 @@ class ModelDrafter:
             self._newest_hidden.index_copy_(0, rows, newest)
         following = self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy)
         if use_triton(newest):
-            from draftwing.kernels import grow as kernels
+            from draftwing.kernels.observe import keep_first
 
-            kernels.keep_first(following, rows, self._first_ids, self._first_logp, self.head.target_ids)
+            keep_first(following, rows, self._first_ids, self._first_logp, self.head.target_ids)
             return
         ids, logp = following
         native = tree_kernels_for(ids)
@@ -202,7 +202,7 @@ class ModelDrafter:
         self, slots: SlotTable, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
     ) -> tuple[Tensor, Tensor]:
         """hidden [B, K, H] -> ids and log probabilities [B, K, topk] of the tokens that may follow at kv_len + ahead;
-        on GPUs `kernels.grow.Continuations`, from which whoever needs them makes these.
+        on GPUs `kernels.continuations.Continuations`, from which whoever needs them makes these.
 
         Rows with a temperature get the noise that the target will draw with at that position, so that both pick the
         same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a path.
@@ -210,9 +210,9 @@ class ModelDrafter:
         size, nodes = hidden.shape[:2]
         logits, ids = self.head.logits(hidden.flatten(0, 1)), self.head.target_ids
         if use_triton(logits):
-            from draftwing.kernels import grow as kernels
+            from draftwing.kernels.continuations import continuations
 
-            return kernels.continuations(logits, slots, rows, ahead, topk, ids)
+            return continuations(logits, slots, rows, ahead, topk, ids)
         return self._best(slots, rows, logits.view(size, nodes, -1), ahead, topk, noisy)
 
     def _best(
@@ -247,9 +247,9 @@ def _with_newest(slots: SlotTable, batch: Batch, next_ids: Tensor) -> Batch:
     size = batch.rows.shape[0]
     width = next_ids.shape[0] // size + 1
     if use_triton(next_ids):
-        from draftwing.kernels import grow as kernels
+        from draftwing.kernels import observe
 
-        chain = kernels.chain(slots, batch.rows, batch.prefix_len, width)
+        chain = observe.chain(slots, batch.rows, batch.prefix_len, width)
         return batch._replace(
             ids=chain.ids.flatten(),
             positions=chain.positions.flatten(),
