@@ -61,3 +61,19 @@ def test_equals_torchs_backend(harness, case):
     if model.norm.weight.dtype != torch.float32:
         pytest.skip("the last bits of bfloat16 differ")
     assert harness.plain_answers(model, prompts, params).tokens == expected.tokens
+
+
+@pytest.mark.parametrize("drafter", ["oracle", "ngram"])
+def test_the_default_dtype_changes_nothing(harness, case, drafter):
+    """What the kernels fill is in float32, not in what torch makes a tensor in when it is not told."""
+    model, prompts, params, expected, book = case
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        rig = harness.Rig(model, shapes=(TREE,), drafter=drafter, book=book, miss=2, attn=native)
+        for i, (prompt, param) in enumerate(zip(prompts[:4], params[:4], strict=True)):
+            rig.submit(str(i), prompt, param)
+        found = rig.run().tokens
+    finally:
+        torch.set_default_dtype(before)
+    assert found == {name: expected.tokens[name] for name in found} and len(found) == 4

@@ -6,10 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from draftwing.attn.native import NativeAttention
+from draftwing.core import TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.slots import SlotTable
+from draftwing.kernels import cpu_tree
 from draftwing.kernels.cpu import Kernels, load
+from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.sampling.sampler import SamplingRows
+from draftwing.spec import grow
 
 DTYPES = [torch.float32, torch.bfloat16]
 KERNELS = load()
@@ -82,6 +90,43 @@ def test_what_is_not_finite_stays_so(kernels: Kernels, dtype: torch.dtype) -> No
 
 
 @needs_kernels
+@needs_kernels
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])  # a wider one finds a mistake without harm
+def test_buffers_do_not_take_the_default_dtype(kernels: Kernels, default: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 40, generator=generator)
+    seed, positions, depth = torch.tensor([1, 2]), torch.arange(6).view(2, 3), torch.zeros(2, 3, dtype=torch.int64)
+    ones, zero = torch.ones(2), torch.zeros_like(seed)
+    params = SamplingRows(seed, ones, zero + 20, ones * 0.9, ones * 0.01, zero, zero[:, None])
+    weight, hidden, ids = torch.randn(40, 64), torch.randn(2, 64), torch.arange(8).view(2, 4)
+    trees = cpu_tree.load()
+    assert trees is not None
+
+    def floats() -> list[torch.Tensor]:
+        found = [kernels.draw(logits, positions, depth, params, seed - 1, 4)[1]]
+        found.append(kernels.gumbel(seed, positions, None, 40))
+        found.append(kernels.top_tokens(logits, 4, (seed, seed, ones), None)[1])
+        found.append(trees.exact_logits(hidden, weight, ids))
+        return found
+
+    expected = floats()
+    first = grow.First(torch.arange(8).view(2, 4), -torch.arange(8.0).view(2, 4), torch.empty(2, 0))
+    slots = SlotTable(1, 40, Device(torch.device("cpu")))
+    pool = KVPool([LayerSpec(2, 16)], 40, torch.float32, torch.device("cpu"))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        found = floats()
+        growth = cpu_tree.RowGrowth(trees, slots, zero[:1], TreeShape(1, 4, 4), first, 0, 1)
+        draft = growth.draft()
+        scratch = NativeAttention(pool, kernels).scratch(9)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(x.dtype == torch.float32 and torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert growth._floats.dtype == scratch.dtype == torch.float32
+    assert draft.tokens.tolist() == [[0, 0, 1, 2]] and bool(draft.alive.all())
+
+
 def test_packing_switches_them_on() -> None:
     config = ModelConfig(
         architecture="LlamaForCausalLM", hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,

@@ -227,6 +227,9 @@ def test_take_rows(dtype: torch.dtype) -> None:
     assert torch.equal(KERNELS.take_rows(source, index), source[index])
     assert torch.equal(KERNELS.take_rows(source, torch.arange(9)[::4]), source[::4])
     assert KERNELS.take_rows(source, index[:0]).shape == (0, 2, 5)
+    alone = torch.rand(1, 5, 4).to(dtype)[:, 2]  # contiguous, whatever its stride
+    assert alone.is_contiguous() and alone.stride(0) == 20
+    assert torch.equal(KERNELS.take_rows(alone, torch.zeros(3, dtype=torch.int64)), alone.expand(3, 4))
     for wrong in (-1, 9):
         with pytest.raises(IndexError, match=f"expected rows below 9, found {wrong}"):
             KERNELS.take_rows(source, torch.tensor([2, wrong]))

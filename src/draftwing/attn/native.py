@@ -15,6 +15,7 @@ from draftwing.kernels import use_triton
 from draftwing.kernels.cpu import Kernels, load
 from draftwing.kernels.cpu_layer import NativeLayer
 from draftwing.kv.pool import KVPool
+from draftwing.layers.linear import FEW_ROWS
 
 
 def pick_attention(pool: KVPool, exact: bool = False) -> AttnBackend:
@@ -37,7 +38,7 @@ class NativeAttention:
         assert kernels.take(pool.kv[0])
         self.pool = pool
         self.kernels = kernels
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
         self._spare = torch.empty(0, dtype=torch.bfloat16)
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
@@ -46,7 +47,7 @@ class NativeAttention:
     def scratch(self, size: int) -> Tensor:
         """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
         if self._scratch.numel() < size:
-            self._scratch = torch.empty(size)
+            self._scratch = torch.empty(size, dtype=torch.float32)
         return self._scratch
 
     def spare(self, size: int) -> Tensor:
@@ -112,12 +113,13 @@ class Bound:
     def layer(
         self, index: int, weights: NativeLayer, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """All of a decoder layer: x [M, hidden] -> [M, hidden], bfloat16; normed [M, inputs]: what qkv is made from,
-        None for x under the layer's own norm; cos, sin [M, 1, head_dim]. Takes no gradient."""
+        """All of a decoder layer, for at most `FEW_ROWS` rows: x [M, hidden] -> [M, hidden], bfloat16; normed
+        [M, inputs]: what qkv is made from, None for x under the layer's own norm; cos, sin [M, 1, head_dim]. Takes no
+        gradient."""
         kv = self._kv[self._first_layer + index]
         (rows, hidden), (_, kv_heads, _, dim) = x.shape, kv.shape
         assert x.dtype == cos.dtype == kv.dtype == torch.bfloat16
-        assert hidden == weights.hidden and self._slots.shape[0] == rows
+        assert hidden == weights.hidden and self._slots.shape[0] == rows <= FEW_ROWS
         x = x.contiguous()
         if normed is None:
             assert weights.norms_input

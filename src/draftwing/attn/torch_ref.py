@@ -53,7 +53,7 @@ class Buffers:
         if kept is None or kept.shape[0] < rows:
             if kept is not None and kept.is_cuda:
                 self._outgrown.append(kept)
-            kept = self._kept[name, columns] = torch.ones(rows, columns, device=self.device)
+            kept = self._kept[name, columns] = torch.ones(rows, columns, dtype=torch.float32, device=self.device)
         return kept[:rows]
 
 
@@ -116,7 +116,7 @@ class TorchAttention:
 
     def _prepare(self, batch: Batch, kv: Tensor, q: Tensor) -> tuple[Tensor, Work]:
         """Also the tensor that every layer's result goes to: [M, heads, head_dim] float32."""
-        mean = torch.empty(q.shape, device=q.device)
+        mean = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         if batch.chunks:
             pages = batch.pages()
             return mean, [_chunk_work(pages, chunk, kv, mean, self.buffers) for chunk in batch.chunks]

@@ -75,7 +75,7 @@ class Kernels:
         assert count <= min(MOST, vocab) and positions.dtype == depth.dtype == torch.int64
         read = [logits.contiguous(), positions.contiguous(), depth.contiguous()]
         fields = [0] * 6  # seed, temperature, filtered, top_k, top_p, min_p
-        threads, scratch = torch.get_num_threads(), torch.empty(0)
+        threads, scratch = torch.get_num_threads(), torch.empty(0, dtype=torch.int32)
         if params is not None:
             chosen = [params.seed, params.temperature]
             if filtered.shape[0]:
@@ -86,7 +86,7 @@ class Kernels:
             read += own
             fields[: len(own)] = [field.data_ptr() for field in own]
         ids = torch.empty(batch, nodes, count, dtype=torch.int64)
-        noise = torch.empty(batch, nodes, count)
+        noise = torch.empty(batch, nodes, count, dtype=torch.float32)
         self.raw.draw(
             ids.data_ptr(), noise.data_ptr(), count, read[0].data_ptr(), logits.dtype == torch.bfloat16,
             batch * nodes, nodes, vocab, read[1].data_ptr(), read[2].data_ptr(), *fields, scratch.data_ptr(), threads,
@@ -115,7 +115,7 @@ class Kernels:
             if token_ids.dim() > 1:
                 token_ids, stride = token_ids.expand(batch, nodes, size), size
             token_ids = token_ids.contiguous()
-        out = torch.empty(batch, nodes, size)
+        out = torch.empty(batch, nodes, size, dtype=torch.float32)
         self.raw.gumbel(
             out.data_ptr(), seed.data_ptr(), position.data_ptr(), 0 if token_ids is None else token_ids.data_ptr(),
             batch * nodes, nodes, size, stride, torch.get_num_threads(),
@@ -141,9 +141,9 @@ class Kernels:
             own.append(target_ids.to(torch.int32).contiguous())
         fields = [part.data_ptr() for part in own] + [0] * (4 - len(own))
         threads = torch.get_num_threads()
-        scratch = torch.empty(threads, 2, vocab + 15)
+        scratch = torch.empty(threads, 2, vocab + 15, dtype=torch.float32)
         ids = torch.empty(batch, nodes, topk, dtype=torch.int64)
-        logp = torch.empty(batch, nodes, topk)
+        logp = torch.empty(batch, nodes, topk, dtype=torch.float32)
         self.raw.top_tokens(
             ids.data_ptr(), logp.data_ptr(), topk, logits.data_ptr(), logits.dtype == torch.bfloat16,
             batch, nodes, vocab, *fields, scratch.data_ptr(), threads,

@@ -33,7 +33,9 @@ class NativeLayer:
         self.norms_input = norms[0] is not None
         # What it takes of spare memory for a row: the results of all parts but the last.
         self.spare = 2 * self.hidden + qkv.outputs + o.inputs + gate_up.outputs + down.inputs
-        self._held = norms, products, biases
+        # Addresses go stale where a module's weights are moved, so what holds their memory is not the modules' tensors.
+        own = [None if tensor is None else tensor.detach() for tensor in (*norms, *biases)]
+        self._held = own, products
         numbers = [0 if norm is None else norm.data_ptr() for norm in norms] + [self.hidden, down.inputs]
         for product, bias in zip(products, biases, strict=True):
             address = 0 if bias is None else bias.data_ptr()

@@ -11,7 +11,8 @@ from torch import Tensor
 from draftwing.kernels.cpu import load
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
-_BYTE_INPUTS, _BYTE_ROWS = 4096, 8  # at most
+_BYTE_INPUTS, BYTE_ROWS = 4096, 8  # at most, as in cpu_product.c
+_SLICE = 1024  # outputs that are rounded to bytes at a time, a multiple of _OUTPUTS
 
 
 class PackedProduct:
@@ -51,17 +52,22 @@ class ByteProduct(PackedProduct):
         """weight [outputs, inputs], copied."""
         self.raw, self.block = raw, 0
         self.outputs, self.inputs = weight.shape
-        wide = weight.detach().float()
-        scales = wide.abs().amax(1).clamp(min=1e-30) / 127
-        whole = (wide / scales.unsqueeze(1)).round().to(torch.int8)
-        fours = whole.view(self.outputs // _OUTPUTS, _OUTPUTS, self.inputs // 4, 4)
-        self._packed = fours.transpose(1, 2).contiguous()
-        self._scales, self._offsets = scales, (128 * whole.sum(1)).to(torch.int32)
+        panels, fours = self.outputs // _OUTPUTS, self.inputs // 4
+        self._packed = torch.empty(panels, fours, _OUTPUTS, 4, dtype=torch.int8)
+        self._scales = torch.empty(self.outputs, dtype=torch.float32)
+        self._offsets = torch.empty(self.outputs, dtype=torch.int32)
+        for start in range(0, self.outputs, _SLICE):  # all of it in float32 would be four times what is kept
+            wide = weight.detach()[start : start + _SLICE].float()
+            end = start + wide.shape[0]
+            scales = wide.abs().amax(1).clamp(min=1e-30) / 127
+            whole = (wide / scales.unsqueeze(1)).round().to(torch.int8)
+            self._packed[start // _OUTPUTS : end // _OUTPUTS] = whole.view(-1, _OUTPUTS, fours, 4).transpose(1, 2)
+            self._scales[start:end], self._offsets[start:end] = scales, 128 * whole.sum(1)
         self.address = self._packed.data_ptr()
-        self.scales = scales.data_ptr(), self._offsets.data_ptr()
+        self.scales = self._scales.data_ptr(), self._offsets.data_ptr()
 
     def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        assert x.shape[0] <= _BYTE_ROWS
+        assert x.shape[0] <= BYTE_ROWS
         return super().__call__(x, bias, residual)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ class TreeKernels:
         assert source.is_contiguous() and index.dtype == torch.int64
         index, count = index.contiguous(), index.shape[0]
         out = source.new_empty(count, *source.shape[1:])
-        size = source.stride(0) * source.element_size()
+        size = math.prod(source.shape[1:]) * source.element_size()  # a row alone may have any stride
         self.raw.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
         return out
 
@@ -169,7 +170,7 @@ class TreeKernels:
         assert hidden.shape[:-1] == ids.shape[:-1]
         hidden, ids = hidden.contiguous(), ids.contiguous()
         count, size = ids.shape[-1], weight.shape[1]
-        out = torch.empty(ids.shape)
+        out = torch.empty(ids.shape, dtype=torch.float32)
         self.raw.exact_logits(
             out.data_ptr(), hidden.data_ptr(), weight.data_ptr(), ids.data_ptr(), ids.numel() // max(count, 1), count,
             size, weight.dtype == torch.bfloat16,
@@ -205,7 +206,7 @@ class RowGrowth:
         self.root_at = _ints(size)  # written with the first level
         # Of all candidates: ids, which one each follows. Of the level's nodes: candidate numbers. Then the scores.
         self._ints = _ints(2 * candidates + topk, size)
-        self._floats = torch.empty(candidates + topk, size)
+        self._floats = torch.empty(candidates + topk, size, dtype=torch.float32)
         ints, floats, known = self._ints.data_ptr(), self._floats.data_ptr(), candidates * size
         self._state = (
             candidates, topk, ints, ints + 8 * known, floats, ints + 16 * known, floats + 4 * known

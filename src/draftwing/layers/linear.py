@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.kernels.cpu_product import PackedProduct, byte_product, packed_product
+from draftwing.kernels.cpu_product import BYTE_ROWS, PackedProduct, byte_product, packed_product
 from draftwing.kernels.pick import skinny_kernels
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _MOST_TRIED = 8192  # outputs; the products of more are summed as these are
 # Up to this many rows our own kernel beats oneDNN, where it gives the same bits; blocks that oneDNN may sum in.
 FEW_ROWS = 8
 _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)
+assert FEW_ROWS <= BYTE_ROWS, "few rows that a product in 8 bits does not take"
 # Up to this many rows our own kernel beats cuBLAS (docs/performance.md); it takes any number. Of a vocabulary's
 # product, which is long enough for its start and end not to matter, up to fewer.
 _SKINNY_ROWS, _ANY_ROWS = 16, 1 << 30
@@ -88,15 +89,21 @@ def summed_in_blocks(in_features: int, out_features: int, threads: int) -> int:
 
 def _order_probe(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[Tensor, Linear]:
     """Rows [300, in_features] whose terms cancel, and a layer of ones, not packed."""
-    generator = torch.Generator().manual_seed(0)
-    half = in_features // 2
-    size = torch.randint(0, 20, (300, half), generator=generator).exp2()
-    terms = (torch.randn(300, half, generator=generator) * size).to(dtype)
-    x = torch.cat((terms, -terms, terms.new_zeros(300, in_features % 2)), 1)
-    x = x.gather(1, torch.rand(x.shape, generator=generator).argsort(1))
     linear = Linear(in_features, out_features, False, dtype, torch.device("cpu"))
     linear.weight.fill_(1)
-    return x, linear
+    return _cancelling_rows(in_features, dtype), linear
+
+
+@functools.lru_cache(maxsize=1)
+def _cancelling_rows(in_features: int, dtype: torch.dtype) -> Tensor:
+    """Those of `_order_probe`, which take longer to make than to multiply. They are kept for the next product, which
+    mostly has as many inputs."""
+    generator = torch.Generator().manual_seed(0)
+    half = in_features // 2
+    size = torch.randint(0, 20, (300, half), generator=generator).float().exp2()
+    terms = (torch.randn(300, half, generator=generator, dtype=torch.float32) * size).to(dtype)
+    x = torch.cat((terms, -terms, terms.new_zeros(300, in_features % 2)), 1)
+    return x.gather(1, torch.rand(x.shape, generator=generator, dtype=torch.float32).argsort(1))
 
 
 class Linear(nn.Module):

@@ -217,7 +217,7 @@ class EditTable:
             known = history[:, : bound + 1].index_select(0, rows)  # [b, L]
             position = torch.arange(known.shape[1], device=rows.device)
             past = position <= newest[:, None]
-            zeros = torch.zeros(rows.shape[0], self.vocab, device=rows.device)
+            zeros = torch.zeros(rows.shape[0], self.vocab, dtype=torch.float32, device=rows.device)
             if features.counts:
                 count = zeros.scatter_add(1, known, ((position >= prompt_len) & past).float())
             if features.seen:
@@ -227,7 +227,8 @@ class EditTable:
             below = below.masked_fill(level >= path_len[..., None], -1)
         if features.biases:
             ids, values = (x[:, : features.biases].index_select(0, rows) for x in (self.bias_ids, self.bias_values))
-            bias = torch.zeros(rows.shape[0], self.vocab, device=rows.device).scatter_add_(1, ids, values)
+            bias = torch.zeros(rows.shape[0], self.vocab, dtype=torch.float32, device=rows.device)
+            bias.scatter_add_(1, ids, values)
         if features.bad_words:
             bad_last = self.bad_last[:, : features.bad_words].index_select(0, rows)  # [b, S]
             active = (bad_last >= 0)[:, None].expand(-1, drafts.shape[1], -1)  # [b, N, S]
