@@ -28,6 +28,7 @@ from draftwing.errors import ConfigError
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
 from draftwing.train.checkpoint import replace_file
 from draftwing.train.heads import TargetHead
+from draftwing.train.optimizer import OPTIMIZERS, HeadOptimizer, OptimizerName
 from draftwing.train.progress import Progress, Row, summary
 from draftwing.train.store import FeatureSource
 from draftwing.train.ttt import STATS, AnyHead, Loss, Objective
@@ -35,7 +36,7 @@ from draftwing.train.ttt import STATS, AnyHead, Loss, Objective
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
-_VERSION = 1
+_VERSION = 2
 # What a run may change when it goes on; everything else would make it another run.
 _FREE = ("log_every", "eval_every", "save_every", "readers")
 
@@ -46,8 +47,8 @@ class FitConfig:
 
     steps: of the optimizer; 0: as many as `epochs` over the samples take.  tokens: of one forward, padding included.
     accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
-    lr: the highest learning rate, 0: 0.4 / the head's hidden size.  warmup: share of the steps in which it rises;
-    final_lr: share of it that is left at the end.  clip: largest norm of a gradient.
+    optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: 0.4 / the head's hidden size.
+    warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.  clip: largest norm of a gradient.
     precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
     readers: threads that read ahead.
     """
@@ -58,6 +59,7 @@ class FitConfig:
     tokens: int = 8192
     accumulate: int = 1
     max_length: int = 2048
+    optimizer: OptimizerName = "adamw"
     lr: float = 0.0
     warmup: float = 0.02
     final_lr: float = 0.05
@@ -79,6 +81,8 @@ class FitConfig:
             raise ConfigError(f"expected steps or epochs above 0, found {self.steps} and {self.epochs}")
         if self.loss.steps < 1:
             raise ConfigError(f"loss.steps: expected at least 1, found {self.loss.steps}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
         if self.lr < 0 or self.clip <= 0 or not 0 <= self.warmup <= 1:
             raise ConfigError(
                 f"expected lr >= 0, clip > 0 and warmup from 0 to 1, found {self.lr}, {self.clip}, {self.warmup}"
@@ -181,9 +185,7 @@ class _Run:
         self.eval_lengths = usable(eval_source, config.max_length) if eval_source is not None else {}
         self.total = config.steps or self._steps_of_epochs()
         head.set_max_positions(config.max_length + config.loss.steps)
-        self.optimizer = torch.optim.AdamW(
-            self.params, betas=config.betas, weight_decay=config.weight_decay, fused=self.device.type == "cuda"
-        )
+        self.optimizer = HeadOptimizer(head, config.optimizer, config.betas, config.weight_decay)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.window = self._no_stats()  # what was counted since the last row
         self.window_tokens, self.window_seconds = 0, 0.0
@@ -255,9 +257,6 @@ class _Run:
     def _train_step(self, batches: Iterator[tuple[Any, int, bool]]) -> Tensor:
         """-> the gradient's norm"""
         config = self.config
-        rate = config.learning_rate(self.step, self.total, self.head.width)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         for turn in range(config.accumulate):
             batch, tokens, last = next(batches)
             batch = to_device(batch, self.device, self.feature_dtype)
@@ -272,8 +271,7 @@ class _Run:
         self.window_tokens += tokens
         self.tokens += tokens
         norm = torch.nn.utils.clip_grad_norm_(self.params, config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(config.learning_rate(self.step, self.total, self.head.width))
         return norm
 
     def _generator(self, turn: int) -> torch.Generator:

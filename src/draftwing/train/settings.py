@@ -82,6 +82,9 @@ class Settings:
     ffn_size: int = _setting(0, FIT, "width of the head's MLP (default: the target's)", least=0, fixed=False)
     epochs: float = _setting(1.0, FIT, "passes over the data", least=0, fixed=False)
     steps: int = _setting(0, FIT, "steps of the optimizer, in place of epochs", least=0, fixed=False)
+    optimizer: str = _setting(
+        "adamw", FIT, "muon: for the matrices of the layer", choices=("adamw", "muon"), fixed=False
+    )
     lr: float = _setting(0.0, FIT, "highest learning rate (default: 0.4 / hidden size)", least=0, fixed=False)
     warmup: float = _setting(0.02, FIT, "share of the steps in which the learning rate rises", least=0, fixed=False)
     batch_tokens: int = _setting(8192, FIT, "tokens of one forward", least=1, fixed=False)

@@ -363,8 +363,8 @@ class Stages:
             loss = dataclasses.replace(loss, decay=settings.ttt_decay)
         loss = dataclasses.replace(loss, temperature=settings.target_temperature)
         names = (
-            "steps", "epochs", "accumulate", "max_length", "lr", "warmup", "clip", "seed", "log_every", "eval_every",
-            "save_every",
+            "steps", "epochs", "accumulate", "max_length", "optimizer", "lr", "warmup", "clip", "seed", "log_every",
+            "eval_every", "save_every",
         )  # fmt: skip
         return FitConfig(loss=loss, tokens=settings.batch_tokens, **{name: getattr(settings, name) for name in names})
 
