@@ -101,7 +101,8 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
 def test_acceptance_rises(bench: Bench, run: Path, algorithm: str) -> None:
     short = ("--data", str(run), "--shapes", "3,1,4", "--eval-temperatures", "0")
-    trained = run if algorithm == "EAGLE3" else bench.train(algorithm, *short, algorithm=algorithm)
+    other = ("--optimizer", "muon") if algorithm == "MTP" else ()
+    trained = run if algorithm == "EAGLE3" else bench.train(algorithm, *short, *other, algorithm=algorithm)
     untrained = bench.train(f"{algorithm} 0", *short, "--steps", "1", "--lr", "1e-9", algorithm=algorithm)
     assert accept(untrained) < UNTRAINED and accept(trained) > TRAINED
     if trained == run:
