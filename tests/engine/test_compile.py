@@ -74,6 +74,38 @@ def test_sizes_of_weights_are_constants():
     assert done.stdout.split() == ["True", "0"], done.stderr[-1000:]  # no arithmetic on sizes
 
 
+OPTIONS = """
+import torch
+from draftwing.kernels import triton_common
+triton_common._LAUNCH["cuda"] = {"PDL": True, "launch_pdl": True}  # as if there had been a launch
+def scaled(x):
+    return x * (2 if triton_common.launch_options(torch.device("cuda", 0))["PDL"] else 3)
+print(torch.compile(scaled, fullgraph=True, dynamic=True, backend="eager")(torch.ones(2)).tolist())
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_launch_options_do_not_break_the_graph():
+    done = subprocess.run([sys.executable, "-c", OPTIONS], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["[2.0,", "2.0]"], done.stderr[-1000:]
+
+
+def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_before):
+    """On whatever line it fails: the text is that of forwards that are not compiled."""
+
+    def refuse(graph, inputs):
+        raise ValueError("no such kernel")
+
+    model = harness.tiny_model()
+    prompts, params = harness.prompts_for(2), [harness.greedy(8)] * 2
+    expected = harness.plain_answers(model, prompts, params)
+    compile_forwards(model, None, 8, backend=refuse)
+    rig = harness.Rig(model)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+
+
 def test_not_with_deterministic_inference(monkeypatch):
     device = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), total_memory=lambda: 80 << 30)
     monkeypatch.setattr(build, "pick_device", lambda name: device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
+from draftwing.kernels import use_triton
 from draftwing.models.decoder import DecoderModel
 from draftwing.spec.heads import DraftHead
 
@@ -37,6 +38,10 @@ def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, bac
     for module in (model, head):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             torch._dynamo.mark_static(parameter)  # a kernel's tiles follow from the sizes of weights
+    if use_triton(model.embed.weight):
+        from draftwing.kernels.triton_common import launch_options
+
+        launch_options(model.embed.weight.device)  # known before anything is traced
     setattr(model, "forward", _limited(model.forward, most, backend))  # noqa: B010
     if head is not None and getattr(head, "model", None) is not model:
         name = "run_layer" if hasattr(head, "run_layer") else "run"
@@ -49,6 +54,7 @@ def _limited(forward: Callable[..., Any], most: int, backend: str) -> Callable[.
     def run(ids: Tensor, *args: Any) -> Any:
         if ids.shape[0] > most:
             return forward(ids, *args)
-        return compiled(ids, *(Opaque(arg) if callable(arg) else arg for arg in args))
+        with torch._dynamo.config.patch(suppress_errors=True):  # what it cannot compile runs as it is, with a warning
+            return compiled(ids, *(Opaque(arg) if callable(arg) else arg for arg in args))
 
     return run

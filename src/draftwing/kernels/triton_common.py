@@ -33,16 +33,25 @@ def start(PDL: tl.constexpr) -> None:
         gdc_wait()
 
 
-@functools.cache
-def _has_dependent_launch() -> bool:
-    target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+# By type of device, filled as they come. A dictionary, which torch.compile looks into while it traces; a launch that it
+# could not trace up to would be traced alone, with the number of warps as a variable, which it refuses.
+_LAUNCH: dict[str, dict[str, Any]] = {}
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of every launch; the kernel takes PDL as a constexpr and begins with `start(PDL)`."""
-    dependent = not INTERPRETED and device.type != "cpu" and _has_dependent_launch()
-    return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
+    known = _LAUNCH.get(device.type)
+    if known is None:
+        known = _LAUNCH[device.type] = _options(device.type)
+    return known
+
+
+def _options(kind: str) -> dict[str, Any]:
+    if not INTERPRETED and kind != "cpu":
+        target = driver.active.get_current_target()
+        if target.backend == "cuda" and target.arch >= 90:
+            return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def keep_cache(launched: Any) -> None:

@@ -267,10 +267,10 @@ class Stages:
     def fit(self) -> None:
         """Trains the head and writes it to the folder `head`."""
         settings, out = self.settings, self.run.out
-        tokens = self.tokens
         if settings.gpus > self.processes:
-            self._spawn("fit")
+            self._spawn("fit")  # each reads the tokens itself
             return
+        tokens = self.tokens
         device = join_world(pick_device(self.engine_options.device).device.type)
         target, source = self._source(tokens, device)
         target_ids = self._target_ids(tokens)
