@@ -24,7 +24,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.train import store as store_module
 from draftwing.train.capture import FeatureModel, batches, capture, eagle3_taps, online, target_taps
 from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
-from draftwing.train.vocabulary import Vocabulary, draft_vocabulary
+from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +255,7 @@ def test_few_tokens_are_filled_up_and_many_are_all(tmp_path: Path) -> None:
     found = draft_vocabulary([one], 64, 300, ending=[2])
     assert len(found.ids) == 64 and {2, 7, 200} < set(found.ids) and found.coverage == 1
     assert draft_vocabulary([one], 300, 300, ending=[]).ids == tuple(range(300))
+    assert covered([one], found.ids, 300) == found
     with pytest.raises(ConfigError, match="no answer"):
         draft_vocabulary([tokens([1, 2], [False, False])], 64, 300, ending=[])
     found.save(tmp_path / "v.json")

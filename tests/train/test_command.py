@@ -132,6 +132,9 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
 def test_fine_tuning_starts_from_the_head(bench: Bench, run: Path) -> None:
     again = ("--data", str(run), "--init-head", str(run / "head"), "--steps", "1", "--lr", "1e-9")
     tuned = bench.train("tuned", *again, "--eval-temperatures", "0", "--shapes", "3,1,4")
+    vocabulary = json.loads((tuned / "vocabulary.json").read_text())
+    ids = torch.tensor(vocabulary["ids"])  # the head's own, wherever those of the answers would be others
+    assert torch.equal(ids - torch.arange(256), weights(run)["d2t"])
     assert abs(accept(tuned) - accept(run)) < 0.05
 
 

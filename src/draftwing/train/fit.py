@@ -48,7 +48,8 @@ class FitConfig:
     steps: of the optimizer; 0: as many as `epochs` over the samples take.  tokens: of one forward, padding included.
     accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
     optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: 0.4 / the head's hidden size.
-    warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.  clip: largest norm of a gradient.
+    warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.
+    clip: largest norm of a gradient.
     precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
     readers: threads that read ahead.
     """

@@ -52,7 +52,7 @@ from draftwing.train.sequences import conversation_tokens, read_responses, respo
 from draftwing.train.settings import Run
 from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, Tokens
 from draftwing.train.ttt import AnyHead
-from draftwing.train.vocabulary import draft_vocabulary
+from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -273,8 +273,7 @@ class Stages:
         tokens = self.tokens
         device = join_world(pick_device(self.engine_options.device).device.type)
         target, source = self._source(tokens, device)
-        target_ids = self._target_ids(tokens)
-        head = self._head(target, target_ids)
+        head = self._head(target, tokens)
         wanted = {one.key for one in tokens}
         chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
         train, watch = _parts(source, source.order, wanted, chosen)
@@ -332,27 +331,32 @@ class Stages:
         dtype = pick_dtype(self.engine_options.dtype, pick_device(self.engine_options.device), self.config.dtype)
         return heads.load_target_ends(self.path, dtype, device), store
 
-    def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:
-        if self.settings.algorithm != "EAGLE3":
-            return None
-        vocab = self.config.vocab_size
-        size = self.settings.draft_vocab_size or min(32000, vocab // 4)
-        found = draft_vocabulary(tokens, size, vocab, self.tokenizer.stop_ids)
-        logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the answers", len(found.ids), vocab,
-                    100 * found.coverage)  # fmt: skip
-        if not self.rank:
-            found.save(self.run.out / "vocabulary.json")
-        return found.target_ids() if len(found.ids) < vocab else None
-
-    def _head(self, target: DecoderModel, target_ids: Tensor | None) -> AnyHead:
+    def _head(self, target: DecoderModel, tokens: Sequence[Tokens]) -> AnyHead:
         settings = self.settings
         if settings.init_head is not None:
-            return heads.load_head(resolve_model(settings.init_head, option="--init-head"), target, settings.algorithm)
+            path = resolve_model(settings.init_head, option="--init-head")
+            head = heads.load_head(path, target, settings.algorithm)
+            if head.target_ids is not None:
+                self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
+            return head
         if settings.algorithm == "EAGLE3":
-            return heads.new_eagle3_head(target, target_ids, self.taps, settings.ffn_size, settings.seed)
+            return heads.new_eagle3_head(target, self._target_ids(tokens), self.taps, settings.ffn_size, settings.seed)
         if settings.algorithm == "EAGLE":
             return heads.new_eagle_head(target, settings.ffn_size, seed=settings.seed)
         return heads.new_mtp_head(target, settings.seed)
+
+    def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:
+        vocab = self.config.vocab_size
+        size = self.settings.draft_vocab_size or min(32000, vocab // 4)
+        found = draft_vocabulary(tokens, size, vocab, self.tokenizer.stop_ids)
+        self._note(found)
+        return found.target_ids() if len(found.ids) < vocab else None
+
+    def _note(self, found: Vocabulary) -> None:
+        logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the answers", len(found.ids),
+                    self.config.vocab_size, 100 * found.coverage)  # fmt: skip
+        if not self.rank:
+            found.save(self.run.out / "vocabulary.json")
 
     def _fit_config(self) -> FitConfig:
         settings = self.settings

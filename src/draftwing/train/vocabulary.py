@@ -6,12 +6,13 @@ Its own head has a row for each of them alone, which is most of what a draft ste
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwing.errors import ConfigError
@@ -52,12 +53,7 @@ def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: It
     for a drafter that cannot propose the end of an answer drafts past every end.
     Where fewer tokens occur, the lowest of the other ids fill it up.
     """
-    counts = np.zeros(vocab, np.int64)
-    for one in tokens:
-        counts += np.bincount(one.ids[one.loss_mask], minlength=vocab)
-    total = int(counts.sum())
-    if not total:
-        raise ConfigError("there is no answer to count tokens of: run `draftwing train generate` first")
+    counts, total = _counted(tokens, vocab)
     size = -(-size // MULTIPLE) * MULTIPLE
     if size >= vocab:
         return Vocabulary(tuple(range(vocab)), total, 1.0)
@@ -65,3 +61,20 @@ def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: It
     ranked = [token for token in np.argsort(-counts, kind="stable").tolist() if token not in ending]
     kept = sorted([*ending, *ranked[: size - len(ending)]])
     return Vocabulary(tuple(kept), total, int(counts[kept].sum()) / total)
+
+
+def covered(tokens: Iterable[Tokens], ids: Sequence[int], vocab: int) -> Vocabulary:
+    """A head's own draft vocabulary, ids of a target with `vocab` tokens, counted in other answers."""
+    counts, total = _counted(tokens, vocab)
+    return Vocabulary(tuple(ids), total, int(counts[list(ids)].sum()) / total)
+
+
+def _counted(tokens: Iterable[Tokens], vocab: int) -> tuple[NDArray[np.int64], int]:
+    """How often each token is in the answers [vocab], and all together."""
+    counts = np.zeros(vocab, np.int64)
+    for one in tokens:
+        counts += np.bincount(one.ids[one.loss_mask], minlength=vocab)
+    total = int(counts.sum())
+    if not total:
+        raise ConfigError("there is no answer to count tokens of: run `draftwing train generate` first")
+    return counts, total
