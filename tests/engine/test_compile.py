@@ -74,6 +74,13 @@ def test_sizes_of_weights_are_constants():
     assert done.stdout.split() == ["True", "0"], done.stderr[-1000:]  # no arithmetic on sizes
 
 
+def test_the_compiler_is_imported_for_who_asks_for_it():
+    """It takes a second of every start otherwise."""
+    code = "import sys, draftwing.engine.engine; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False"], done.stderr[-1000:]
+
+
 OPTIONS = """
 import torch
 from draftwing.kernels import triton_common

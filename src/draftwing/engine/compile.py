@@ -21,15 +21,16 @@ class Opaque:
     """An `Attend` that the compiler does not look into."""
 
     def __init__(self, attend: Attend) -> None:
-        self._attend = attend
+        # Not as a decorator: it imports the whole compiler, which takes a second.
+        self._attend = torch.compiler.disable(attend.__call__)
         fused = getattr(attend, "fused", None)
         if fused is not None:
             self.fused = torch.compiler.disable(fused)
             self.norms_heads = getattr(attend, "norms_heads", False)
 
-    @torch.compiler.disable
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend(layer, q, k, v)
+        out: Tensor = self._attend(layer, q, k, v)
+        return out
 
 
 def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, backend: str = "inductor") -> None:
