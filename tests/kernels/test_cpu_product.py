@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.attn.base import Attend, Batch
 from draftwing.attn.native import NativeAttention
 from draftwing.kernels.cpu import load
-from draftwing.kernels.cpu_product import ByteProduct, byte_product, packed_product, takes
+from draftwing.kernels.cpu_product import ByteProduct, NativeReadout, byte_product, packed_product, takes
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.layers.linear import FEW_ROWS, Linear, can_pack, summed_in_blocks
 from draftwing.models.config import ModelConfig
@@ -179,7 +179,7 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> No
         pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
     model, pools = tiny(eight_bits, qkv_bias=bias), []
     layer = model.layers[1]
-    assert isinstance(layer, DecoderLayer) and layer._native is not None
+    assert isinstance(layer, DecoderLayer) and layer.native is not None
     assert isinstance(layer.down.few, ByteProduct) == eight_bits
     for _ in range(2):
         pools.append(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU))
@@ -190,10 +190,62 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> No
     kept = x.clone()
     found = layer(x, cos, sin, attend_to(pools[0], rows))
     also = layer.mix(layer.attn_norm(x), x, cos, sin, attend_to(pools[0], rows))
-    layer._native = None
+    layer.native = None
     expected = layer(x, cos, sin, attend_to(pools[1], rows))
     assert torch.equal(found, expected) and torch.equal(also, expected) and torch.equal(x, kept)
     assert all(torch.equal(*both) for both in zip(pools[0].kv, pools[1].kv, strict=True))
+
+
+@pytest.mark.usefixtures("known_layout")
+@pytest.mark.parametrize("taps", [(), (1, 2), (3, 1), (2,)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_model_in_one_call_equals_its_layers(rows: int, taps: tuple[int, ...]) -> None:
+    model, found = tiny(num_layers=3), []
+    ids = 19 + torch.arange(rows)
+    for whole in (True, False):
+        pool = KVPool([LayerSpec(2, 32)] * 3, 100, torch.bfloat16, CPU)
+        for kv in pool.kv:
+            kv.copy_(numbers(*kv.shape, seed=5))
+        if not whole:
+            model._native[taps] = None
+        assert (model._in_one_call(taps) is None) != whole
+        hidden, kept = model(ids, ids, attend_to(pool, rows), taps)
+        assert (kept is None) == (not taps)
+        found.append([hidden, *pool.kv, *([kept] if kept is not None else [])])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert model._in_one_call((0,)) is None and model._in_one_call((model.final_tap,)) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int) -> None:
+    assert KERNELS is not None
+    before, weight, states = torch.get_num_threads(), numbers(320, 96, seed=1), numbers(20, 160, seed=2)[:, 32:128]
+    weight[7] = weight[300]  # a tie in another thread's outputs
+    states[4] = weight[7] / 8
+    names = torch.randperm(1000, generator=torch.manual_seed(0))[:320] if named else None
+    norm = (numbers(96, seed=3), 1e-5) if normed else None
+    product, bias = byte_product(weight), numbers(320, seed=4)
+    bias[7] = bias[300]
+    assert product is not None
+    readout = NativeReadout(product, bias, norm, names)
+    x = KERNELS.rms_norm(states, *norm) if norm else states.contiguous()
+    best, logp = KERNELS.top_tokens(torch.cat([product(x[i : i + 4], bias, None) for i in range(0, 20, 4)])[:, None], 3,
+                                    None, None)  # fmt: skip
+    best = best if names is None else names[best]
+    try:
+        torch.set_num_threads(threads)
+        for places in (None, torch.tensor([4, 17, 0])):
+            part = states if places is not None else states[:5]
+            ids, scores = torch.full((len(part), 3), -1), torch.zeros(len(part), 3)
+            readout.best(part, places, ids, scores)
+            at = torch.arange(5) if places is None else places
+            assert torch.equal(ids[at], best[at, 0])
+            torch.testing.assert_close(scores[at], logp[at, 0])
+            assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("known_layout")
@@ -201,7 +253,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     """Of a layer whose four products are all large enough for threads to share their outputs."""
     before, found = torch.get_num_threads(), []
     model, x = tiny(hidden_size=512, num_heads=10, ffn_size=1120), numbers(5, 512, seed=6)
-    assert model.layers[0]._native is not None
+    assert model.layers[0].native is not None
     cos, sin = model.rope.index_select(0, 19 + torch.arange(5)).unsqueeze(2).unbind(1)
     try:
         for threads in (1, 2, 3, 7):
@@ -220,12 +272,13 @@ def test_a_layer_holds_the_memory_that_it_reads() -> None:
     """Though its modules' weights are moved, as `Module.to` does it."""
     model = tiny(qkv_bias=True)
     layer = model.layers[0]
-    assert isinstance(layer, DecoderLayer) and layer._native is not None and layer.qkv.bias is not None
+    assert isinstance(layer, DecoderLayer) and layer.native is not None and layer.qkv.bias is not None
     weights = layer.attn_norm.weight, layer.mlp_norm.weight, layer.qkv.bias
     before = [weight.data_ptr() for weight in weights]
     model._apply(lambda tensor: tensor.clone())
     assert not any(weight.data_ptr() in before for weight in weights)
-    held, told = layer._native._held[0], layer._native._numbers.tolist()
+    (own,) = layer.native.layers
+    held, told = own._held[0], own._numbers.tolist()
     assert [tensor.data_ptr() for tensor in held if tensor is not None] == before
     assert set(before) <= set(told)
 
@@ -235,13 +288,13 @@ def test_a_layer_takes_few_rows() -> None:
     rows = FEW_ROWS + 1
     attend: Any = attend_to(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU), rows)
     with pytest.raises(AssertionError):
-        attend.layer(0, layer._native, numbers(rows, 128, seed=1), None, *numbers(2, rows, 1, 32, seed=2))
+        attend.layers(layer.native, numbers(rows, 128, seed=1), None, *numbers(2, rows, 1, 32, seed=2))
 
 
 @pytest.mark.usefixtures("known_layout")
 def test_other_layers_are_run_by_parts() -> None:
     for layer in (tiny(qk_norm=True).layers[0], tiny(head_dim=16).layers[0]):
-        assert isinstance(layer, DecoderLayer) and layer.down.few is not None and layer._native is None
+        assert isinstance(layer, DecoderLayer) and layer.down.few is not None and layer.native is None
 
 
 def test_own_products_are_used_where_the_sums_are_onednns() -> None:

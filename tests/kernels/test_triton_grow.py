@@ -266,6 +266,7 @@ class PathHead:
     drafted. `run` is given the batch in place of attention."""
 
     taps, kv_layers = (0,), ()
+    native_readout = None
 
     def __init__(self, lookahead: int, width: int, vocab: int, device: torch.device) -> None:
         g = torch.Generator().manual_seed(lookahead)
@@ -335,8 +336,8 @@ def drafts_and_state(lookahead: int, shape: TreeShape, device: torch.device) -> 
     )  # fmt: skip
     fed = taps[:6] if width else None
     drafter.observe(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy)
-    found += [drafter._first_ids, drafter._first_logp, drafter._seed_feature]
-    return [*found, *drafter.propose(slots, rows, shape, 44, noisy)]
+    found += drafter.propose(slots, rows, shape, 44, noisy)
+    return [*found, drafter._first_ids, drafter._first_logp, drafter._seed_feature]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])

@@ -313,9 +313,11 @@ def test_rows_that_are_not_to_be_drafted_for_change_nothing():
     assert policy.choose([0, 0, 0]) == PLAIN
     before = [part.copy() for part in policy._survival]
     policy.record(CHAIN, np.array([0, 0]), np.array([0, 0]), 0.01)
-    assert all(np.array_equal(a, b) for a, b in zip(before, policy._survival, strict=True))
+    assert before == policy._survival
     policy.record(CHAIN, np.array([5, 0]), np.array([4, 0]), 0.01)
-    assert all((a > b).all() for a, b in zip(policy._survival[:2], before[:2], strict=True))
+    assert all(
+        a > b for new, old in zip(policy._survival[:2], before[:2], strict=True) for a, b in zip(new, old, strict=True)
+    )
 
 
 def uploads(ahead, slots=400, rows=3, new=60):

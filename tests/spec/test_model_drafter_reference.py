@@ -258,10 +258,12 @@ class Rig:
             return out
 
         def spy_propose(slots, rows, shape, max_bound, noisy):
+            drafter._read_first(slots, rows, noisy)  # as `propose` begins
             before = [self._state(int(row), i in noisy.tolist(), shape.topk) for i, row in enumerate(rows)]
             calls.clear()
             draft = propose(slots, rows, shape, max_bound, noisy)
             size, topk = len(rows), shape.topk
+            del calls[:2]  # of the root's continuations
             assert len(calls) == 3 * (shape.depth - 1) and draft.alive.all()
             levels = [calls[i : i + 3] for i in range(0, len(calls), 3)]
             for b, state in enumerate(before):

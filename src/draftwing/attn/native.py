@@ -13,7 +13,7 @@ from draftwing.attn.base import Attend, AttnBackend, Batch
 from draftwing.attn.torch_ref import TorchAttention
 from draftwing.kernels import use_triton
 from draftwing.kernels.cpu import Kernels, load
-from draftwing.kernels.cpu_layer import NativeLayer
+from draftwing.kernels.cpu_layer import NativeLayers
 from draftwing.kv.pool import KVPool
 from draftwing.layers.linear import FEW_ROWS
 
@@ -40,6 +40,8 @@ class NativeAttention:
         self.kernels = kernels
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._spare = torch.empty(0, dtype=torch.bfloat16)
+        self._outgrown: list[Tensor] = []  # recorded steps go on using them
+        self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
         return Bound(self, batch, first_layer)
@@ -47,19 +49,26 @@ class NativeAttention:
     def scratch(self, size: int) -> Tensor:
         """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
         if self._scratch.numel() < size:
+            self._outgrown.append(self._scratch)
             self._scratch = torch.empty(size, dtype=torch.float32)
         return self._scratch
 
+    def pools(self, first: int, count: int) -> int:
+        """Where the addresses of so many layers' keys and values stand, which are of one shape."""
+        assert len({kv.shape for kv in self.pool.kv[first : first + count]}) == 1
+        return self._pools.data_ptr() + first * self._pools.itemsize
+
     def spare(self, size: int) -> Tensor:
-        """[size] bfloat16, kept, for what a layer computes on its way."""
+        """[size] bfloat16, kept, for what layers compute on their way."""
         if self._spare.numel() < size:
+            self._outgrown.append(self._spare)
             self._spare = torch.empty(size, dtype=torch.bfloat16)
         return self._spare
 
 
 class Bound:
-    """An `Attend` of one forward; `fused`, which a layer may call instead of turning q and k itself, and `layer`, which
-    it may call instead of doing anything itself."""
+    """An `Attend` of one forward; `fused`, which a layer may call instead of turning q and k itself, and `layers`,
+    which does all that some layers do."""
 
     def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
         self._backend = backend
@@ -110,31 +119,31 @@ class Bound:
         )  # fmt: skip
         return self._attend(layer, qkv, heads)
 
-    def layer(
-        self, index: int, weights: NativeLayer, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """All of a decoder layer, for at most `FEW_ROWS` rows: x [M, hidden] -> [M, hidden], bfloat16; normed
-        [M, inputs]: what qkv is made from, None for x under the layer's own norm; cos, sin [M, 1, head_dim]. Takes no
-        gradient."""
-        kv = self._kv[self._first_layer + index]
-        (rows, hidden), (_, kv_heads, _, dim) = x.shape, kv.shape
-        assert x.dtype == cos.dtype == kv.dtype == torch.bfloat16
+    def layers(self, weights: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """All of some decoder layers, for at most `FEW_ROWS` rows: x [M, hidden] -> [1 + kept, M, hidden] bfloat16,
+        outputs at the places that `weights` has for them; normed [M, inputs]: what qkv is made from, of one layer
+        alone, None for x under the layer's own norm; cos, sin [M, 1, head_dim]. Takes no gradient."""
+        first = self._first_layer + weights.first
+        (rows, hidden), (_, kv_heads, _, dim) = x.shape, self._kv[first].shape
+        assert x.dtype == cos.dtype == self._kv[first].dtype == torch.bfloat16
         assert hidden == weights.hidden and self._slots.shape[0] == rows <= FEW_ROWS
         x = x.contiguous()
         if normed is None:
             assert weights.norms_input
         else:
-            assert normed.shape == (rows, weights.inputs)
+            assert weights.count == 1 and normed.shape == (rows, weights.inputs)
             normed = normed.contiguous()
         heads = weights.heads(dim)
         self._prepare(heads, kv_heads, dim)
-        out, spare = torch.empty_like(x), self._backend.spare(rows * weights.spare)
-        weights.raw.layer(
-            x.data_ptr(), 0 if normed is None else normed.data_ptr(), out.data_ptr(), spare.data_ptr(),
-            self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, weights.address,
-            0, 0, kv.data_ptr(), 0, heads, kv_heads, dim, True, *self._how, weights.eps,
+        outs = x.new_empty(1 + len(weights.place), rows, hidden)
+        spare = self._backend.spare(weights.spare(rows, self._threads))
+        weights.raw.layers(
+            x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), weights.count, weights.address,
+            self._backend.pools(first, weights.count), weights.places, spare.data_ptr(), self._slots.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, 0, 0, 0, 0, heads, kv_heads, dim, True, *self._how,
+            weights.eps,
         )  # fmt: skip
-        return out
+        return outs
 
     def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
         """q [M, heads or more, head_dim]"""
@@ -155,5 +164,4 @@ class Bound:
             self._shape = heads, kv_heads, dim
             size = self._raw.scratch_size(heads, kv_heads, dim, self._most_keys)
             scratch = self._backend.scratch(size * self._threads)
-            self._keep.append(scratch)  # the backend may replace it by a larger one
             self._how = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)

@@ -22,15 +22,14 @@ class Opaque:
 
     def __init__(self, attend: Attend) -> None:
         # Not as a decorator: it imports the whole compiler, which takes a second.
-        self._attend = torch.compiler.disable(attend.__call__)
+        self._attend: Attend = torch.compiler.disable(attend)
         fused = getattr(attend, "fused", None)
         if fused is not None:
             self.fused = torch.compiler.disable(fused)
             self.norms_heads = getattr(attend, "norms_heads", False)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = self._attend(layer, q, k, v)
-        return out
+        return self._attend(layer, q, k, v)
 
 
 def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, backend: str = "inductor") -> None:

@@ -24,6 +24,7 @@ from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.engine.commit import HEAD, HINT, Committed, commit, unpack
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
+from draftwing.engine.recorded import RecordedStages
 from draftwing.engine.slots import Drawing, SlotTable, Upload
 from draftwing.engine.special import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.kernels import use_triton
@@ -132,6 +133,8 @@ class Executor:
         self.device = device
         self._simulation = simulation
         self.graphs = GraphCache(device, slots.rows, graph_size)
+        if not graph_size and not use_triton(slots.kv_len) and tree_kernels_for(slots.kv_len) is not None:  # on a CPU
+            self.graphs = RecordedStages(device, slots.rows)
         self._taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
         # The outlook of every row, where nobody needs to ask for it.

@@ -8,8 +8,11 @@
 #include "cpu.h"
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 
 #define MAX_THREADS 256
+#define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
+#define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys or values */
 #define TILE_ROWS 32 /* query heads that share what is staged of a block of keys */
 
 #define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
@@ -45,22 +48,53 @@ INLINE float sum_lanes(vf v) {
 /* torch's own OpenMP threads where they are GNU's: they are warm, and threads of another pool would have to wait for
    cores on which these spin. Otherwise threads are made for the call, for which the work must be larger. */
 static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*gomp_threads)(void); /* of the team that the caller is in */
 
 static void *enter(void *job) {
     void **pair = job;
     ((void (*)(void *))pair[0])(pair[1]);
     return NULL;
 }
-void run(void (*work)(void *), void *data, int64_t threads, int64_t cost) {
-    if (threads <= 1 || cost < (gomp_parallel ? 8 : 200)) { work(data); return; }
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
-    if (gomp_parallel) { gomp_parallel(work, data, (unsigned)threads, 0); return; }
+/* size: told how many threads there are, before the calling one works. */
+static void run_threads(void (*work)(void *), void *data, int64_t threads, int64_t *size) {
     pthread_t made[MAX_THREADS];
     int count = 0;
     void *job[2] = {(void *)work, data};
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
     while (count < threads - 1 && !pthread_create(&made[count], NULL, enter, job)) count++;
+    __atomic_store_n(size, count + 1, __ATOMIC_RELEASE);
     work(data);
     while (count) pthread_join(made[--count], NULL);
+}
+void run(void (*work)(void *), void *data, int64_t threads, int64_t cost) {
+    int64_t size;
+    if (threads <= 1 || cost < (gomp_parallel ? 8 : 200)) work(data);
+    else if (gomp_parallel) gomp_parallel(work, data, (unsigned)threads, 0);
+    else run_threads(work, data, threads, &size);
+}
+
+void run_team(void (*work)(void *), void *data, Team *team, int64_t threads) {
+    if (threads > 1 && gomp_parallel) gomp_parallel(work, data, (unsigned)threads, 0); /* or fewer: see `join` */
+    else run_threads(work, data, threads, &team->size);
+}
+Member join(Team *team) {
+    Member me = {.team = team, .number = take(&team->entered, 1)};
+    while (!(me.size = __atomic_load_n(&team->size, __ATOMIC_ACQUIRE)))
+        if (gomp_parallel) __atomic_store_n(&team->size, gomp_threads(), __ATOMIC_RELEASE);
+    return me;
+}
+void meet(const Member *me, Ahead *next) {
+    Team *team = me->team;
+    const int64_t round = __atomic_load_n(&team->round, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == me->size) {
+        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->round, round + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int64_t turn = 0; __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == round; turn++) {
+        fetch(next, 2);
+        if (turn > SPIN) sched_yield();
+    }
 }
 
 /* -- row by row: norm, gated MLP, rotary embedding ---------------------------------------------------------------- */
@@ -226,7 +260,7 @@ static float softmax(float *s, int64_t count) {
     return sum_lanes(sum);
 }
 
-static void attend_tile(const Attention *a, int64_t item, float *scratch) {
+void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) {
     const int64_t head = item % a->kv_heads, tile = item / a->kv_heads % a->tiles;
     const int64_t span = item / a->kv_heads / a->tiles, group = a->heads / a->kv_heads, padded = a->padded;
     const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
@@ -254,6 +288,7 @@ static void attend_tile(const Attention *a, int64_t item, float *scratch) {
         for (int64_t block = 0; block < shared; block++) {
             const int64_t at = block * LANES;
             stage(a, staged, table, prefix, NULL, at, prefix, head, which);
+            fetch(next, BLOCK_LINES);
             for (int64_t i = 0; i < n; i++) {
                 const int64_t left = counts[i] - at, mine = i * group;
                 if (left <= 0) continue;
@@ -270,6 +305,7 @@ static void attend_tile(const Attention *a, int64_t item, float *scratch) {
             for (int64_t at = shared * LANES; at < counts[i]; at += LANES) {
                 const int64_t left = counts[i] - at, mine = i * group;
                 stage(a, staged, table, prefix, path, at, counts[i], head, which);
+                fetch(next, BLOCK_LINES);
                 if (which)
                     value_block(acc + mine * padded, scores + mine * ld + at, ld, staged, padded,
                                 left < LANES ? left : LANES, group);
@@ -291,7 +327,9 @@ static void attend_tile(const Attention *a, int64_t item, float *scratch) {
 static void some_tiles(void *data) {
     Attention *a = data;
     float *scratch = a->scratch + take(&a->worker, 1) * a->scratch_size;
-    for (int64_t i; (i = take(&a->next, 1)) < a->items;) attend_tile(a, a->items - 1 - i, scratch); /* longest first */
+    Ahead nothing = {0};
+    for (int64_t i; (i = take(&a->next, 1)) < a->items;) /* longest first */
+        attend_item(a, a->items - 1 - i, scratch, &nothing);
 }
 
 /* -- the module: pointers and sizes as integers, unchecked; kernels/cpu.py knows the tensors ---------------------- */
@@ -331,6 +369,8 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
     return go(&r, n[12], n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 
+/* Scores of a query: full vectors, and one more, for powers of two would have all queries share a few cache lines. */
+INLINE int64_t keys_of(int64_t most) { return (most + LANES - 1) / LANES * LANES + LANES; }
 INLINE int64_t tile_of(int64_t group) { return group < TILE_ROWS ? TILE_ROWS / group : 1; }
 
 /* heads, kv_heads, dim, most keys of a query -> floats of scratch that a thread needs */
@@ -338,7 +378,7 @@ static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize
     int64_t n[4];
     if (!numbers(args, given, 4, n)) return NULL;
     const int64_t padded = (n[2] + LANES - 1) / LANES * LANES, rows = n[0] / n[1] * tile_of(n[0] / n[1]);
-    return PyLong_FromLongLong(rows * (2 * padded + (n[3] + LANES - 1) / LANES * LANES) + LANES * padded);
+    return PyLong_FromLongLong(rows * (2 * padded + keys_of(n[3])) + LANES * padded);
 }
 
 Attention attention_of(const int64_t *n) {
@@ -351,7 +391,7 @@ Attention attention_of(const int64_t *n) {
     a.tile = tile_of(a.heads / a.kv_heads);
     a.tiles = (a.nodes + a.tile - 1) / a.tile;
     a.tile = (a.nodes + a.tiles - 1) / a.tiles; /* all alike */
-    a.keys = (n[21] + LANES - 1) / LANES * LANES;
+    a.keys = keys_of(n[21]);
     a.items = a.count * a.tiles * a.kv_heads;
     return a;
 }
@@ -378,19 +418,21 @@ static PyMethodDef methods[] = {
     {"rope_write", (PyCFunction)(void (*)(void))py_rope_write, METH_FASTCALL, NULL},
     {"scratch_size", (PyCFunction)(void (*)(void))py_scratch_size, METH_FASTCALL, NULL},
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL, NULL},
-    {"layer", (PyCFunction)(void (*)(void))py_layer, METH_FASTCALL, NULL},
+    {"layers", (PyCFunction)(void (*)(void))py_layers, METH_FASTCALL, NULL},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, NULL},
     {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
     {"heaviest", (PyCFunction)(void (*)(void))py_heaviest, METH_FASTCALL, NULL},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},
+    {"following", (PyCFunction)(void (*)(void))py_following, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_cpu", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__cpu(void) {
     void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
-    if (gomp) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
+    if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
+    if (gomp_threads) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
     PyObject *made = PyModule_Create(&module);
     if (made && PyModule_AddIntConstant(made, "has_product", has_product)) Py_CLEAR(made);
     return made;

@@ -50,12 +50,14 @@ INLINE vf load(const void *base, int64_t at, int64_t n, int half) {
     else memcpy(&v, (const float *)base + at, (size_t)n * 4);
     return v;
 }
-INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) {
+INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a size that is known: no call */
     if (half) {
         vh h = narrow(v);
-        memcpy((uint16_t *)base + at, &h, n >= LANES ? sizeof h : (size_t)n * 2);
+        if (n >= LANES) memcpy((uint16_t *)base + at, &h, sizeof h);
+        else memcpy((uint16_t *)base + at, &h, (size_t)n * 2);
     } else {
-        memcpy((float *)base + at, &v, n >= LANES ? sizeof v : (size_t)n * 4);
+        if (n >= LANES) memcpy((float *)base + at, &v, sizeof v);
+        else memcpy((float *)base + at, &v, (size_t)n * 4);
     }
 }
 
@@ -83,6 +85,26 @@ INLINE vf exp2_16(vf x) {
    as many as torch uses: OpenMP makes and ends threads when the number changes. */
 HIDDEN void run(void (*work)(void *), void *data, int64_t threads, int64_t cost);
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
+
+/* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. */
+typedef struct { const char *at, *end, *later, *last; } Ahead;
+INLINE void fetch(Ahead *a, int64_t lines) {
+    for (; lines && a->at < a->end; lines--) {
+        __builtin_prefetch(a->at, 0, 2);
+        a->at += 64;
+        if (a->at >= a->end && a->later) *a = (Ahead){a->later, a->last, NULL, NULL};
+    }
+}
+
+/* Threads that do several things one after the other, with all of them done before the next begins: to meet costs a
+   fraction of what `run` does. */
+typedef struct { int64_t size, entered, arrived, round; } Team; /* round: meetings that were */
+typedef struct { Team *team; int64_t number, size; } Member;
+/* Calls work(data) in at most `threads` threads, each of which begins with `join`. `team` starts as zeros. */
+HIDDEN void run_team(void (*work)(void *), void *data, Team *team, int64_t threads);
+HIDDEN Member join(Team *team);
+HIDDEN void meet(const Member *me, Ahead *next);
+INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
 
 /* -- the module: pointers and sizes as integers, unchecked; kernels/cpu.py knows the tensors ---------------------- */
 
@@ -126,6 +148,8 @@ typedef struct {
 #define ATTENTION 22
 HIDDEN Attention attention_of(const int64_t *numbers);
 HIDDEN void attend(Attention *a);
+/* One of `items`, with scratch of a thread's own. */
+HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next);
 
 /* -- products of few rows: cpu_product.c --------------------------------------------------------------------------- */
 
@@ -143,10 +167,11 @@ HIDDEN extern const int has_product; /* whether this CPU can */
 HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In cpu_layer.c. */
-HIDDEN PyObject *py_layer(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In cpu_sampling.c. */
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given);

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from draftwing.kernels.recording import Notable
+
 if TYPE_CHECKING:
     from draftwing.sampling.sampler import SamplingRows
 
@@ -157,7 +159,8 @@ def load() -> Kernels | None:
     if os.environ.get("DRAFTWING_NATIVE") == "0":
         return None
     try:
-        return Kernels(importlib.import_module("draftwing.kernels._cpu"))  # after torch: it looks for torch's threads
+        # After torch: it looks for torch's threads.
+        return Kernels(Notable(importlib.import_module("draftwing.kernels._cpu")))
     except ImportError:
         return None
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.kernels.recording import Notable
+
 OWN = 8  # these three as in cpu_ngram.c
 FOUND = 8
 MOST_WINDOW = 31
@@ -27,7 +29,7 @@ def load() -> Any | None:
     if os.environ.get("DRAFTWING_NATIVE") == "0":
         return None
     try:
-        return importlib.import_module("draftwing.kernels._cpu_ngram")
+        return Notable(importlib.import_module("draftwing.kernels._cpu_ngram"))
     except ImportError:
         return None
 

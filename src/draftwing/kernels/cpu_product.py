@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.kernels.cpu import load
+from draftwing.kernels.cpu import MOST, load
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
 _BYTE_INPUTS, BYTE_ROWS = 4096, 8  # at most, as in cpu_product.c
@@ -69,6 +69,43 @@ class ByteProduct(PackedProduct):
     def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         assert x.shape[0] <= BYTE_ROWS
         return super().__call__(x, bias, residual)
+
+
+class NativeReadout:
+    """The end of a draft head for few rows, in one call: norm, product, and the best of its outputs, without noise."""
+
+    def __init__(
+        self, product: PackedProduct, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+    ) -> None:
+        """norm: weight and eps, None where states come normed; names [outputs] int64: what the outputs are called,
+        None: 0, 1, .."""
+        assert names is None or (names.is_contiguous() and names.shape == (product.outputs,))
+        own = [None if part is None else part.detach() for part in (bias, names, norm[0] if norm else None)]
+        self._held = own, product  # addresses go stale where a module's weights are moved
+        bias_at, self._names, self._norm = (0 if part is None else part.data_ptr() for part in own)
+        self._product, self._eps = product, norm[1] if norm else 0.0
+        self._numbers = (
+            product.address, bias_at, product.inputs, product.outputs, product.block, *product.scales
+        )  # fmt: skip
+
+    def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
+        """states [.., inputs] bfloat16 with adjacent columns -> ids [.., K] int64 and their log probabilities [.., K]
+        float32, contiguous, K at most 16: best first, of equals the earlier output.
+
+        places [M] int64: the rows of all three that are worked on, None: all. At most 8.
+        """
+        (every, inputs), count, threads = states.shape, ids.shape[1], torch.get_num_threads()
+        rows = every if places is None else places.shape[0]
+        assert rows <= BYTE_ROWS and inputs == self._product.inputs and count <= min(MOST, self._product.outputs)
+        assert states.dtype == torch.bfloat16 and states.stride(1) == 1
+        assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
+        places = None if places is None else places.contiguous()
+        spare = states.new_empty(rows * (self._product.outputs + threads * inputs))
+        self._product.raw.following(
+            ids.data_ptr(), logp.data_ptr(), states.data_ptr(), states.stride(0),
+            0 if places is None else places.data_ptr(), self._names, count, self._norm, rows, *self._numbers,
+            spare.data_ptr(), threads, self._eps,
+        )  # fmt: skip
 
 
 def takes(packed: Tensor) -> bool:

@@ -9,6 +9,7 @@
    counts as -inf, which is never chosen while there is anything else. */
 
 #include "cpu.h"
+#include <stdlib.h>
 
 #define MOST 16   /* candidates of a row */
 #define VECTORS 4 /* that are looked at together: a block */
@@ -491,6 +492,105 @@ static void top_some(void *data) {
             if (t->half) top_node(t, i, noisy ? noise : NULL, z, 1);
             else top_node(t, i, noisy ? noise : NULL, z, 0);
     }
+}
+
+/* Of states that a product makes logits of, perhaps normed before, without noise: each thread looks for the best among
+   the outputs that it has made, which are in its cache. */
+typedef struct { float top, total; Best best; } Found;
+typedef struct {
+    Team team;
+    Product product;                      /* its x is that of thread 0, its out the logits */
+    const uint16_t *states, *norm;        /* norm: weight, or NULL */
+    const int64_t *places, *names;        /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
+    int64_t stride, count;
+    int64_t *ids;
+    float *logp;
+    uint16_t *spare; /* [threads, rows, inputs] */
+    Found *found;    /* [threads, rows] */
+    double eps;
+} Following;
+
+static void best_of(const uint16_t *logits, int64_t from, int64_t to, Found *found, int64_t count) {
+    vf most = splat(-INFINITY), sum = {0};
+    begin(&found->best, count);
+    for (int64_t c = from; c < to; c += LANES) {
+        const vf x = load(logits, c, LANES, 1);
+        most = select_f(x > most, x, most);
+        if (!any(x > found->best.cutoff)) continue;
+        for (int l = 0; l < LANES; l++)
+            if (x[l] > found->best.worst) enter_best(&found->best, c + l, x[l], 0.0f, 0.0f);
+    }
+    found->top = most[0];
+    for (int l = 1; l < LANES; l++) found->top = most[l] > found->top ? most[l] : found->top;
+    for (int64_t c = from; c < to; c += LANES) sum += exp2_16((load(logits, c, LANES, 1) - found->top) * LOG2E);
+    found->total = sum[0];
+    for (int l = 1; l < LANES; l++) found->total += sum[l];
+}
+
+/* What the threads, whose outputs ascend, have found of a row. */
+static void join_found(const Following *f, int64_t row, int64_t threads) {
+    const int64_t rows = f->product.rows;
+    float top = -INFINITY, total = 0.0f;
+    Best best;
+    begin(&best, f->count);
+    for (int64_t t = 0; t < threads; t++) {
+        const Found *part = f->found + t * rows + row;
+        if (part->top > top) top = part->top;
+        for (int64_t j = 0; j < part->best.held; j++)
+            if (part->best.z[j] > best.worst) enter_best(&best, part->best.id[j], part->best.z[j], 0.0f, 0.0f);
+    }
+    for (int64_t t = 0; t < threads; t++)
+        total += f->found[t * rows + row].total * expf(f->found[t * rows + row].top - top);
+    total = top + logf(total);
+    for (int64_t j = 0; j < f->count; j++) {
+        const int64_t at = (f->places ? f->places[row] : row) * f->count + j, id = j < best.held ? best.id[j] : 0;
+        f->ids[at] = f->names ? f->names[id] : id;
+        f->logp[at] = j < best.held ? best.z[j] - total : -INFINITY;
+    }
+}
+
+static void some_following(void *data) {
+    Following *f = data;
+    const Member me = join(&f->team);
+    Product p = f->product;
+    uint16_t *x = f->spare + me.number * p.rows * p.inputs;
+    const int64_t from = share(&me, p.outputs / 32, 0) * 32, to = share(&me, p.outputs / 32, 1) * 32;
+    Ahead nothing = {0};
+    for (int64_t i = 0; i < p.rows; i++) {
+        const uint16_t *state = f->states + (f->places ? f->places[i] : i) * f->stride;
+        const Rows r = {.out = x + i * p.inputs, .x = state, .weight = f->norm, .size = p.inputs, .eps = f->eps};
+        if (f->norm) norm_half(&r, 0);
+        else memcpy(x + i * p.inputs, state, (size_t)p.inputs * 2);
+    }
+    p.x = x;
+    multiply_part(&p, from, to);
+    for (int64_t i = 0; i < p.rows; i++)
+        best_of(p.out + i * p.outputs, from, to, f->found + me.number * p.rows + i, f->count);
+    meet(&me, &nothing);
+    for (int64_t i = me.number; i < p.rows; i += me.size) join_found(f, i, me.size);
+}
+
+/* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
+   of the product: rows, weight, bias, inputs, outputs, block, scales, offsets; spare [rows * outputs + threads * rows *
+   inputs], threads; eps */
+PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[18];
+    if (!numbers(args, given - 1, 18, n)) return NULL;
+    Following f = {.ids = POINTER(n[0]), .logp = POINTER(n[1]), .states = POINTER(n[2]), .stride = n[3],
+                   .places = POINTER(n[4]), .names = POINTER(n[5]), .count = n[6], .norm = POINTER(n[7]),
+                   .eps = PyFloat_AsDouble(args[18]),
+                   .product = {.rows = n[8], .weight = POINTER(n[9]), .bias = POINTER(n[10]), .inputs = n[11],
+                               .outputs = n[12], .block = n[13], .scales = POINTER(n[14]), .offsets = POINTER(n[15]),
+                               .out = POINTER(n[16])}};
+    f.spare = f.product.out + f.product.rows * f.product.outputs;
+    if (PyErr_Occurred()) return NULL;
+    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(n[17] * f.product.rows));
+    if (!f.found) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    run_team(some_following, &f, &f.team, n[17]);
+    Py_END_ALLOW_THREADS
+    free(f.found);
+    Py_RETURN_NONE;
 }
 
 /* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, target, scratch, threads. ids and

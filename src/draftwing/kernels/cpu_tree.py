@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.kernels.cpu import DTYPES
+from draftwing.kernels.recording import Notable
 from draftwing.spec.drafter import Draft
 from draftwing.spec.grow import First, Level, LevelRows, capacity
 from draftwing.spec.tree import Tree
@@ -294,7 +295,7 @@ def load() -> TreeKernels | None:
     if os.environ.get("DRAFTWING_NATIVE") == "0":
         return None
     try:
-        return TreeKernels(importlib.import_module("draftwing.kernels._cpu_tree"))
+        return TreeKernels(Notable(importlib.import_module("draftwing.kernels._cpu_tree")))
     except ImportError:
         return None
 

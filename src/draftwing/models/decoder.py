@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from draftwing.attn.base import Attend
 from draftwing.kernels import use_triton
-from draftwing.kernels.cpu_layer import HEAD_UNIT, NativeLayer
+from draftwing.kernels.cpu_layer import HEAD_UNIT, NativeLayer, NativeLayers
 from draftwing.kernels.pick import exact_logits_kernel, layer_kernels, take_rows
 from draftwing.layers.linear import FEW_ROWS, Linear
 from draftwing.layers.norm import RMSNorm
@@ -29,6 +29,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # `kernels.layers.add_rms_norm`
+
+
+def run_native(
+    layers: NativeLayers | None, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
+) -> Tensor | None:
+    """What `attn.native.Bound.layers` gives of them; None where they, or so many rows, are not run in one call."""
+    if layers is None or x.shape[0] > FEW_ROWS:
+        return None
+    whole = getattr(attend, "layers", None)
+    return None if whole is None else whole(layers, x, normed, cos, sin)
 
 
 class DecoderLayer(nn.Module):
@@ -53,7 +63,7 @@ class DecoderLayer(nn.Module):
         self.down = Linear(ffn, hidden, config.mlp_bias, dtype, device)
         self._silu_mul = silu_mul
         self._add_norm: AddNorm | None = None
-        self._native: NativeLayer | None = None  # all of it, for few rows
+        self.native: NativeLayers | None = None  # all of it, for few rows
 
     def pack(self) -> None:
         """What `DecoderModel.pack` does, for the operations here that are no modules; when these are packed."""
@@ -65,9 +75,9 @@ class DecoderLayer(nn.Module):
             from draftwing.kernels.layers import add_rms_norm
 
             self._add_norm = add_rms_norm
-        self._native = self._in_one_call()
+        self.native = self._in_one_call()
 
-    def _in_one_call(self) -> NativeLayer | None:
+    def _in_one_call(self) -> NativeLayers | None:
         """Where the CPU's kernels have all that this layer does."""
         linears = self.qkv, self.o, self.gate_up, self.down
         products = [linear.few for linear in linears if linear.few is not None]
@@ -75,26 +85,24 @@ class DecoderLayer(nn.Module):
             return None
         own = isinstance(self.attn_norm, RMSNorm) and self.qkv.in_features == self.o.out_features
         norms = self.attn_norm.weight if own else None, self.mlp_norm.weight
-        return NativeLayer(norms, self.mlp_norm.eps, products, [linear.bias for linear in linears])
+        layer = NativeLayer(norms, self.mlp_norm.eps, products, [linear.bias for linear in linears])
+        return NativeLayers([layer], self.index)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden] -> [M, hidden]; cos, sin [M, 1, head_dim]"""
-        if self._native is not None and self._native.norms_input and x.shape[0] <= FEW_ROWS:
-            whole = getattr(attend, "layer", None)
-            if whole is not None:
-                out: Tensor = whole(self.index, self._native, x, None, cos, sin)
-                return out
+        native = self.native if self.native is not None and self.native.norms_input else None
+        outs = run_native(native, x, None, cos, sin, attend)
+        if outs is not None:
+            return outs[0]
         return self.mix(self.attn_norm(x), x, cos, sin, attend)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
-        if self._native is not None and x.shape[0] <= FEW_ROWS:
-            whole = getattr(attend, "layer", None)
-            if whole is not None:
-                out: Tensor = whole(self.index, self._native, x, normed, cos, sin)
-                return out
+        outs = run_native(self.native, x, normed, cos, sin, attend)
+        if outs is not None:
+            return outs[0]
         qkv = self.qkv(normed).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
         attended = self._attend(qkv, cos, sin, attend)
         if self._add_norm is not None:
@@ -150,6 +158,7 @@ class DecoderModel(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
         self.register_buffer("rope", torch.empty(0), persistent=False)
+        self._native: dict[tuple[int, ...], NativeLayers | None] = {}  # by the taps that are wanted
 
     @property
     def final_tap(self) -> int:
@@ -171,6 +180,11 @@ class DecoderModel(nn.Module):
         """
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
+        native = self._in_one_call(taps) if ids.shape[0] <= FEW_ROWS else None
+        if native is not None:
+            outs = run_native(native, take_rows(self.embed.weight.detach(), ids), None, cos, sin, attend)
+            if outs is not None:
+                return self.norm(outs[native.last]), native.joined(outs)
         x = self.embed(ids)  # [M, hidden]
         streams = {0: x} if 0 in taps else {}
         for i, layer in enumerate(self.layers, 1):
@@ -180,6 +194,17 @@ class DecoderModel(nn.Module):
         x = self.norm(x)
         streams[self.final_tap] = x
         return x, torch.cat([streams[i] for i in taps], -1) if taps else None
+
+    def _in_one_call(self, taps: Sequence[int]) -> NativeLayers | None:
+        """All layers, where each is and the taps are outputs of them."""
+        kept = tuple(taps)
+        if kept not in self._native:
+            natives = [layer.native for layer in self.layers if isinstance(layer, DecoderLayer)]
+            layers = [part for native in natives if native is not None for part in native.layers]
+            whole = len(layers) == len(self.layers) and all(layer.norms_input for layer in layers)
+            inner = all(1 <= i <= len(layers) for i in kept)
+            self._native[kept] = NativeLayers(layers, kept=kept) if whole and inner else None
+        return self._native[kept]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] after the final norm -> [M, vocab] in the model's dtype."""
@@ -215,3 +240,4 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.pack()
+        self._native.clear()

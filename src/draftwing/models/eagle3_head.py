@@ -135,11 +135,9 @@ class Eagle3Head(FeatureHead):
             x = layer(x, cos, sin, attend)
         return self.norm(x) if self.eagle.norm_output else x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, hidden] of `run` -> [M, vocab]"""
-        if not self.eagle.norm_output:
-            hidden = self.norm(hidden)
-        return self.shared_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+    def last_product(self) -> tuple[RMSNorm | None, Linear]:
+        shared = super().last_product()[1]
+        return None if self.eagle.norm_output else self.norm, shared if self.lm_head is None else self.lm_head
 
     def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if not self.eagle.norm_output:

@@ -41,7 +41,8 @@ class EagleHead(FeatureHead):
         return taps
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
-        """ids, positions [M], features [M, hidden] -> [M, hidden], an estimate of the next position's feature."""
+        """ids, positions [M], features [M, hidden] -> [M, hidden], an estimate of the next position's feature, which
+        is a normed state and is not normed again."""
         assert features is not None
         cos, sin = self._rotation(positions)
         embed = self.target.embed
@@ -50,10 +51,6 @@ class EagleHead(FeatureHead):
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, hidden] of `run` -> [M, vocab]; it is an estimate of a normed state and is not normed again."""
-        return self.shared_logits(hidden)
 
     def names(self) -> dict[str, Slot]:
         table = {"fc.weight": Slot("fc.weight", 0, self.config.hidden_size)}

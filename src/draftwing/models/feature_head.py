@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from draftwing.kernels.cpu_product import NativeReadout
 from draftwing.kernels.pick import take_rows
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import Linear
@@ -36,6 +37,7 @@ class FeatureHead(nn.Module):
         self.target_ids: Tensor | None = None  # [vocab] int64
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self._head_rows: Linear | None = None
+        self.native_readout: NativeReadout | None = None  # of few rows, once packed
         self.register_buffer("rope", torch.empty(0), persistent=False)
 
     @property
@@ -60,12 +62,17 @@ class FeatureHead(nn.Module):
         head.weight.data.copy_(rows)
         self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
 
-    def shared_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, hidden] -> [M, vocab], by the target's head or the rows that were chosen of it."""
-        return self.target.logits(hidden) if self._head_rows is None else self._head_rows(hidden)
+    def last_product(self) -> tuple[RMSNorm | None, Linear]:
+        """What `logits` is made of: perhaps a norm, and the target's head or the rows that were chosen of it."""
+        return None, self.target.lm_head if self._head_rows is None else self._head_rows
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, hidden] of `run` -> [M, vocab]"""
+        norm, product = self.last_product()
+        return product(hidden if norm is None else norm(hidden))
 
     def shared_readout(self) -> Tensor:
-        """[vocab, hidden]: the weight that `shared_logits` multiplies by; of a packed target a copy."""
+        """[vocab, hidden]: the weight of the product that is shared with the target; of a packed target a copy."""
         target = self.target
         if self._head_rows is not None:
             return self._head_rows.dense_weight()
@@ -94,6 +101,10 @@ class FeatureHead(nn.Module):
         for module in self.modules():  # these look at what is packed
             if isinstance(module, DecoderLayer):
                 module.pack()
+        norm, product = self.last_product()
+        if product.few is not None and product.out_features == self.vocab:
+            weight = None if norm is None else (norm.weight, norm.eps)
+            self.native_readout = NativeReadout(product.few, product.bias, weight, self.target_ids)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""

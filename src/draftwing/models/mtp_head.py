@@ -92,10 +92,6 @@ class MTPHead(FeatureHead):
             assert isinstance(layer, MTPLayer)
             layer.pack()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, hidden] of `run` -> [M, vocab]"""
-        return self.shared_logits(hidden)
-
     def names(self) -> dict[str, Slot]:
         hidden, table = self.config.hidden_size, {}
         for i in range(self.config.num_layers):

@@ -81,8 +81,8 @@ class WorthDrafting:
     def __init__(self, menu: Sequence[TreeShape]) -> None:
         self.menu = tuple(menu)
         # survival[s][k]: share of rows whose first k + 1 drafts are accepted in a step of shape s
-        self._survival = [0.7 ** np.arange(1.0, shape.depth + 1) for shape in self.menu]
-        self._rows = [np.full(shape.depth, self.PRIOR) for shape in self.menu]  # that each share is known from
+        self._survival = [[0.7 ** (k + 1) for k in range(shape.depth)] for shape in self.menu]
+        self._rows = [[self.PRIOR] * shape.depth for shape in self.menu]  # that each share is known from
         self._seconds: dict[tuple[int, int], float] = {}  # (shape index, batch bucket) -> seconds
         self._tried: dict[tuple[int, int], int] = {}  # the same -> steps
         self._chosen: dict[int, int] = {}  # batch bucket -> shape index
@@ -97,14 +97,14 @@ class WorthDrafting:
         tries = [self._tried.get((i, bucket), 0) for i in range(len(self.menu))]
         if min(tries) < self.TRIES:
             return self.menu[tries.index(min(tries))]
-        rates = [(len(hints) + drafting * self._survival[i].sum()) / self._seconds[i, bucket]
-                 for i in range(len(self.menu))]  # fmt: skip
+        rates = [(len(hints) + drafting * sum(survival)) / self._seconds[i, bucket]
+                 for i, survival in enumerate(self._survival)]  # fmt: skip
         turn, place = divmod(self._steps, self.PROBE_EVERY)
         if place < self.PROBE:
             turn, probed = divmod(turn, len(self.menu))
             if 2 * rates[probed] > max(rates) or turn % self.RARELY == 0:
                 return self.menu[probed]
-        best, now = int(np.argmax(rates)), self._chosen.get(bucket)
+        best, now = rates.index(max(rates)), self._chosen.get(bucket)
         if now is None or rates[best] > self.MARGIN * rates[now]:
             self._chosen[bucket] = now = best
         return self.menu[now]
@@ -121,18 +121,21 @@ class WorthDrafting:
                 self._seconds[key] = seconds if old is None else min(old, seconds)
             else:
                 self._seconds[key] = old + self.TIME_RATE * (min(seconds, 2 * old) - old)
-        drafts = accepted[hints > 0]
-        if not shape.depth or not drafts.size:
+        if not shape.depth:
             return
-        reached = (drafts[:, None] > np.arange(shape.depth)).mean(axis=0)  # [depth]
-        lasting = 1 - (1 - self.RATE) ** drafts.size
+        # Lists: to start an operation of numpy takes longer than all of this, and it is a part of every step.
+        drafts = [count for hint, count in zip(hints.tolist(), accepted.tolist(), strict=True) if hint]
+        if not drafts:
+            return
+        reached = [sum(count > k for count in drafts) / len(drafts) for k in range(shape.depth)]
+        lasting = 1 - (1 - self.RATE) ** len(drafts)
         for i, other in enumerate(self.menu):
             # A chain is the beginning of a longer one; of other trees only their own steps tell.
             if i == index or other.topk == shape.topk == 1:
-                known = min(other.depth, shape.depth)
-                self._rows[i][:known] += drafts.size
-                weight = np.maximum(lasting, drafts.size / self._rows[i][:known])  # a mean at first
-                self._survival[i][:known] += weight * (reached[:known] - self._survival[i][:known])
+                survival, rows = self._survival[i], self._rows[i]
+                for k in range(min(other.depth, shape.depth)):
+                    rows[k] += len(drafts)
+                    survival[k] += max(lasting, len(drafts) / rows[k]) * (reached[k] - survival[k])  # a mean at first
 
 
 class ExpectedGain:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from draftwing.attn.base import Attend
+from draftwing.kernels.cpu_product import NativeReadout
 from draftwing.kv.pool import LayerSpec
 from draftwing.models.decoder import DecoderModel
 
@@ -16,7 +17,8 @@ class DraftHead(Protocol):
     """lookahead: 0 where the row at position t is made of token t; 1 where it is made of token t + 1 and of the
     target's feature at t; n where there are n layers, the last of which makes it of token t + n (`MTPDrafter`).
     taps: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
-    target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same."""
+    target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
+    native_readout: `logits` and the best of them in one call, None where there is none."""
 
     lookahead: int
     taps: tuple[int, ...]
@@ -24,6 +26,7 @@ class DraftHead(Protocol):
     vocab: int
     kv_layers: Sequence[LayerSpec]
     target_ids: Tensor | None
+    native_readout: NativeReadout | None
 
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table."""
@@ -50,6 +53,7 @@ class DraftLM:
     taps: tuple[int, ...] = ()
     width = 0
     target_ids: Tensor | None = None
+    native_readout: NativeReadout | None = None
 
     def __init__(self, model: DecoderModel, vocab: int) -> None:
         """vocab: token ids that both models have; families pad their vocabularies to different sizes."""

@@ -2,7 +2,9 @@
 
 They differ in their `DraftHead` alone. The head's KV lives in the same slots as the target's. After every step it runs
 once over the committed tokens, which rewrites its entries of the accepted path from the text (and the target's true
-features), and whose last row gives the root's continuations: the first step of the next tree's growth.
+features), and whose last row gives the root's continuations: the first step of the next tree's growth. On a CPU these
+are read from that row when a tree is wanted, for a step without drafts can do without them; on a GPU at once, where
+they cost little and the stages of a step stay what they are.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.kernels import use_triton
 from draftwing.kernels.cpu import DTYPES, MOST, kernels_for
+from draftwing.kernels.cpu_product import NativeReadout
 from draftwing.kernels.cpu_tree import RowGrowth as NativeGrowth
 from draftwing.kernels.cpu_tree import tree_kernels_for
+from draftwing.kernels.pick import take_rows
 from draftwing.kv.pool import LayerSpec
+from draftwing.layers.linear import FEW_ROWS
 from draftwing.sampling.noise import gumbel, gumbel_at
 from draftwing.spec.drafter import Draft
 from draftwing.spec.grow import First, RowGrowth, top_tokens
@@ -47,12 +52,15 @@ class ModelDrafter:
         self.taps, self.lookahead = head.taps, head.lookahead
         self.kv_layers: Sequence[LayerSpec] = head.kv_layers
         self.tail = int(head.lookahead == 0)  # without lookahead the first root has a row of its own
-        # The root's best continuations and its feature, row-indexed: written by `observe`, read by `propose`.
+        # The root's best continuations and its feature, row-indexed: written by `observe` (the continuations by
+        # `propose` on a CPU), read by `propose`.
         self._first_ids = torch.zeros(rows, topk, dtype=torch.int64, device=device)
         self._first_logp = torch.zeros(rows, topk, dtype=torch.float32, device=device)
         self._seed_feature = torch.zeros(rows, head.width, dtype=dtype, device=device)
-        # What the root's continuations were read from, where that is not its feature: made when it is first known.
-        self._newest_hidden = torch.empty(rows, 0, dtype=dtype, device=device)
+        # What the root's continuations are read from: its feature, else made when it is first known.
+        self._newest_hidden = self._seed_feature
+        # Rows with continuations that `constrain` chose, and these: for the next `propose`.
+        self._constrained: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
         self._attn: AttnBackend | None = None
         self._first_layer = 0
 
@@ -76,6 +84,7 @@ class ModelDrafter:
     def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         size, topk = rows.shape[0], shape.topk
         window = self.tail + topk * max(shape.depth - 1, 0)
+        self._read_first(slots, rows, noisy)
         growth = self._grow(slots, rows, shape)
         for level in range(1, shape.depth):
             ids = growth.level().ids
@@ -112,14 +121,11 @@ class ModelDrafter:
         return RowGrowth(slots, rows, shape, first, self.tail, self.lookahead)
 
     def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
-        hidden = (self._seed_feature if self.head.width else self._newest_hidden)[rows]
-        logits, ids = self.head.logits(hidden), self.head.target_ids
+        logits, ids = self.head.logits(take_rows(self._newest_hidden, rows)), self.head.target_ids
         banned = banned[:, : self.head.vocab] if ids is None else banned[:, ids]
         # Not minus infinity: where everything is banned the scores must still be numbers.
         logits = logits.float().masked_fill(banned, _BANNED)
-        best, logp = self._best(slots, rows, logits.unsqueeze(1), 1, self.topk, noisy)
-        self._first_ids.index_copy_(0, rows, best.squeeze(1))
-        self._first_logp.index_copy_(0, rows, logp.squeeze(1))
+        self._constrained = rows, self._best(slots, rows, logits.unsqueeze(1), 1, self.topk, noisy)
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
@@ -175,18 +181,32 @@ class ModelDrafter:
             self._keep_first(slots, rows, newest, noisy)
 
     def _keep_first(self, slots: SlotTable, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
-        """newest [B, H]: of the queries that the newest tokens are in."""
+        """newest [B, H]: of the queries that the newest tokens are in, which is kept, on a GPU with what may follow."""
         if not self.head.width:
             if not self._newest_hidden.shape[1]:
                 self._newest_hidden = newest.new_zeros(self._newest_hidden.shape[0], newest.shape[1])
             self._newest_hidden.index_copy_(0, rows, newest)
-        following = self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy)
         if use_triton(newest):
             from draftwing.kernels.observe import keep_first
 
+            following = self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy)
             keep_first(following, rows, self._first_ids, self._first_logp, self.head.target_ids)
-            return
-        ids, logp = following
+
+    def _read_first(self, slots: SlotTable, rows: Tensor, noisy: Tensor) -> None:
+        """The root's continuations are known afterwards, of greedy rows in one call."""
+        native = self._readout(rows.shape[0], noisy)
+        if native is not None:
+            native.best(self._newest_hidden, rows, self._first_ids, self._first_logp)
+        elif not use_triton(rows):
+            newest = take_rows(self._newest_hidden, rows).unsqueeze(1)
+            self._write_first(rows, *self._continuations(slots, rows, newest, 1, self.topk, noisy))
+        if self._constrained is not None:
+            some, following = self._constrained
+            self._write_first(some, *following)
+            self._constrained = None
+
+    def _write_first(self, rows: Tensor, ids: Tensor, logp: Tensor) -> None:
+        """ids, logp [B, 1, topk]"""
         native = tree_kernels_for(ids)
         if native is not None:
             native.keep_first(ids, logp, rows, self._first)
@@ -208,12 +228,22 @@ class ModelDrafter:
         same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a path.
         """
         size, nodes = hidden.shape[:2]
+        native = self._readout(size * nodes, noisy)
+        if native is not None:
+            best = torch.empty(size * nodes, topk, dtype=torch.int64)
+            logp = torch.empty(size * nodes, topk, dtype=torch.float32)
+            native.best(hidden.flatten(0, 1), None, best, logp)
+            return best.view(size, nodes, topk), logp.view(size, nodes, topk)
         logits, ids = self.head.logits(hidden.flatten(0, 1)), self.head.target_ids
         if use_triton(logits):
             from draftwing.kernels.continuations import continuations
 
             return continuations(logits, slots, rows, ahead, topk, ids)
         return self._best(slots, rows, logits.view(size, nodes, -1), ahead, topk, noisy)
+
+    def _readout(self, rows: int, noisy: Tensor) -> NativeReadout | None:
+        native = self.head.native_readout
+        return native if native is not None and rows <= FEW_ROWS and self.topk <= MOST and not noisy.shape[0] else None
 
     def _best(
         self, slots: SlotTable, rows: Tensor, z: Tensor, ahead: int, topk: int, noisy: Tensor

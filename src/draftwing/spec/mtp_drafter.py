@@ -63,6 +63,7 @@ class MTPDrafter(ModelDrafter):
 
     def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         size, topk, turns = rows.shape[0], shape.topk, self.layers - 1
+        self._read_first(slots, rows, noisy)
         growth = self._grow(slots, rows, shape)
         root_at = growth.root_at  # [B]
         scratch = topk * max(shape.depth - 1, 0)

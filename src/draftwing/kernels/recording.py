@@ -1,0 +1,94 @@
+"""Calls of the C kernels, noted once and made again: what a CUDA graph is on a GPU.
+
+To start an operation takes Python and torch some 10 us where a forward has just emptied the caches, and a small step
+starts a hundred of them. The kernels are told addresses and sizes alone, so work that consists of them is a list of
+calls. All memory that was made while they were noted is kept with it; tensors that were there before must outlive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+T = TypeVar("T")
+Calls = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+
+_noted: ContextVar[Calls | None] = ContextVar("noted", default=None)
+_aten = torch.ops.aten
+_ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default}
+
+
+class Notable:
+    """An extension module whose calls are noted while somebody records."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if callable(value):
+            value = _notable(value)
+        setattr(self, name, value)
+        return value
+
+
+def _notable(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*numbers: Any) -> Any:
+        calls = _noted.get()
+        if calls is not None:
+            calls.append((function, numbers))
+        return function(*numbers)
+
+    return call
+
+
+class _Watch(TorchDispatchMode):
+    """Keeps what is allocated, and looks for work that is torch's own."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler to keep it out of here, which takes a second."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+        self.own: str | None = None  # an operation that computes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.held.append(out)
+        elif not func.is_view:
+            self.own = self.own or str(func)
+        return out
+
+
+class Recording:
+    """What a function made the kernels do."""
+
+    def __init__(self, calls: Calls, held: list[Any]) -> None:
+        self._calls, self._held = calls, held
+
+    def replay(self) -> None:
+        for function, numbers in self._calls:
+            function(*numbers)
+
+
+def record(function: Callable[[], T]) -> tuple[Recording | None, T]:
+    """Calls it once. The recording does the same again, on what is then in the same places, and writes what the
+    function returned anew; None where torch computes something itself."""
+    calls: Calls = []
+    token = _noted.set(calls)
+    try:
+        with _Watch() as watch:
+            out = function()
+    finally:
+        _noted.reset(token)
+    return None if watch.own is not None else Recording(calls, watch.held), out
