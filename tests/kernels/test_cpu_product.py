@@ -197,7 +197,7 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> No
 
 
 @pytest.mark.usefixtures("known_layout")
-@pytest.mark.parametrize("taps", [(), (1, 2), (3, 1), (2,)])
+@pytest.mark.parametrize("taps", [(), (1, 2), (3, 1), (2,), (1, 2, 1), (4,)])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_model_in_one_call_equals_its_layers(rows: int, taps: tuple[int, ...]) -> None:
     model, found = tiny(num_layers=3), []
@@ -207,13 +207,13 @@ def test_a_model_in_one_call_equals_its_layers(rows: int, taps: tuple[int, ...])
         for kv in pool.kv:
             kv.copy_(numbers(*kv.shape, seed=5))
         if not whole:
-            model._native[taps] = None
+            model._native[taps] = model._native[()] = None
         assert (model._in_one_call(taps) is None) != whole
         hidden, kept = model(ids, ids, attend_to(pool, rows), taps)
         assert (kept is None) == (not taps)
         found.append([hidden, *pool.kv, *([kept] if kept is not None else [])])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
-    assert model._in_one_call((0,)) is None and model._in_one_call((model.final_tap,)) is None
+    assert model.final_tap == 4 and model._in_one_call((0,)) is None and model._in_one_call((1, 4)) is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

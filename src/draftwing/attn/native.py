@@ -40,7 +40,9 @@ class NativeAttention:
         self.kernels = kernels
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._spare = torch.empty(0, dtype=torch.bfloat16)
-        self._outgrown: list[Tensor] = []  # recorded steps go on using them
+        self._outgrown: list[
+            Tensor
+        ] = []  # recorded steps go on using them; each has half of the next one's size at most
         self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
@@ -50,7 +52,7 @@ class NativeAttention:
         """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
         if self._scratch.numel() < size:
             self._outgrown.append(self._scratch)
-            self._scratch = torch.empty(size, dtype=torch.float32)
+            self._scratch = torch.empty(max(size, 2 * self._scratch.numel()), dtype=torch.float32)
         return self._scratch
 
     def pools(self, first: int, count: int) -> int:
@@ -62,7 +64,7 @@ class NativeAttention:
         """[size] bfloat16, kept, for what layers compute on their way."""
         if self._spare.numel() < size:
             self._outgrown.append(self._spare)
-            self._spare = torch.empty(size, dtype=torch.bfloat16)
+            self._spare = torch.empty(max(size, 2 * self._spare.numel()), dtype=torch.bfloat16)
         return self._spare
 
 

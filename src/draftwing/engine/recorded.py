@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from draftwing.engine.graphs import GraphCache, Key
 from draftwing.kernels.recording import Recording, record
 from draftwing.layers.linear import FEW_ROWS
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -28,7 +30,6 @@ class RecordedStages(GraphCache):
         super().__init__(device, dummy_row, 0)
         self.rows = torch.full((FEW_ROWS,), dummy_row, dtype=torch.int64, device=device.device)
         self._host_rows = np.full(FEW_ROWS, dummy_row, np.int64)
-        self.replayed = 0
         self.refused: set[Hashable] = set()
         self._met: set[tuple[str, Hashable]] = set()
         self._recorded: dict[tuple[str, Hashable], tuple[Recording, Any]] = {}
@@ -46,7 +47,7 @@ class RecordedStages(GraphCache):
         known = self._recorded.get((stage, key))
         if known is not None:
             known[0].replay()
-            self.replayed += 1
+            self.replays += 1
             out: T = known[1]
             return out
         step = key if isinstance(key, Key) else key[0]  # a settle's has more
@@ -55,8 +56,9 @@ class RecordedStages(GraphCache):
         if first or step in self.refused:
             return fn(*inputs)
         recording, out = record(lambda: fn(*inputs))
-        if recording is None:
-            self.refused.add(step)
-        else:
+        if isinstance(recording, Recording):
             self._recorded[stage, key] = recording, out
+        else:
+            self.refused.add(step)
+            logger.debug("steps of %s are not recorded: %s of %s is torch's own", step, recording, stage)
         return out

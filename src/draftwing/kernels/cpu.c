@@ -81,6 +81,7 @@ Member join(Team *team) {
     Member me = {.team = team, .number = take(&team->entered, 1)};
     while (!(me.size = __atomic_load_n(&team->size, __ATOMIC_ACQUIRE)))
         if (gomp_parallel) __atomic_store_n(&team->size, gomp_threads(), __ATOMIC_RELEASE);
+        else sched_yield();
     return me;
 }
 void meet(const Member *me, Ahead *next) {

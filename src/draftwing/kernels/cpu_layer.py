@@ -49,7 +49,8 @@ class NativeLayers:
     """Layers of one size that follow each other, the first of which is number `first` of its model."""
 
     def __init__(self, layers: Sequence[NativeLayer], first: int = 0, kept: Sequence[int] = ()) -> None:
-        """kept: layers whose outputs the caller wants, counted from 1, beside that of the last."""
+        """kept: layers whose outputs the caller wants, counted from 1, beside that of the last;
+        a layer may be among them twice."""
         self.layers, self.first, self.count = tuple(layers), first, len(layers)
         some = self.layers[0]
         self.raw, self.eps, self.hidden, self.inputs = some.raw, some.eps, some.hidden, some.inputs
@@ -59,7 +60,8 @@ class NativeLayers:
         self._addresses = torch.tensor([layer.address for layer in layers])
         self.address = self._addresses.data_ptr()
         # Where each layer's output goes: to 0, one after the other, or to a place of its own.
-        self.place = {layer: place for place, layer in enumerate(kept, 1)}
+        self.kept = tuple(kept)
+        self.place = {layer: place for place, layer in enumerate(dict.fromkeys(kept), 1)}
         self._places = torch.tensor([self.place.get(layer, 0) for layer in range(1, self.count + 1)])
         self.places = self._places.data_ptr()
         self.last = self.place.get(self.count, 0)
@@ -76,10 +78,10 @@ class NativeLayers:
     def joined(self, outs: Tensor) -> Tensor | None:
         """outs [1 + kept, M, hidden]: of these layers -> the kept ones beside each other, [M, kept * hidden]."""
         places, rows, _ = outs.shape
-        if places == 1:
+        if not self.kept:
             return None
         index = self._row_of.get(rows)
         if index is None:
-            first = torch.arange(1, places) * rows
+            first = torch.tensor([self.place[layer] for layer in self.kept]) * rows
             index = self._row_of[rows] = (first + torch.arange(rows).unsqueeze(1)).flatten()  # [M * kept]
         return take_rows(outs.view(places * rows, -1), index).view(rows, -1)

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
@@ -65,9 +66,17 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.held.append(out)
-        elif not func.is_view:
+        elif not (func.is_view and _storages(out) <= _storages(args)):
+            # `contiguous` and `reshape` call themselves views, and copy where they have to.
             self.own = self.own or str(func)
         return out
+
+
+def _storages(value: Any) -> set[int]:
+    """Of a tensor, or of the tensors in a list."""
+    if isinstance(value, Tensor):
+        return {value.untyped_storage().data_ptr()}
+    return set().union(*map(_storages, value)) if isinstance(value, (tuple, list)) else set()
 
 
 class Recording:
@@ -81,9 +90,10 @@ class Recording:
             function(*numbers)
 
 
-def record(function: Callable[[], T]) -> tuple[Recording | None, T]:
+def record(function: Callable[[], T]) -> tuple[Recording | str, T]:
     """Calls it once. The recording does the same again, on what is then in the same places, and writes what the
-    function returned anew; None where torch computes something itself."""
+    function returned anew; the name of an operation where torch computes something itself. What the function does in
+    Python alone, such as reading a tensor as a list, goes unnoticed and is not done again."""
     calls: Calls = []
     token = _noted.set(calls)
     try:
@@ -91,4 +101,4 @@ def record(function: Callable[[], T]) -> tuple[Recording | None, T]:
             out = function()
     finally:
         _noted.reset(token)
-    return None if watch.own is not None else Recording(calls, watch.held), out
+    return watch.own or Recording(calls, watch.held), out

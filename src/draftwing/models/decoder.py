@@ -181,10 +181,11 @@ class DecoderModel(nn.Module):
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
         native = self._in_one_call(taps) if ids.shape[0] <= FEW_ROWS else None
-        if native is not None:
+        if native is not None and hasattr(attend, "layers"):
             outs = run_native(native, take_rows(self.embed.weight.detach(), ids), None, cos, sin, attend)
-            if outs is not None:
-                return self.norm(outs[native.last]), native.joined(outs)
+            assert outs is not None
+            x = self.norm(outs[native.last])
+            return x, x if tuple(taps) == (self.final_tap,) else native.joined(outs)
         x = self.embed(ids)  # [M, hidden]
         streams = {0: x} if 0 in taps else {}
         for i, layer in enumerate(self.layers, 1):
@@ -196,8 +197,8 @@ class DecoderModel(nn.Module):
         return x, torch.cat([streams[i] for i in taps], -1) if taps else None
 
     def _in_one_call(self, taps: Sequence[int]) -> NativeLayers | None:
-        """All layers, where each is and the taps are outputs of them."""
-        kept = tuple(taps)
+        """All layers, where each is and the taps are outputs of them, or what comes after the final norm alone."""
+        kept = () if tuple(taps) == (self.final_tap,) else tuple(taps)
         if kept not in self._native:
             natives = [layer.native for layer in self.layers if isinstance(layer, DecoderLayer)]
             layers = [part for native in natives if native is not None for part in native.layers]

@@ -126,7 +126,7 @@ SERIES = (
     _c("draftwing:host_seconds_total", "seconds between a result and the next launch, while there was work"),
     _c("draftwing:stage_seconds_total", "seconds of the stages of those steps that were measured", "stage"),
     _c("draftwing:staged_steps_total", "steps whose stages were measured"),
-    _c("draftwing:graph_replays_total", "CUDA graphs that were replayed"),
+    _c("draftwing:graph_replays_total", "CUDA graphs, or on a CPU recorded stages, that were replayed"),
     _c(
         "draftwing:timed_decode_seconds_total", "seconds of decode steps of batch sizes that plain steps were timed for"
     ),

@@ -194,16 +194,16 @@ class ModelDrafter:
 
     def _read_first(self, slots: SlotTable, rows: Tensor, noisy: Tensor) -> None:
         """The root's continuations are known afterwards, of greedy rows in one call."""
+        constrained, self._constrained = self._constrained, None
         native = self._readout(rows.shape[0], noisy)
         if native is not None:
             native.best(self._newest_hidden, rows, self._first_ids, self._first_logp)
         elif not use_triton(rows):
             newest = take_rows(self._newest_hidden, rows).unsqueeze(1)
             self._write_first(rows, *self._continuations(slots, rows, newest, 1, self.topk, noisy))
-        if self._constrained is not None:
-            some, following = self._constrained
+        if constrained is not None:
+            some, following = constrained
             self._write_first(some, *following)
-            self._constrained = None
 
     def _write_first(self, rows: Tensor, ids: Tensor, logp: Tensor) -> None:
         """ids, logp [B, 1, topk]"""
