@@ -46,20 +46,31 @@ def test_the_text_is_the_same(harness, no_compiled_code_before):
 
 
 TRACE = """
-import operator
+import operator, sys
 import torch
+from torch import nn
 from draftwing.kernels import layers
-from draftwing.layers import norm as norms
-norms.layer_kernels = lambda weight: layers
-norm = norms.RMSNorm(64, 1e-5, torch.float32, "cpu")
-norm.pack()
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.ones(64), False) for _ in range(2))
+        self.table = nn.Parameter(torch.ones(9, 64), False)
+    def forward(self, x, delta, ids):
+        if sys.argv[1] == "rms_norm":
+            return layers.rms_norm(x, self.one, 1e-5)
+        if sys.argv[1] == "add_rms_norm":
+            return layers.add_rms_norm(x, delta, self.one, 1e-5)
+        return layers.fuse_inputs(ids, self.table, x, (self.one, self.other), 1e-5)
+
 arithmetic = []
 def backend(graph, inputs):
     arithmetic.append(sum(node.target is operator.or_ for node in graph.graph.nodes))
     return graph.forward
 with torch.inference_mode():
+    part = Part()
     try:
-        torch.compile(norm.forward, dynamic=True, backend=backend)(torch.randn(3, 64))
+        torch.compile(part, dynamic=True, backend=backend)(torch.randn(3, 64), torch.randn(3, 64), torch.arange(3))
     except (RuntimeError, ValueError):  # of the launch: there is no GPU, or the tensors are not on it
         pass
 print(len(arithmetic) > 0, sum(arithmetic))
@@ -67,10 +78,12 @@ print(len(arithmetic) > 0, sum(arithmetic))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_sizes_of_weights_are_constants():
+@pytest.mark.parametrize("operation", ["rms_norm", "add_rms_norm", "fuse_inputs"])
+def test_sizes_of_weights_are_constants(operation):
     """Else the tiles of Triton kernels are variables, which the compiler refuses. Traced only, for there is no GPU."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", TRACE], env=environ, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", TRACE, operation]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["True", "0"], done.stderr[-1000:]  # no arithmetic on sizes
 
 

@@ -207,8 +207,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, delta [M, size], weight [size] -> x + delta [M, size], rounded to their dtype, and its norm [M, size]."""
-    rows, size = x.shape
-    assert delta.shape == x.shape and size == weight.shape[0] and x.dtype == delta.dtype == weight.dtype
+    # Sizes of weights are constants to torch.compile, those of x are not, and a kernel's tiles must be.
+    rows, size = x.shape[0], weight.shape[0]
+    assert delta.shape == x.shape and x.shape[1] == size and x.dtype == delta.dtype == weight.dtype
     assert x.stride(1) == delta.stride(1) == 1
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if rows == 0:
@@ -248,7 +249,7 @@ def fuse_inputs(
     ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
     feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero.
     """
-    (rows,), size = ids.shape, table.shape[1]
+    rows, size = ids.shape[0], table.shape[1] if norms is None else norms[0].shape[0]
     assert feature.shape == (rows, size) and feature.stride(1) == 1 and table.is_contiguous()
     assert table.dtype == feature.dtype
     out = torch.empty(rows, 2 * size, dtype=feature.dtype, device=feature.device)
