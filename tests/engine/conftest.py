@@ -220,12 +220,14 @@ def record_by_calling(fn):
     def kept(value):
         if isinstance(value, torch.Tensor):
             return value.clone()
-        return type(value)(*map(kept, value)) if hasattr(value, "_fields") else value
+        if hasattr(value, "_fields"):
+            return type(value)(*map(kept, value))
+        return tuple(map(kept, value)) if isinstance(value, tuple) else value
 
     def put(into, value):
         if isinstance(value, torch.Tensor):
             into.copy_(value)
-        elif hasattr(into, "_fields"):
+        elif isinstance(into, tuple):
             for a, b in zip(into, value, strict=True):
                 put(a, b)
 

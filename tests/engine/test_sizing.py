@@ -37,11 +37,12 @@ def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
         result, _ = executor.settle(executor.launch(plan)).wait(0.0)
         ran.append((plan.kind, plan.shape, len(plan.rows), sum(chunk.length for chunk in plan.chunks)))
         assert (result.count >= 1).all() and executor.slots.tokens.max() < 48
-        return [5 * GB, 7 * GB, 3 * GB][len(ran) - 1]
+        return [5 * GB, 7 * GB, 2 * GB, 3 * GB][len(ran) - 1]
 
     monkeypatch.setattr(sizing, "peak", peak)
     step, graphs = sizing.trial(options(), rig, graph_size=4)
-    assert ran == [("prefill", PLAIN, 1, 20), ("tree", TREE, 6, 0), ("tree", TREE, 4, 0)]
+    prompt = ("prefill", PLAIN, 1, 20)
+    assert ran == [prompt, ("tree", TREE, 6, 0), ("tree", TREE, 4, 0), prompt]
     assert step == 7 * GB and 3 * GB < graphs < 3.2 * GB
     assert not rig.drafter.memory.log.any() and not rig.drafter.match.any(), "nothing of the trial is remembered"
     ran.clear()

@@ -7,10 +7,13 @@ finds its own key the same way as those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from draftwing.core import Chunk
 
 # (layer, q [M, heads, head_dim], k [M, kv_heads, head_dim], v [M, kv_heads, head_dim]) -> o [M, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -27,8 +30,18 @@ class ChunkSpan(NamedTuple):
     final: bool = True  # the last chunk of a prompt
 
 
+def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
+    """Of chunks that follow each other in a flat batch, each the batch row of its number."""
+    offsets = accumulate((chunk.length for chunk in chunks), initial=0)
+    return tuple(
+        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final)
+        for i, (offset, chunk) in enumerate(zip(offsets, chunks, strict=False))
+    )
+
+
 class Batch(NamedTuple):
-    """One forward of one model over M queries of B rows. Either `chunks` (prefill) or `path` (trees, chains) is set.
+    """One forward of one model over M queries of B rows. One of `chunks` or `tiles` (prefill) or `path` (trees, chains)
+    is set.
 
     For trees M = B * Q, and query q of row b attends to the row's committed positions `[0, prefix_len[b])` and then,
     in position order, to the window entries `path[b, q, 0 .. path_len[b, q])`: entry w stands for page-table
@@ -47,6 +60,7 @@ class Batch(NamedTuple):
     window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
     chunks: tuple[ChunkSpan, ...] = ()
     bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
+    tiles: Tensor | None = None  # chunks that only the device knows, as `attn.paged` has them: [T, 5] int32
 
     def pages(self) -> Tensor:
         """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""

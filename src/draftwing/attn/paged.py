@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from draftwing.attn.base import Attend, Batch
+from draftwing.attn.base import Attend, Batch, ChunkSpan
 from draftwing.kernels.attention import Workspace, tree_attention
 from draftwing.kernels.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 from draftwing.kernels.rope import rope_and_write
@@ -26,6 +28,21 @@ class PagedAttention:
     def bind(self, batch: Batch, first_layer: int) -> Attend:
         return Bound(self, batch, first_layer)
 
+    def chunk_tiles(self, spans: Sequence[ChunkSpan], heads: int, layer: int = 0) -> Tensor:
+        """What `Batch.tiles` is of these chunks, on the CPU; heads: of the model; layer: one of its pool layers."""
+        group, rows = self._tile(heads, layer)
+        return prefill_tiles([span[:4] for span in spans], group, rows)
+
+    def most_tiles(self, queries: int, chunks: int, heads: int, layer: int = 0) -> int:
+        """Tiles that so many queries in so many chunks have at most."""
+        group, rows = self._tile(heads, layer)
+        return queries * group // rows + chunks
+
+    def _tile(self, heads: int, layer: int) -> tuple[int, int]:
+        """Heads per key head, and rows of a tile."""
+        kv = self.pool.kv[layer]
+        return heads // kv.shape[1], prefill_rows(kv, self.exact)
+
 
 class Bound:
     """An `Attend` of one forward, and `fused`, which a layer may call instead of turning q and k itself."""
@@ -36,7 +53,7 @@ class Bound:
         self._backend = backend
         self._batch = batch
         self._first_layer = first_layer
-        self._tiles: dict[int, Tensor] = {}  # by heads per key head
+        self._tiles: dict[int, Tensor] = {}  # of the batch's chunks, by heads
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._backend.pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
@@ -66,8 +83,8 @@ class Bound:
         batch, backend = self._batch, self._backend
         kv = backend.pool.kv[self._first_layer + layer]
         out = q.new_empty(q.shape[0], heads * q.shape[2])
-        if batch.chunks:
-            tiles = self._chunk_tiles(heads // kv.shape[1], kv)
+        if batch.chunks or batch.tiles is not None:
+            tiles = self._chunk_tiles(heads, self._first_layer + layer) if batch.tiles is None else batch.tiles
             prefill_attention(q, kv, batch.table, batch.rows, tiles, out, backend.exact)
         else:
             assert batch.path is not None and batch.path_len is not None
@@ -77,12 +94,12 @@ class Bound:
             )  # fmt: skip
         return out
 
-    def _chunk_tiles(self, group: int, kv: Tensor) -> Tensor:
-        tiles = self._tiles.get(group)
+    def _chunk_tiles(self, heads: int, layer: int) -> Tensor:
+        tiles = self._tiles.get(heads)
         if tiles is None:
-            spans = [chunk[:4] for chunk in self._batch.chunks]
-            tiles = prefill_tiles(spans, group, prefill_rows(kv, self._backend.exact))
-            if kv.is_cuda:
-                tiles = tiles.pin_memory().to(kv.device, non_blocking=True)
-            self._tiles[group] = tiles
+            tiles = self._backend.chunk_tiles(self._batch.chunks, heads, layer)
+            device = self._backend.pool.kv[layer].device
+            if device.type == "cuda":
+                tiles = tiles.pin_memory().to(device, non_blocking=True)
+            self._tiles[heads] = tiles
         return tiles

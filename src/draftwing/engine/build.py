@@ -184,7 +184,7 @@ def capture(executor: Executor, policy: ShapePolicy) -> None:
         nothing = np.zeros(key.size, np.int64)
         policy.record(key.shape, nothing, nothing, seconds)
     took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
-    log.info("captured %d CUDA graphs in %.1f s, %.2f GB", len(executor.graphs), took, bytes_taken / 1e9)
+    log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
 
 
 def make_drafter(

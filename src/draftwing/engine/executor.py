@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
+from draftwing.attn.base import AttnBackend, Batch, spans_of
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.engine.commit import HEAD, HINT, Committed, commit, unpack
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
+from draftwing.engine.prefill_graphs import PrefillGraphs
 from draftwing.engine.recorded import RecordedStages
 from draftwing.engine.slots import Drawing, SlotTable, Upload
 from draftwing.engine.special import Drawn, Logprobs, SpecialRows, unpacked
@@ -135,7 +136,10 @@ class Executor:
         self.graphs = GraphCache(device, slots.rows, graph_size)
         if not graph_size and not use_triton(slots.kv_len) and tree_kernels_for(slots.kv_len) is not None:  # on a CPU
             self.graphs = RecordedStages(device, slots.rows)
-        self._taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
+        self.prefills: PrefillGraphs | None = None
+        if graph_size and hasattr(attn, "chunk_tiles"):
+            self.prefills = PrefillGraphs(device, slots, attn, model.config.num_heads, self._target)
+        self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
         # The outlook of every row, where nobody needs to ask for it.
         self._hint = drafter.first_hint if drafter is not None and drafter.fixed_hint else 0
@@ -178,21 +182,35 @@ class Executor:
         step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
         todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.nodes <= MOST_NODES]
         seconds = {}
-        for key in tqdm(todo, desc="capturing graphs", file=sys.stderr, leave=False):
-            self.graphs.set_rows(np.empty(0, np.int64), key.size)
-            step = self._graph_step(key, False)
-            launched = self._forward(step, self.graphs.capture)
-            for filtered in (False, True) if self._by_value else (False,):
-                self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
-            del launched  # its memory is for the next key's graphs
-            self.graphs.finish(key)
-            self.device.synchronize()
-            start = time.monotonic()
-            self._finish(step, *self._forward(step, self.graphs.run), self.graphs.run)
-            self.device.synchronize()
-            seconds[key] = time.monotonic() - start
+        sizes = len(self.prefills.sizes) if self.prefills is not None else 0
+        with tqdm(total=len(todo) + sizes, desc="capturing graphs", file=sys.stderr, leave=False) as bar:
+            if self.prefills is not None:
+                self.prefills.capture(bar)
+            for key in todo:
+                seconds[key] = self._capture(key)
+                bar.update()
         self.device.trim()  # what the first calls took
         return seconds
+
+    @property
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return len(self.graphs) + (len(self.prefills) if self.prefills is not None else 0)
+
+    def _capture(self, key: Key) -> float:
+        """-> seconds of a step"""
+        self.graphs.set_rows(np.empty(0, np.int64), key.size)
+        step = self._graph_step(key, False)
+        launched = self._forward(step, self.graphs.capture)
+        for filtered in (False, True) if self._by_value else (False,):
+            self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
+        del launched  # its memory is for the next key's graphs
+        self.graphs.finish(key)
+        self.device.synchronize()
+        start = time.monotonic()
+        self._finish(step, *self._forward(step, self.graphs.run), self.graphs.run)
+        self.device.synchronize()
+        return time.monotonic() - start
 
     def _tree_step(self, plan: Plan, special: Special | None) -> TreeStep:
         """Uploads a plan."""
@@ -234,8 +252,10 @@ class Executor:
         return Drafted(draft, *self.verify(rows, draft, shape, step.bound))
 
     def _verify(self, drafted: Drafted) -> Verified:
-        batch = drafted.batch
-        return Verified(*self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps))
+        return Verified(*self._target(drafted.batch))
+
+    def _target(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        return self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self.taps)
 
     def _settle(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
         drawn = self._nodes(step, drafted, verified)
@@ -401,11 +421,11 @@ class Executor:
             write_slots=slots.table[upload.token_rows, upload.positions],
             table=slots.table,
             prefix_len=slots.kv_len[upload.rows],
-            chunks=tuple(_spans(plan)),
+            chunks=spans_of(plan.chunks),
             bound=plan.max_bound + self._tail,
         )
-        verified = Verified(*self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self._taps))
-        return Pending(plan, started, verified, upload, batch, special=special)
+        found = self.prefills.run(plan.chunks) if self.prefills is not None else None
+        return Pending(plan, started, Verified(*found or self._target(batch)), upload, batch, special=special)
 
     def _settle_prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
         """Result rows: one token for each final chunk, none for the last chunk if it is not. So the first rows draw,
@@ -464,10 +484,3 @@ class Executor:
         slots.last.index_copy_(0, rows, picked.squeeze(1))
         slots.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
         return picked.squeeze(1), logprobs
-
-
-def _spans(plan: Plan) -> Sequence[ChunkSpan]:
-    offsets = np.cumsum([0, *(chunk.length for chunk in plan.chunks)])
-    return [
-        ChunkSpan(i, int(offsets[i]), chunk.start, chunk.length, chunk.final) for i, chunk in enumerate(plan.chunks)
-    ]
