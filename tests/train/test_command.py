@@ -138,6 +138,26 @@ def test_fine_tuning_starts_from_the_head(bench: Bench, run: Path) -> None:
     assert abs(accept(tuned) - accept(run)) < 0.05
 
 
+def test_the_mean_of_heads(bench: Bench, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is, without any training; heads that have none are refused."""
+    untrained = ("--steps", "0", "--epochs", "0")
+    more = ("--data", str(run), "--init-head", str(run / "head"))
+    other = bench.train("other", *more, "--steps", "9", "--lr", "3e-3", stage="fit")
+    heads = [str(folder / "head") for folder in (run, other)]
+    mean = bench.train("mean", "--data", str(run), "--init-head", *heads, *untrained, stage="fit")
+    assert not (mean / "fit").exists()
+    moved = False
+    for name, tensor in weights(mean).items():
+        a, b = weights(run)[name], weights(other)[name]
+        moved |= not torch.equal(a, b)
+        torch.testing.assert_close(tensor, (a + b) / 2 if a.is_floating_point() else a)
+    assert moved
+    fresh = bench.train("narrow", "--data", str(run), "--steps", "1", "--ffn-size", "64", stage="fit")
+    args = bench.args("none", "--data", str(run), *untrained, stage="fit")
+    assert "only for --init-head" in refused(args, capsys)
+    assert "other shapes" in refused([*args, "--init-head", heads[0], str(fresh / "head")], capsys)
+
+
 def test_features_from_the_disk_or_while_training(bench: Bench, run: Path) -> None:
     short = ("--data", str(run), "--steps", "5")
     stored = bench.train("stored", *short, stage="fit")

@@ -89,7 +89,7 @@ def _data(run: Run) -> str:
 def _training(run: Run) -> str:
     report, vocabulary = _json(run.out / "fit.json"), _json(run.out / "vocabulary.json")
     lines = [f"Seed {run.settings.seed}, draftwing {draftwing.__version__}."]
-    if report:
+    if report and report["steps"]:
         lines.append(f"{report['steps']} steps over {report['tokens']} tokens in {report['seconds']:.0f} s.")
     if run.settings.algorithm == "EAGLE3" and vocabulary:
         lines.append(f"Draft vocabulary: {len(vocabulary['ids'])} tokens, {vocabulary['coverage']:.2%} of the answers.")

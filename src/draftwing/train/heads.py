@@ -122,6 +122,31 @@ def load_head(
     return trainable(head)
 
 
+def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> EagleHead | Eagle3Head | MTPHead:
+    """The mean of heads that were trained on from the same one, which often accepts a little more than each of them
+    (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.
+
+    Raises as `load_head` does, and ConfigError for heads of which one does not look like the first.
+    """
+    first, *others = (load_head(path, target, algorithm) for path in paths)
+    mean = {name: tensor.detach().double() for name, tensor in first.named_parameters()}
+    for path, other in zip(paths[1:], others, strict=True):
+        found = dict(other.named_parameters())
+        same_ids = first.target_ids is None or (
+            other.target_ids is not None and torch.equal(first.target_ids, other.target_ids)
+        )
+        if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in mean.items()} or not same_ids:
+            raise ConfigError(
+                f"--init-head: {path} has other shapes or draft tokens than {paths[0]}: there is no mean of them"
+            )
+        for name, tensor in found.items():
+            mean[name] += tensor.detach()
+    with torch.no_grad():
+        for name, parameter in first.named_parameters():
+            parameter.copy_(mean[name] / len(paths))
+    return first
+
+
 def trainable(head: Head) -> Head:
     """Lets gradients into all parameters but an embedding, which is never trained."""
     if isinstance(head, MTPHead) and head.config.num_layers != 1:

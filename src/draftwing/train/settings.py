@@ -74,13 +74,17 @@ class Settings:
     )  # fmt: skip
 
     # What of these may change is the saved state's matter.
-    init_head: str | None = _setting(None, FIT, "a head to start from, in place of a fresh one")
+    init_head: tuple[str, ...] = _setting(
+        (), FIT, "a head to start from, in place of a fresh one; of several that came from one head, their mean"
+    )
     draft_vocab_size: int | None = _setting(
         None, FIT, "tokens that EAGLE-3 may draft (default: a quarter of the vocabulary, at most 32000)", least=64,
         fixed=False,
     )  # fmt: skip
     ffn_size: int = _setting(0, FIT, "width of the head's MLP (default: the target's)", least=0, fixed=False)
-    epochs: float = _setting(1.0, FIT, "passes over the data", least=0, fixed=False)
+    epochs: float = _setting(
+        1.0, FIT, "passes over the data; 0: none, the head is --init-head as it is", least=0, fixed=False
+    )
     steps: int = _setting(0, FIT, "steps of the optimizer, in place of epochs", least=0, fixed=False)
     optimizer: str = _setting(
         "adamw", FIT, "muon: for the matrices of the layer", choices=("adamw", "muon"), fixed=False
@@ -138,6 +142,8 @@ class Settings:
             raise ConfigError("--regenerate needs --conversations, whose answers it replaces")
         if self.algorithm != "EAGLE3" and (self.aux_layers or self.draft_vocab_size):
             raise ConfigError("--aux-layers and --draft-vocab-size are for --algorithm EAGLE3")
+        if self.epochs == self.steps == 0 and not self.init_head:
+            raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
         self.trees()
 
     def trees(self) -> list[TreeShape]:

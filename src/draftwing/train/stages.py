@@ -277,7 +277,9 @@ class Stages:
         wanted = {one.key for one in tokens}
         chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
         train, watch = _parts(source, source.order, wanted, chosen)
-        report = fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit", resume=True)
+        report = FitReport(0, 0.0, 0, {}, {})
+        if settings.epochs or settings.steps:
+            report = fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit", resume=True)
         if not self.rank:
             self._save(head, report)
         if torch.distributed.is_initialized():
@@ -333,9 +335,9 @@ class Stages:
 
     def _head(self, target: DecoderModel, tokens: Sequence[Tokens]) -> AnyHead:
         settings = self.settings
-        if settings.init_head is not None:
-            path = resolve_model(settings.init_head, option="--init-head")
-            head = heads.load_head(path, target, settings.algorithm)
+        if settings.init_head:
+            paths = [resolve_model(name, option="--init-head") for name in settings.init_head]
+            head = heads.load_mean(paths, target, settings.algorithm)
             if head.target_ids is not None:
                 self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
             return head
