@@ -12,10 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.kernels.skinny import grid_of, read_source, tile_of
+from draftwing.kernels.skinny import Shape, read_source, shapes_for
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 KINDS = ("plain", "add", "silu")
+# Kernels of devices with clusters, and those of devices without that are others, by name.
+SHAPES = {f"{kind}_{tile}": shape for (kind, tile), shape in shapes_for((9, 0)).items()}
+OLDER = {
+    f"{kind}_{tile}": shape for (kind, tile), shape in shapes_for((8, 0)).items() if shape != SHAPES[f"{kind}_{tile}"]
+}
+
+
+def kind_of(name: str) -> str:
+    return name.removeprefix("older_").partition("_")[0]
 
 
 class Host:
@@ -23,23 +32,34 @@ class Host:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.shapes: dict[str, Shape] = SHAPES | {f"older_{name}": shape for name, shape in OLDER.items()}
 
     def __call__(
-        self, kind: str, tile: int, x: Tensor, w: Tensor, bias: Tensor | None = None, extra: Tensor | None = None,
+        self, name: str, x: Tensor, w: Tensor, bias: Tensor | None = None, extra: Tensor | None = None,
         early: bool = False,
     ) -> Tensor:  # fmt: skip
+        kind, shape = kind_of(name), self.shapes[name]
         rows, width = x.shape[0], w.shape[0] // (2 if kind == "silu" else 1)
         out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
+        extra = extra if kind == "add" else None
         pointers = (ctypes.c_void_p(0 if part is None else part.data_ptr()) for part in (x, w, bias, extra, out))
-        sizes = (rows, width, x.shape[1], *grid_of(kind, tile, rows, width))
-        self._library.run(KINDS.index(kind), tile, *pointers, *sizes, int(early))
+        sizes = (rows, width, x.shape[1], *shape.grid(kind, rows, width))
+        kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        cut = (shape.warps * 32, shape.cluster, shape.shared)
+        assert self._library.run(kernel, *cut, *pointers, *sizes, int(early)), "more shared memory than was asked for"
         return out
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
     folder = tmp_path_factory.mktemp("skinny")
-    _, begin, source = read_source().partition("enum { PLAIN")
+    _, begin, source = read_source((9, 0)).partition("enum { PLAIN")
+    assert source.count("extern __shared__ float sums[];") == 3
+    source = source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
+    for line in read_source((8, 0)).splitlines():
+        name, _, rest = line.removeprefix("KERNEL(").partition(",")
+        if line.startswith("KERNEL(") and name in OLDER:
+            source += f"KERNEL(older_{name},{rest}\n"
     (folder / "skinny.inc").write_text(begin + source)
     library = folder / "skinny.so"
     subprocess.run(
@@ -59,21 +79,18 @@ def case(rows: int, features: int, depth: int) -> tuple[Tensor, Tensor, Tensor, 
     return x, w, random(features, seed=2), random(rows, features, seed=3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "tile, rows, features, depth",
-    [(8, 11, 34, 192), (16, 16, 32, 64), (32, 40, 18, 1088), (64, 70, 72, 704), (128, 131, 140, 128)],
-)  # fmt: skip
-def test_against_float64(run: Host, kind: str, tile: int, rows: int, features: int, depth: int) -> None:
-    x, w, bias, extra = case(rows, features, depth)
+@pytest.mark.parametrize("name", [*SHAPES, *(f"older_{name}" for name in OLDER)])
+def test_against_float64(run: Host, name: str) -> None:
+    kind, shape = kind_of(name), run.shapes[name]
+    features, depth = {8: (34, 192), 16: (32, 64), 32: (18, 1088), 64: (72, 704), 128: (140, 128)}[shape.tokens]
+    x, w, bias, extra = case(shape.tokens + 3, features, depth)
     expected = x.double() @ w.double().T + bias.double()
     if kind == "add":
         expected = expected + extra.double()
     if kind == "silu":
         gate, up = expected.chunk(2, 1)
         expected = torch.nn.functional.silu(gate) * up
-    found = run(kind, tile, x, w, bias, extra if kind == "add" else None)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(run(name, x, w, bias, extra).double(), expected, rtol=2e-2, atol=2e-2)
 
 
 def cancelling(rows: int, features: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -84,24 +101,17 @@ def cancelling(rows: int, features: int, depth: int) -> tuple[Tensor, Tensor]:
     return x, w
 
 
-@pytest.mark.parametrize("depth", [64, 704, 1152])  # one chunk, two for some warps, two or three for all
-def test_bits_are_those_of_the_smallest_tile(run: Host, depth: int) -> None:
-    x, w = cancelling(67, 36, depth)
-    expected = run("plain", 8, x, w)
+@pytest.mark.parametrize("depth", [64, 704, 1152])  # one chunk, two for some shares, two or three for all
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_those_of_the_smallest_tile(run: Host, kind: str, depth: int) -> None:
+    x, w = cancelling(35, 36, depth)
+    bias, extra = (
+        (random(36, seed=2), random(35, 36, seed=3)) if depth == 704 else (None, torch.zeros(35, 36).bfloat16())
+    )
+    expected = run(f"{kind}_8", x, w, bias, extra)
     assert not expected.isnan().any() and expected.any()
-    for tile in (16, 32, 64, 128):
-        assert torch.equal(run("plain", tile, x, w, early=tile == 128), expected), tile
-    assert torch.equal(run("plain", 8, x[66:], w), expected[66:])
-    if depth == 704:
-        x, w, bias, extra = case(67, 36, depth)
-        assert torch.equal(run("add", 128, x, w, bias, extra), run("add", 8, x, w, bias, extra))
-        for tile in (32, 64, 128):
-            assert torch.equal(run("silu", tile, x, w, bias, early=True), run("silu", 8, x, w, bias))
-
-
-def test_tiles() -> None:
-    tiles = [tile_of(rows, 4096, 132) for rows in (1, 8, 9, 17, 32, 33, 64, 65, 256, 257)]
-    assert tiles == [8, 8, 16, 32, 32, 64, 64, 64, 64, 128]
-    assert tile_of(128, 128256, 132) == 128 and tile_of(8192, 4096, 132) == 128
-    assert grid_of("plain", 8, 9, 33) == (2, 2) and grid_of("silu", 32, 32, 33) == (3, 1)
-    assert grid_of("silu", 128, 129, 65) == (2, 2)
+    assert torch.equal(run(f"{kind}_8", x[34:], w, bias, extra[34:]), expected[34:])
+    for name, shape in run.shapes.items():
+        if kind_of(name) == kind and shape.tokens > 8:
+            for early in (False, True):
+                assert torch.equal(run(name, x, w, bias, extra, early), expected), (name, early)

@@ -255,11 +255,11 @@ def fuse_inputs(
     out = torch.empty(rows, 2 * size, dtype=feature.dtype, device=feature.device)
     if rows == 0:
         return out
-    token_weight, feature_weight = (table, table) if norms is None else norms
-    at = ids if positions is None else positions
+    # No tensor twice, which torch's compiler does not take.
+    token_weight, feature_weight = norms or (None, None)
     per_program, block, warps = _row_blocks(size)
     _fuse_kernel[(triton.cdiv(rows, per_program), 2)](
-        out, ids, table, feature, feature.stride(0), token_weight, feature_weight, at, rows,
+        out, ids, table, feature, feature.stride(0), token_weight, feature_weight, positions, rows,
         SIZE=size, EPS=eps, NORM=norms is not None, BLANK_FIRST=positions is not None,
         TOKEN_AT=size if feature_first else 0, FEATURE_AT=0 if feature_first else size,
         ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(feature.device),

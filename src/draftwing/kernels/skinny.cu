@@ -1,13 +1,17 @@
 // Products of a few rows with a large weight: y[M, N] = x[M, K] @ w[N, K]^T, bound by the time to read w once.
 //
-// Compiled at run time (nvrtc.py), with TYPE_BF16 set to 1 or 0 (half) on the command line. Weights are the first
-// operand of mma.sync and go from global memory to registers without a stop in shared memory: in the row of a weight the
-// order of k within a chunk of 64 is permuted, the same way as in x, so that each thread's share is 16 contiguous bytes.
-// A block owns ROW_TILES * 16 features; its 8 warps share K in contiguous stretches, and their sums are added in
-// order. The order of all additions depends on K alone, never on M: a row's result is the same bits in any batch.
+// Compiled at run time (nvrtc.py), with TYPE_BF16 set to 1 or 0 (half) on the command line; skinny_shared.cu and the
+// kernels that skinny.py lists follow this file. K comes in chunks of 64; share v of it is chunks v, v + 8, v + 16, ...
+// A share is summed in order, and then the sums of the 8 shares are: the order of all additions depends on K alone, never
+// on M, so a row's result is the same bits in any batch. How the work is cut is free otherwise:
 //
-// Many rows take `tiled_product`, which reads weights and x by way of shared memory: the same instructions on the same
-// numbers in the same order, so the same bits, but one read of a weight serves 128 rows.
+// - `product`: up to 8 rows, and more where it is not slower. A warp has a share, and x in registers.
+// - `shared_product`: up to 64 rows, whose x the warps of a block share by way of shared memory.
+// - `tiled_product`: more. Weights come by way of shared memory, too, and one read of a weight serves 128 rows.
+//
+// Weights are the first operand of mma.sync and, but for the last of these, go from global memory to registers without a
+// stop in shared memory: in the row of a weight the order of k within a chunk is permuted, the same way as in x, so that
+// each thread's part is 16 contiguous bytes.
 //
 // Weights are constants, so a block begins to read them while the kernel before it still runs, and only then waits for
 // it (programmatic dependent launch, Hopper and later). It reads what its registers hold and no more: asking for the next
@@ -16,9 +20,9 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-#define WARPS 8
+#define SHARES 8
 #define CHUNK 64
-#define STEP (WARPS * CHUNK)
+#define STEP (SHARES * CHUNK)
 
 #if TYPE_BF16
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -70,10 +74,11 @@ __device__ __forceinline__ float load_value(const u16* p) {
 
 __device__ __forceinline__ uint4 load_shared(const u16* p) { return *(const uint4*)p; }
 
-// 16 bytes from global to shared memory, past the registers. Copies that `end_copies` ended are a group;
-// `wait_for_copies` waits until no more than LEFT groups are under way.
-__device__ __forceinline__ void copy_async(u16* to, const u16* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
+// 16 bytes from global to shared memory, past the registers; zeros if not `there`. Copies that `end_copies` ended are a
+// group; `wait_for_copies` waits until no more than LEFT groups are under way.
+__device__ __forceinline__ void copy_async(u16* to, const u16* from, bool there = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
+                 "r"(there ? 16 : 0)
                  : "memory");
 }
 
@@ -90,6 +95,20 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Waits for all threads of the cluster, and makes what they wrote to shared memory visible to each other. Clusters, here
+// and below: compute capability 9.0 and later.
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What `p` points to in the shared memory of this rank's block.
+__device__ __forceinline__ float load_from_rank(const float* p, int rank) {
+    float f;
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at];}"
+                 : "=f"(f) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank) : "memory");
+    return f;
+}
+
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -104,33 +123,74 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 
 enum { PLAIN = 0, ADD = 1, SILU_MUL = 2 };
 
-// sums [PARTS][ROWS][TOKENS + 1] of a block, by all its threads -> y.
-template <int PARTS, int ROWS, int TOKENS, int KIND>
+// No two lanes of a warp that stores a tile meet in a bank.
+__device__ constexpr int pitch_of(int rows) { return rows + 4; }
+
+// d, sums of a warp -> sums [tokens][pitch_of(rows)].
+template <int ROW_TILES, int TOKEN_TILES, int PITCH>
+__device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILES][4], float* sums) {
+    const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + r * 16 + (i >> 1) * 8 + g] = d[r][m][i];
+}
+
+// sums [PARTS][TOKENS][pitch_of(ROWS)] in each block of a cluster, by all its threads -> y.
+template <int PARTS, int CLUSTER, int ROWS, int TOKENS, int THREADS, int KIND>
 __device__ __forceinline__ void store_results(const float* sums, const u16* __restrict__ bias,
                                               const u16* __restrict__ extra, u16* __restrict__ y, int row0, int token0,
                                               int M, int N) {
-    constexpr int PITCH = TOKENS + 1;
-    constexpr int OUT = KIND == SILU_MUL ? ROWS / 2 : ROWS;
-    for (int i = threadIdx.x; i < OUT * TOKENS; i += WARPS * 32) {
+    constexpr int PITCH = pitch_of(ROWS), OUT = KIND == SILU_MUL ? ROWS / 2 : ROWS;
+    const int first = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
+#pragma unroll 4  // by hand: ptxas takes up to 15 registers more for the products where the loop is undone
+    for (int i = first; i < OUT * TOKENS; i += CLUSTER * THREADS) {
         const int row = i % OUT, m = i / OUT, n = row0 + row, token_at = token0 + m;
         if (n >= N || token_at >= M) continue;
         const int at_row = KIND == SILU_MUL ? row / 8 * 16 + row % 8 : row;
+        const size_t at = (size_t)token_at * N + n;
+        const float before = KIND == ADD ? load_value(extra + at) : 0.f;
+        float part[CLUSTER * PARTS], up_part[CLUSTER * PARTS];
+#pragma unroll
+        for (int v = 0; v < CLUSTER * PARTS; ++v) {
+            const float* const p = sums + (v % PARTS * TOKENS + m) * PITCH + at_row;
+            if constexpr (CLUSTER > 1) {
+                part[v] = load_from_rank(p, v / PARTS);
+                if (KIND == SILU_MUL) up_part[v] = load_from_rank(p + 8, v / PARTS);
+            } else {
+                part[v] = *p;
+                if (KIND == SILU_MUL) up_part[v] = p[8];
+            }
+        }
         float sum = 0.f, up = 0.f;
 #pragma unroll
-        for (int v = 0; v < PARTS; ++v) {
-            sum += sums[(v * ROWS + at_row) * PITCH + m];
-            if (KIND == SILU_MUL) up += sums[(v * ROWS + at_row + 8) * PITCH + m];
+        for (int v = 0; v < CLUSTER * PARTS; ++v) {
+            sum += part[v];
+            if (KIND == SILU_MUL) up += up_part[v];
         }
         if (bias) {
             sum += to_float(bias[n]);
             if (KIND == SILU_MUL) up += to_float(bias[N + n]);
         }
-        const size_t at = (size_t)token_at * N + n;
-        if (KIND == ADD) sum += load_value(extra + at);
+        if (KIND == ADD) sum += before;
         if (KIND == SILU_MUL) sum = sum / (1.f + __expf(-sum)) * up;
         y[at] = from_float(sum);
     }
 }
+
+// With these skinny.py lists the kernels. PRODUCT: a template, and behind it what it is called with.
+#define CLUSTER_1
+#define CLUSTER_2 __cluster_dims__(2, 1, 1)
+#define CLUSTER_4 __cluster_dims__(4, 1, 1)
+#define CLUSTER_8 __cluster_dims__(8, 1, 1)
+#define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, PRODUCT, ...)                                                         \
+    extern "C" __global__ void CLUSTER_##CLUSTER __launch_bounds__(THREADS, BLOCKS) NAME(                              \
+        const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) {                  \
+        PRODUCT<__VA_ARGS__>(x, w, bias, extra, y, M, N, K);                                                           \
+    }
 
 // PLAIN: y = x w^T (+ bias).  ADD: y = x w^T (+ bias) + extra.  SILU_MUL: w is [2 * N, K], gates before ups, and
 // y = silu(gate) * up.  TOKEN_TILES * 8 rows of x a block (blockIdx.y picks them), AHEAD chunks of weights and X_AHEAD of x
@@ -139,11 +199,11 @@ template <int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
 __device__ __forceinline__ void product(const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias,
                                         const u16* __restrict__ extra, u16* __restrict__ y, int M, int N, int K) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
-    constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = TOKENS + 1;
-    extern __shared__ float sums[];  // [WARPS][ROWS][PITCH]
+    constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
+    extern __shared__ float sums[];  // [SHARES][TOKENS][PITCH]
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int chunks = K / CHUNK, count = (chunks - warp + WARPS - 1) / WARPS;  // warp w has chunks w, w + 8, ...
+    const int chunks = K / CHUNK, count = (chunks - warp + SHARES - 1) / SHARES;  // of the warp's share
     const int row0 = blockIdx.x * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
     const size_t k0 = (size_t)warp * CHUNK + t * 8;
 
@@ -223,167 +283,7 @@ __device__ __forceinline__ void product(const u16* __restrict__ x, const u16* __
         }
     }
 
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m) {
-            float* at = sums + ((size_t)warp * ROWS + r * 16 + g) * PITCH + m * 8 + t * 2;
-            at[0] = d[r][m][0];
-            at[1] = d[r][m][1];
-            at[8 * PITCH] = d[r][m][2];
-            at[8 * PITCH + 1] = d[r][m][3];
-        }
+    keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
     __syncthreads();
-    store_results<WARPS, ROWS, TOKENS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    store_results<SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(sums, bias, extra, y, row0, token0, M, N);
 }
-
-// As `product`, with the same bits, for more rows: WARPS_F * WF * 16 features and WARPS_T * WT * 8 rows of x a block, of
-// which each warp has WF * 16 and WT * 8. What there are 8 warps for, a warp does one after the other here: chunks 0, 8,
-// 16, ..., then 1, 9, 17, ...
-//
-// A chunk in shared memory has 8 units of 16 bytes a row; odd rows have their halves swapped, so that the threads of a
-// quarter warp, which read 64 bytes of two rows each, meet no bank twice.
-template <int WARPS_F, int WARPS_T, int WF, int WT, int STAGES, int KIND>
-__device__ __forceinline__ void tiled_product(const u16* __restrict__ x, const u16* __restrict__ w,
-                                              const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                              u16* __restrict__ y, int M, int N, int K) {
-    constexpr int ROWS = WARPS_F * WF * 16, TOKENS = WARPS_T * WT * 8, PITCH = TOKENS + 1, THREADS = WARPS * 32;
-    constexpr int STAGE = (ROWS + TOKENS) * CHUNK, UNITS = CHUNK / 8, STRIDE = THREADS / UNITS;
-    static_assert(WARPS_F * WARPS_T == WARPS && ROWS % STRIDE == 0 && TOKENS % STRIDE == 0, "");
-    extern __shared__ float sums[];  // first [STAGES][ROWS + TOKENS][CHUNK] of u16, then [ROWS][PITCH]
-    u16* const stages = (u16*)sums;
-    launch_dependents();
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const int chunks = K / CHUNK;
-    const int row0 = blockIdx.y * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.x * TOKENS;
-
-    // This thread copies one unit of every STRIDE-th row.
-    const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
-    const int to = first * CHUNK + (unit ^ ((first & 1) << 2)) * 8;
-    auto copy_weights = [&](int stage, int chunk) {
-#pragma unroll
-        for (int p = 0; p < ROWS / STRIDE; ++p) {
-            const int i = first + p * STRIDE;
-            const int row = KIND == SILU_MUL ? min(row0 + i / 16 * 8 + i % 8, N - 1) + i % 16 / 8 * N : min(row0 + i, N - 1);
-            copy_async(stages + stage * STAGE + to + p * STRIDE * CHUNK, w + (size_t)row * K + chunk * CHUNK + unit * 8);
-        }
-    };
-    auto copy_x = [&](int stage, int chunk) {
-#pragma unroll
-        for (int p = 0; p < TOKENS / STRIDE; ++p) {
-            const int row = min(token0 + first + p * STRIDE, M - 1);
-            copy_async(stages + stage * STAGE + (ROWS + p * STRIDE) * CHUNK + to,
-                       x + (size_t)row * K + chunk * CHUNK + unit * 8);
-        }
-    };
-    auto after = [&](int chunk) { return chunk + WARPS < chunks ? chunk + WARPS : chunk % WARPS + 1; };
-
-    int ahead = 0;  // the chunk to copy next
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s, ahead = after(ahead))
-        if (s < chunks) copy_weights(s, ahead);
-    wait_for_earlier_kernels();
-    ahead = 0;
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s, ahead = after(ahead)) {
-        if (s < chunks) copy_x(s, ahead);
-        end_copies();
-    }
-
-    float d[WF][WT][4], sum[WF][WT][4];
-#pragma unroll
-    for (int r = 0; r < WF; ++r)
-#pragma unroll
-        for (int m = 0; m < WT; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
-
-    const int warp_row = warp % WARPS_F * (WF * 16), warp_token = warp / WARPS_F * (WT * 8);
-    for (int i = 0, c = 0; i < chunks; ++i) {
-        wait_for_copies<STAGES - 2>();
-        __syncthreads();  // the chunk is there for all, and nobody reads the one that is overwritten now
-        if (i + STAGES - 1 < chunks) {
-            const int stage = (i + STAGES - 1) % STAGES;
-            copy_weights(stage, ahead);
-            copy_x(stage, ahead);
-            ahead = after(ahead);
-        }
-        end_copies();
-        const u16* const stage = stages + i % STAGES * STAGE;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int at = ((t + j * 4) ^ ((g & 1) << 2)) * 8;
-            uint4 a[WF][2], b[WT];
-#pragma unroll
-            for (int r = 0; r < WF; ++r)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    a[r][half] = load_shared(stage + (warp_row + r * 16 + half * 8 + g) * CHUNK + at);
-#pragma unroll
-            for (int m = 0; m < WT; ++m) b[m] = load_shared(stage + (ROWS + warp_token + m * 8 + g) * CHUNK + at);
-#pragma unroll
-            for (int r = 0; r < WF; ++r)
-#pragma unroll
-                for (int m = 0; m < WT; ++m) {
-                    mma(d[r][m], a[r][0].x, a[r][1].x, a[r][0].y, a[r][1].y, b[m].x, b[m].y);
-                    mma(d[r][m], a[r][0].z, a[r][1].z, a[r][0].w, a[r][1].w, b[m].z, b[m].w);
-                }
-        }
-        if (c + WARPS >= chunks)  // what is one warp's share there ends here
-#pragma unroll
-            for (int r = 0; r < WF; ++r)
-#pragma unroll
-                for (int m = 0; m < WT; ++m)
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        sum[r][m][k] += d[r][m][k];
-                        d[r][m][k] = 0.f;
-                    }
-        c = after(c);
-    }
-
-    wait_for_copies<0>();
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < WF; ++r)
-#pragma unroll
-        for (int m = 0; m < WT; ++m) {
-            float* at = sums + (warp_row + r * 16 + g) * PITCH + warp_token + m * 8 + t * 2;
-            at[0] = sum[r][m][0];
-            at[1] = sum[r][m][1];
-            at[8 * PITCH] = sum[r][m][2];
-            at[8 * PITCH + 1] = sum[r][m][3];
-        }
-    __syncthreads();
-    store_results<1, ROWS, TOKENS, KIND>(sums, bias, extra, y, row0, token0, M, N);
-}
-
-#define KERNEL(NAME, TOKEN_TILES, ROW_TILES, AHEAD, X_AHEAD, KIND, BLOCKS)                                           \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(                                             \
-        const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) {                  \
-        product<TOKEN_TILES, ROW_TILES, AHEAD, X_AHEAD, KIND>(x, w, bias, extra, y, M, N, K);                          \
-    }
-
-// Features a block, chunks in flight and blocks a multiprocessor, as measured best on one H200.
-KERNEL(plain_8, 1, 2, 2, 2, PLAIN, 2)
-KERNEL(add_8, 1, 1, 2, 2, ADD, 3)
-KERNEL(silu_8, 1, 2, 2, 2, SILU_MUL, 2)
-KERNEL(plain_16, 2, 1, 2, 1, PLAIN, 3)
-KERNEL(add_16, 2, 1, 2, 2, ADD, 2)
-KERNEL(silu_16, 2, 2, 2, 1, SILU_MUL, 2)
-KERNEL(plain_32, 4, 2, 1, 1, PLAIN, 2)
-KERNEL(add_32, 4, 1, 2, 1, ADD, 2)
-KERNEL(silu_32, 4, 2, 1, 1, SILU_MUL, 2)
-KERNEL(plain_64, 8, 2, 2, 1, PLAIN, 1)
-KERNEL(add_64, 8, 2, 2, 1, ADD, 1)
-KERNEL(silu_64, 8, 2, 2, 1, SILU_MUL, 1)
-
-#define TILED(NAME, WARPS_F, WARPS_T, WF, WT, STAGES, KIND)                                                          \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) NAME(                                                  \
-        const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) {                  \
-        tiled_product<WARPS_F, WARPS_T, WF, WT, STAGES, KIND>(x, w, bias, extra, y, M, N, K);                          \
-    }
-
-TILED(plain_128, 2, 4, 4, 4, 3, PLAIN)
-TILED(add_128, 2, 4, 4, 4, 3, ADD)
-TILED(silu_128, 2, 4, 4, 4, 3, SILU_MUL)

@@ -6,6 +6,7 @@ A row's result has the same bits whatever other rows are in the batch, for any n
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from importlib import resources
 
 import torch
@@ -14,11 +15,94 @@ from torch import Tensor
 from draftwing.kernels.nvrtc import Kernel, Module, compile_source
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_WARPS, _CHUNK = 8, 64  # of skinny.cu: warps of a block; K comes in chunks
+_SHARES, _CHUNK = 8, 64  # of skinny.cu: K comes in chunks, of which each share has every eighth
 _SMALL = (8, 16, 32, 64)  # rows of x that a block takes
 _LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
-_BLOCKS = 2  # that shared memory of a multiprocessor is set aside for; the rest caches weights on their way
-_KINDS = ("plain", "add", "silu")
+_LONG = 8192  # K from which on `add` may be cut otherwise
+_BLOCKS = 2  # that `product` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
+_CLUSTERS = (9, 0)  # compute capability that has them
+KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}  # and what skinny.cu calls them
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel of skinny.cu cuts its work, which has no influence on the result."""
+
+    tokens: int  # rows of x that a block takes
+    features: int  # rows of the weight that a block takes, and with it the others of its cluster
+    warps: int
+    blocks: int  # of a multiprocessor, for which there are to be registers
+    room: int  # blocks of a multiprocessor for which shared memory is set aside
+    shared: int  # bytes
+    call: str  # a template of skinny.cu and what it is called with, up to the kind
+    cluster: int = 1  # blocks
+    tokens_first: bool = False  # blocks side by side have the same weights, not the same rows of x
+
+    def grid(self, kind: str, rows: int, width: int) -> tuple[int, int]:
+        """Blocks. width: of the result."""
+        outputs = self.features // (2 if kind == "silu" else 1)  # of a block
+        features, tokens = -(-width // outputs) * self.cluster, -(-rows // self.tokens)
+        return (tokens, features) if self.tokens_first else (features, tokens)
+
+
+def _product(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
+    features = row_tiles * 16
+    call = f"product, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
+    return Shape(tokens, features, _SHARES, blocks, _BLOCKS, _SHARES * _sums(tokens, features), call)
+
+
+def _shared_product(
+    tokens: int, warps: tuple[int, int], row_tiles: int, ahead: int, stages: int, blocks: int, cluster: int = 1
+) -> Shape:
+    """warps: by features and by K."""
+    by_features, by_k = warps
+    features = by_features * row_tiles * 16
+    call = f"shared_product, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {stages}, {cluster}"
+    shared = by_k * max(stages * tokens * _CHUNK * 2, _sums(tokens, features))
+    return Shape(tokens, features, by_features * by_k, blocks, blocks, shared, call, cluster)
+
+
+def _tiled_product() -> Shape:
+    shared = max(_STAGES * 2 * _LARGE * _CHUNK * 2, _sums(_LARGE, _LARGE))
+    call = f"tiled_product, 2, 4, 4, 4, {_STAGES}"
+    # Blocks that run at the same time share weights, since x is the larger part of what they read.
+    return Shape(_LARGE, _LARGE, 8, 1, _BLOCKS, shared, call, tokens_first=True)
+
+
+def _sums(tokens: int, features: int) -> int:
+    return tokens * (features + 4) * 4
+
+
+# By kind and rows of x that a block takes, as measured best on one H200: what needs no clusters, and what takes the
+# place of it, or is there beside it, where there are clusters.
+_ANYWHERE = {
+    ("plain", 8): _product(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("add", 8): _product(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
+    ("silu", 8): _product(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("plain", 16): _product(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
+    ("add", 16): _product(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
+    ("silu", 16): _product(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+    ("plain", 32): _product(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+    ("add", 32): _product(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+    ("silu", 32): _shared_product(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
+    ("plain", 64): _product(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("add", 64): _product(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("silu", 64): _shared_product(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2),
+    ("plain", 128): _tiled_product(),
+    ("add", 128): _tiled_product(),
+    ("silu", 128): _tiled_product(),
+}
+_WITH_CLUSTERS = _ANYWHERE | {
+    ("add_long", 16): _shared_product(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
+    ("silu", 16): _shared_product(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
+    ("add", 32): _shared_product(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
+    ("plain", 64): _shared_product(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
+}
+
+
+def shapes_for(capability: tuple[int, int]) -> dict[tuple[str, int], Shape]:
+    """By kind and tile, for devices of this compute capability. Without an entry, `add_long` is `add`."""
+    return _WITH_CLUSTERS if capability >= _CLUSTERS else _ANYWHERE
 
 
 def tile_of(rows: int, features: int, processors: int) -> int:
@@ -29,42 +113,25 @@ def tile_of(rows: int, features: int, processors: int) -> int:
     return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
 
 
-def features_of(kind: str, tile: int) -> int:
-    """Rows of the weight that a block takes, as in skinny.cu."""
-    if tile > 32:
-        return _LARGE if tile == _LARGE else 32
-    return 16 if kind == "add" or (kind, tile) == ("plain", 16) else 32
-
-
-def grid_of(kind: str, tile: int, rows: int, width: int) -> tuple[int, int]:
-    """width: of the result."""
-    outputs = features_of(kind, tile) // (2 if kind == "silu" else 1)  # of a block
-    features, tokens = -(-width // outputs), -(-rows // tile)
-    # Blocks that run at the same time share weights where x is the larger part of what they read.
-    return (features, tokens) if tile in _SMALL else (tokens, features)
-
-
-def shared_bytes(kind: str, tile: int) -> int:
-    sums = features_of(kind, tile) * (tile + 1) * 4
-    return _WARPS * sums if tile in _SMALL else max(_STAGES * 2 * _LARGE * _CHUNK * 2, sums)
-
-
 class SkinnyProducts:
     """The kernels of one dtype on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, source: str | None = None) -> None:
-        """source: in place of skinny.cu, to try variants of it."""
-        module = Module(source or read_source(), _options(dtype), device)
+        """source: in place of `read_source`, to try variants of it."""
+        capability = torch.cuda.get_device_capability(device)
+        module = Module(source or read_source(capability), _options(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels: dict[tuple[str, int], Kernel] = {
-            (kind, tile): module.kernel(f"{kind}_{tile}", _WARPS * 32, shared_bytes(kind, tile), blocks=_BLOCKS)
-            for tile in (*_SMALL, _LARGE)
-            for kind in _KINDS
+        self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
+            (kind, tile): (module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared, blocks=shape.room), shape)
+            for (kind, tile), shape in shapes_for(capability).items()
         }
+        for tile in (*_SMALL, _LARGE):
+            self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
-        return self._run("plain" if residual is None else "add", x, weight, bias, residual, weight.shape[0])
+        kind = "plain" if residual is None else "add_long" if weight.shape[1] >= _LONG else "add"
+        return self._run(kind, x, weight, bias, residual, weight.shape[0])
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
@@ -76,25 +143,30 @@ class SkinnyProducts:
         x = x.contiguous()
         rows, depth = x.shape
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
-        tile = tile_of(rows, weight.shape[0], self._processors)
+        kernel, shape = self._kernels[kind, tile_of(rows, weight.shape[0], self._processors)]
         out = x.new_empty(rows, width)
-        args = (x, weight, bias, residual, out, rows, width, depth)
-        self._kernels[kind, tile](grid_of(kind, tile, rows, width), *args)
+        kernel(shape.grid(kind, rows, width), x, weight, bias, residual, out, rows, width, depth)
         return out
 
 
 def compile_ahead(dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Puts what `SkinnyProducts` compiles into the user's cache folder, for devices of this compute capability."""
     if dtype in _DTYPES:
-        compile_source(read_source(), _options(dtype), capability)
+        compile_source(read_source(capability), _options(dtype), capability)
 
 
 def _options(dtype: torch.dtype) -> list[str]:
     return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]
 
 
-def read_source() -> str:
-    return resources.files("draftwing.kernels").joinpath("skinny.cu").read_text(encoding="utf-8")
+def read_source(capability: tuple[int, int]) -> str:
+    """What is compiled for devices of this compute capability."""
+    folder = resources.files("draftwing.kernels")
+    parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("skinny.cu", "skinny_shared.cu")]
+    for (kind, tile), shape in shapes_for(capability).items():
+        bounds = f"{shape.warps * 32}, {shape.blocks}, {shape.cluster}"
+        parts.append(f"KERNEL({kind}_{tile}, {bounds}, {shape.call}, {KINDS[kind]})\n")
+    return "".join(parts)
 
 
 @functools.cache
