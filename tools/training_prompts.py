@@ -1,11 +1,13 @@
 """The prompts that the shipped draft heads were trained on, from the public sets they are made of.
 
-    python tools/training_prompts.py DATA OUT.jsonl [--count 8000] [--seed 0]
+    python tools/training_prompts.py DATA OUT.jsonl [--count 8000] [--seed 0] [--widen]
 
 DATA has a folder for each set (gsm8k, prompts_karma_mix, dolly_partial, gpteacher, awesome_chatgpt_prompts, clinc_oos,
 banking77, nl2bash, self_instruct, text_corpora, mbxp) with the files as their authors publish them, gzipped. `SHARES`
 says how much of the mix each set is; short requests of one line, which those sets have most of, are kept few.
 A tenth of the general prompts get a second question, so that a head sees a conversation go on.
+--widen adds what the mix leaves of the chat, code and arithmetic sets, and tasks made of general prompts, and a second
+question to a fifth of the chats.
 Overlap with evaluation prompts is not looked for here: `draftwing train --eval-prompts` drops what shares 13 words.
 """
 
@@ -18,7 +20,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,29 @@ _PASSAGE_TASKS = (
     "Explain what this passage is about:\n\n{}",
     "List the main points of the following text.\n\n{}",
 )
+# --widen: what is asked about a general prompt, and second questions.
+_TASKS = (
+    "Write a detailed blog post that answers this question: {}",
+    "Write a short story inspired by this: {}",
+    "Explain to a beginner, step by step: {}",
+    "Write a professional email to a colleague about this topic: {}",
+    "Compare different points of view on the following: {}",
+    "Give me a well structured essay outline, then the first two paragraphs, on: {}",
+    "Answer as an expert in the field would, with examples: {}",
+    "Make a list of ten ideas related to this: {}",
+)
+_SECOND = (
+    "Rewrite your previous response in simpler words.",
+    "Summarize your answer in three bullet points.",
+    "Can you give me a concrete example?",
+    "Now write it as a formal letter.",
+    "Explain why, step by step.",
+    "What are the limits of what you said?",
+    "Rewrite your answer as a short poem.",
+    "Continue with more detail.",
+    "Now explain it to a ten year old child.",
+    "What would someone who disagrees say?",
+)
 _CODE_TASKS = ("Complete the code I provided.\n{}", "Complete the following function.\n\n{}", "{}")
 
 
@@ -56,6 +81,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--count", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--widen", action="store_true")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     chosen: list[dict[str, Any]] = []
@@ -66,6 +92,8 @@ def main() -> None:
         print(f"{name:14s} {len(part):6d} of {len(found)}")
         chosen += [_entry(text, name, rng) for text in part]
     rng.shuffle(chosen)
+    if args.widen:
+        chosen = _widened(chosen, args.data, random.Random(args.seed + 7))
     with args.out.open("w", encoding="utf-8") as out:
         out.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in chosen)
 
@@ -75,6 +103,44 @@ def _entry(text: str, name: str, rng: random.Random) -> dict[str, Any]:
     if name in ("karma", "dolly") and rng.random() < 0.1:
         turns.append(rng.choice(_FOLLOW_UPS))
     return {"turns": turns, "set": name}
+
+
+def _widened(chosen: list[dict[str, Any]], data: Path, rng: random.Random) -> list[dict[str, Any]]:
+    known = {entry["turns"][0].strip() for entry in chosen}
+    more: list[dict[str, Any]] = []
+    for name, texts in _whole_sets(data):
+        for text in map(str.strip, texts):
+            if 8 <= len(text) <= 3000 and text not in known:
+                known.add(text)
+                more.append({"turns": [text], "set": name})
+    print(f"{'widened':14s} {len(more):6d}")
+    general = [
+        entry
+        for entry in chosen + more
+        if entry["set"] in ("karma", "dolly", "self_instruct")
+        and len(entry["turns"]) == 1
+        and 15 < len(entry["turns"][0]) < 200
+    ]
+    for entry in rng.sample(general, min(6000, len(general))):
+        more.append({"turns": [rng.choice(_TASKS).format(entry["turns"][0])], "set": entry["set"]})
+    chats = ("karma", "dolly", "self_instruct", "gpteacher", "awesome")
+    found = []
+    for entry in chosen + more:
+        if len(entry["turns"]) == 1 and entry["set"] in chats and rng.random() < 0.2:
+            entry = entry | {"turns": [*entry["turns"], rng.choice(_SECOND)]}
+        found.append(entry)
+    rng.shuffle(found)
+    return found
+
+
+def _whole_sets(data: Path) -> Iterator[tuple[str, list[str]]]:
+    yield "karma", [entry["prompt"] for entry in _lines(data / "prompts_karma_mix" / "rl-prompts-v1.jsonl.gz")]
+    for entries in _dolly_files(data):
+        yield "dolly", entries
+    for name in ("codegen-instruct", "roleplay-simple-deduped-roleplay-instruct", "toolformer-similarity-0.6-dataset"):
+        entries = json.loads(_text(data / "gpteacher" / f"{name}.json.gz"))
+        yield "gpteacher", ["\n\n".join(map(str.strip, _instruction_parts(entry))) for entry in entries]
+    yield "gsm8k", [entry["question"] for entry in _lines(data / "gsm8k" / "train.jsonl.gz")]
 
 
 # ---- sets ------------------------------------------------------------------------------------------------------------
@@ -93,7 +159,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _instruction(entry: dict[str, Any]) -> str:
-    return "\n\n".join(part for part in (entry["instruction"], entry.get("input") or "") if part.strip())
+    return "\n\n".join(_instruction_parts(entry))
+
+
+def _instruction_parts(entry: dict[str, Any]) -> list[str]:
+    return [part for part in (entry["instruction"], entry.get("input") or "") if part.strip()]
 
 
 def _karma(data: Path, rng: random.Random) -> list[str]:
@@ -103,9 +173,15 @@ def _karma(data: Path, rng: random.Random) -> list[str]:
 
 
 def _dolly(data: Path, rng: random.Random) -> list[str]:
-    whole = [_instruction(e) for e in json.loads(_text(data / "dolly_partial" / "dolly_3k.json.gz"))]
-    bare = [e["instruction"] for e in _lines(data / "dolly_partial" / "google_flan-t5-small_decode_output.jsonl.gz")]
+    whole, bare = _dolly_files(data)
     return whole + rng.sample(bare, len(whole))
+
+
+def _dolly_files(data: Path) -> tuple[list[str], list[str]]:
+    """Prompts with their passages, and prompts alone."""
+    folder = data / "dolly_partial"
+    whole = [_instruction(e) for e in json.loads(_text(folder / "dolly_3k.json.gz"))]
+    return whole, [e["instruction"] for e in _lines(folder / "google_flan-t5-small_decode_output.jsonl.gz")]
 
 
 def _gpteacher(data: Path, rng: random.Random) -> list[str]:
