@@ -15,6 +15,7 @@ from reference.checkpoints import Checkpoint, Maker
 from toy_grammar import ToyGrammar
 
 from draftwing.core import TreeShape
+from draftwing.engine import prefill_graphs
 from draftwing.kernels import use_triton
 from draftwing.models.draft_loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -158,3 +159,34 @@ def test_with_grammars_and_penalties(case, shape):
     rig = case.rig(shape)
     assert submit(rig).tokens == expected.tokens
     assert rig.accept_length > 1.3
+
+
+@pytest.mark.usefixtures("mended_interpreter")
+def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
+    """What a graph leaves is read before any other step, and by the drafter, too: it is spoilt right afterwards."""
+    if harness.device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels run where the GPU is")
+    paged = pytest.importorskip("draftwing.attn.paged")
+    monkeypatch.setattr(prefill_graphs, "SIZES", (16, 32))  # the interpreter is slow
+    case = Case("EAGLE3", tmp_path, harness.device, harness)
+    attn = partial(paged.PagedAttention, exact=True)
+    rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=24, lag=1)
+    prefills, settle = rig.executor.prefills, rig.executor.settle
+
+    def spoil():
+        for _, outputs in prefills._graphs.values():
+            for output in outputs:
+                output.fill_(torch.nan)
+
+    @torch.inference_mode()
+    def settled(pending):
+        done = settle(pending)
+        spoil()
+        return done
+
+    rig.executor.settle = settled
+    for i in range(3):
+        rig.submit(str(i), case.prompts[i], harness.greedy(5) if i else harness.seeded(5, seed=0))
+    got = rig.run().tokens
+    assert all(got[str(i)] == case.expected.tokens[str(i)][:5] for i in range(3))
+    assert prefills.replays >= 2 and rig.accept_length > 1.2

@@ -146,7 +146,7 @@ def assemble(
     simulation = None
     if options.simulate_accept_length is not None:
         simulation = Simulation(options.simulate_accept_length, config.vocab_size)
-    executor = Executor(model, drafter, slots, attn, device, graph_size, simulation)
+    executor = Executor(model, drafter, slots, attn, device, graph_size, simulation, max(chunk, 0))
     if options.enable_torch_compile and device.is_cuda:
         nodes = max(shape.nodes for shape in policy.menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes)

@@ -143,7 +143,7 @@ class Engine:
             "accept_length": self.accept_length,
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
-            "graph_replays": self.parts.executor.graphs.replays,
+            "graph_replays": self.parts.executor.replays,
             **self.reporter.stats(),
         }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.engine.commit import HEAD, HINT, Committed, commit, unpack
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
-from draftwing.engine.prefill_graphs import PrefillGraphs
+from draftwing.engine.prefill_graphs import PrefillGraphs, TiledAttention
 from draftwing.engine.recorded import RecordedStages
 from draftwing.engine.slots import Drawing, SlotTable, Upload
 from draftwing.engine.special import Drawn, Logprobs, SpecialRows, unpacked
@@ -125,8 +125,10 @@ class Executor:
         device: Device,
         graph_size: int = 0,
         simulation: Simulation | None = None,
+        chunk: int = 0,
     ) -> None:
-        """graph_size: largest batch that `capture` captures graphs of; simulation: decides what is accepted."""
+        """graph_size: largest batch that `capture` captures graphs of; simulation: decides what is accepted; chunk:
+        most queries of a prefill, 0 for any number."""
         self.model = model
         self.drafter = drafter
         self.slots = slots
@@ -138,7 +140,8 @@ class Executor:
             self.graphs = RecordedStages(device, slots.rows)
         self.prefills: PrefillGraphs | None = None
         if graph_size and hasattr(attn, "chunk_tiles"):
-            self.prefills = PrefillGraphs(device, slots, attn, model.config.num_heads, self._target)
+            tiled, heads = cast(TiledAttention, attn), model.config.num_heads
+            self.prefills = PrefillGraphs(device, slots, tiled, heads, chunk or slots.length, self._target)
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
         # The outlook of every row, where nobody needs to ask for it.
@@ -196,6 +199,11 @@ class Executor:
     def captured(self) -> int:
         """How many graphs there are."""
         return len(self.graphs) + (len(self.prefills) if self.prefills is not None else 0)
+
+    @property
+    def replays(self) -> int:
+        """How often one of them, or on a CPU a recorded stage, was replayed."""
+        return self.graphs.replays + (self.prefills.replays if self.prefills is not None else 0)
 
     def _capture(self, key: Key) -> float:
         """-> seconds of a step"""

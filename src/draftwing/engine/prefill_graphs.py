@@ -10,14 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.attn.base import AttnBackend, Batch, spans_of
+from draftwing.attn.base import Batch, ChunkSpan, spans_of
 from draftwing.core import Chunk, IntArray
 from draftwing.engine.device import Device
 from draftwing.engine.slots import SlotTable
@@ -26,6 +27,14 @@ SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # queries; more take longer t
 MOST_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]
+
+
+class TiledAttention(Protocol):
+    """What an attention backend has that takes `Batch.tiles`: see `attn.paged`."""
+
+    def chunk_tiles(self, spans: Sequence[ChunkSpan], heads: int) -> Tensor: ...
+
+    def most_tiles(self, queries: int, chunks: int, heads: int) -> int: ...
 
 
 class Inputs(NamedTuple):
@@ -38,12 +47,13 @@ class Inputs(NamedTuple):
 
 
 class PrefillGraphs:
-    def __init__(self, device: Device, slots: SlotTable, attn: AttnBackend, heads: int, forward: Forward) -> None:
-        """attn: has `chunk_tiles` and `most_tiles`, see `attn.paged`; heads: of the target; forward: its own, which
-        gives hidden states [M, H] and taps."""
-        self._device, self._slots, self._heads, self._forward = device, slots, heads, forward
-        self._attn: Any = attn
-        self.sizes = [size for size in SIZES if size <= slots.length]
+    def __init__(
+        self, device: Device, slots: SlotTable, attn: TiledAttention, heads: int, most: int, forward: Forward
+    ) -> None:
+        """heads: of the target; most: queries of a plan; forward: the target's, gives hidden states [M, H] and taps."""
+        self._device, self._slots, self._attn, self._heads, self._forward = device, slots, attn, heads, forward
+        self.sizes = [size for size in prefill_sizes(most) if size <= slots.length]
+        self.replays = 0
         words = max((self._words(size) for size in self.sizes), default=0)
         self._buffer = slots.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], tuple[Tensor, Tensor | None]]] = {}
@@ -68,6 +78,7 @@ class PrefillGraphs:
         self._fill(self.sizes[at], chunks)
         replay, (hidden, taps) = self._graphs[self.sizes[at]]
         replay()
+        self.replays += 1
         return hidden[:tokens], None if taps is None else taps[:tokens]
 
     # -- the buffer -------------------------------------------------------------------------------------------------
@@ -76,7 +87,7 @@ class PrefillGraphs:
         return min(size, MOST_CHUNKS)
 
     def _tiles(self, size: int) -> int:
-        most: int = self._attn.most_tiles(size, self._chunks(size), self._heads)
+        most = self._attn.most_tiles(size, self._chunks(size), self._heads)
         return most + most % 2
 
     def _words(self, size: int) -> int:
@@ -114,12 +125,17 @@ class PrefillGraphs:
             positions=positions,
             write_slots=slots.table[token_rows, positions],
             table=slots.table,
-            prefix_len=slots.kv_len[rows],
+            prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
             tiles=tiles,
         )
         return self._forward(batch)
 
 
-def kept_bytes(hidden: int, taps: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of what the graphs of all sizes leave."""
-    return sum(SIZES) * hidden * (1 + len(taps)) * dtype.itemsize
+def prefill_sizes(most: int) -> list[int]:
+    """Queries of the graphs that plans of up to `most` queries need, ascending."""
+    return [size for before, size in pairwise((0, *SIZES)) if before < most]
+
+
+def kept_bytes(most: int, hidden: int, taps: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of what these graphs leave."""
+    return sum(prefill_sizes(most)) * hidden * (1 + len(taps)) * dtype.itemsize

@@ -14,7 +14,7 @@ from draftwing.core import MOST_PREDICTED, PLAIN, Admission, Chunk, Plan, Sampli
 from draftwing.engine.device import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import MOST_NODES, batch_sizes
-from draftwing.engine.prefill_graphs import SIZES, kept_bytes
+from draftwing.engine.prefill_graphs import kept_bytes, prefill_sizes
 from draftwing.engine.slots import SlotTable
 from draftwing.errors import ConfigError
 from draftwing.kernels import use_triton
@@ -147,9 +147,10 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, tokens + shape.max_commit))
             # Graphs share their memory; a prompt's leave their results.
-            graphs = max(graphs, peak(executor, first_step(min(SIZES[-1], tokens), length)))
-            graphs += kept_bytes(rig.model.config.hidden_size, executor.taps, rig.dtype)
-            graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(SIZES)) * GRAPH_BYTES
+            prompts = prefill_sizes(tokens)
+            graphs = max(graphs, peak(executor, first_step(min(prompts[-1], tokens), length)))
+            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.taps, rig.dtype)
+            graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of {tokens} prompt tokens, or of {rows} requests with {shape.nodes} nodes, does not fit beside "
