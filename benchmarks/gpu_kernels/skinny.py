@@ -51,7 +51,7 @@ def weights() -> list[dict[str, Tensor]]:
 
 
 def bench() -> list[tuple[str, float]]:
-    """(what, microseconds): every product alone and the chain, for 1 to 32 rows."""
+    """(what, microseconds): every product alone and the chain, for 1 to 64 rows."""
     from draftwing.kernels.layers import rms_norm
     from draftwing.kernels.skinny import skinny_products
 
@@ -60,7 +60,7 @@ def bench() -> list[tuple[str, float]]:
     head = torch.randn(VOCAB, HIDDEN, device="cuda").mul_(0.02).bfloat16()
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     results = []
-    for rows in (1, 4, 8, 16, 32):
+    for rows in (1, 4, 8, 16, 32, 64):
         x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
         wide = torch.randn(rows, FFN, device="cuda").bfloat16()
         alone = {

@@ -72,6 +72,10 @@ def _positions(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _data(run: Run) -> str:
     settings, report = run.settings, _json(run.data / "data.json") or _json(run.out / "data.json")
+    licences = [f"- {text}" for text in settings.licence] or ["- not stated by who trained it"]
+    sources = "Sources and licences:\n\n" + "\n".join(licences)
+    if not settings.trains:
+        return f"That of the heads it is made of (see Training).\n\n{sources}"
     lines = [f"- {Path(file).name}" for file in (*settings.prompts, *settings.conversations)]
     answered = "Prompts were answered by the target itself" if settings.prompts or settings.regenerate else ""
     if answered:
@@ -81,15 +85,15 @@ def _data(run: Run) -> str:
     dropped = "; ".join(f"{count} {reason}" for reason, count in report.get("skipped", {}).items())
     if dropped:
         counts += f" Left out: {dropped}."
-    licences = [f"- {text}" for text in settings.licence] or ["- not stated by who trained it"]
-    parts = ["\n".join(lines), f"{answered} {counts}".strip(), "Sources and licences:\n\n" + "\n".join(licences)]
-    return "\n\n".join(parts)
+    return "\n\n".join(["\n".join(lines), f"{answered} {counts}".strip(), sources])
 
 
 def _training(run: Run) -> str:
     report, vocabulary = _json(run.out / "fit.json"), _json(run.out / "vocabulary.json")
     lines = [f"Seed {run.settings.seed}, draftwing {draftwing.__version__}."]
-    if report and report["steps"]:
+    if not run.settings.trains:
+        lines.append(f"Not trained any further: the mean of {', '.join(run.settings.init_head)}.")
+    elif report and report["steps"]:
         lines.append(f"{report['steps']} steps over {report['tokens']} tokens in {report['seconds']:.0f} s.")
     if run.settings.algorithm == "EAGLE3" and vocabulary:
         lines.append(f"Draft vocabulary: {len(vocabulary['ids'])} tokens, {vocabulary['coverage']:.2%} of the answers.")

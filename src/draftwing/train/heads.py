@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -126,25 +126,51 @@ def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> Ea
     """The mean of heads that were trained on from the same one, which often accepts a little more than each of them
     (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.
 
-    Raises as `load_head` does, and ConfigError for heads of which one does not look like the first.
+    Raises as `load_head` does, and ConfigError for heads of which one does not compute as the first does.
     """
-    first, *others = (load_head(path, target, algorithm) for path in paths)
-    mean = {name: tensor.detach().double() for name, tensor in first.named_parameters()}
-    for path, other in zip(paths[1:], others, strict=True):
-        found = dict(other.named_parameters())
-        same_ids = first.target_ids is None or (
-            other.target_ids is not None and torch.equal(first.target_ids, other.target_ids)
-        )
-        if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in mean.items()} or not same_ids:
+    mean = load_head(paths[0], target, algorithm)
+    sums = {name: parameter.detach().double() for name, parameter in mean.named_parameters()}
+    for path in paths[1:]:
+        other = load_head(path, target, algorithm)
+        differences = _differences(mean, other)
+        if differences:
             raise ConfigError(
-                f"--init-head: {path} has other shapes or draft tokens than {paths[0]}: there is no mean of them"
+                f"--init-head: there is no mean of {paths[0]} and {path}, which differ in {'; '.join(differences)}"
             )
-        for name, tensor in found.items():
-            mean[name] += tensor.detach()
+        for name, parameter in other.named_parameters():
+            sums[name] += parameter.detach()
+        del other  # before the next one is loaded
     with torch.no_grad():
-        for name, parameter in first.named_parameters():
-            parameter.copy_(mean[name] / len(paths))
-    return first
+        for name, parameter in mean.named_parameters():
+            parameter.copy_(sums[name] / len(paths))
+    return mean
+
+
+def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
+    """What two heads do not have in common, as `name: of the first, of the other`; empty for heads that differ in
+    weights alone."""
+    mine, theirs = _traits(first), _traits(other)
+    found = [
+        f"{name}: {mine.get(name)}, {theirs.get(name)}"
+        for name in mine | theirs
+        if mine.get(name) != theirs.get(name)
+    ]  # fmt: skip
+    ids, others = first.target_ids, other.target_ids
+    if not found and (ids is None or others is None or not torch.equal(ids, others)) and ids is not others:
+        found.append("the tokens that they draft")
+    return found
+
+
+def _traits(head: FeatureHead) -> dict[str, Any]:
+    """How a head computes, beside its weights and draft tokens."""
+    # Of its config not what it was published as, for which length, and names in its file.
+    unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm"}
+    traits = {"kind": type(head).__name__, **asdict(head.config)}
+    if isinstance(head, Eagle3Head):
+        traits |= asdict(head.eagle)
+    traits = {name: value for name, value in traits.items() if name not in unlike}
+    shapes = {f"shape of {name}": list(parameter.shape) for name, parameter in head.named_parameters()}
+    return traits | {"taps": head.taps} | shapes
 
 
 def trainable(head: Head) -> Head:

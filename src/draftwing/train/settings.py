@@ -142,9 +142,14 @@ class Settings:
             raise ConfigError("--regenerate needs --conversations, whose answers it replaces")
         if self.algorithm != "EAGLE3" and (self.aux_layers or self.draft_vocab_size):
             raise ConfigError("--aux-layers and --draft-vocab-size are for --algorithm EAGLE3")
-        if self.epochs == self.steps == 0 and not self.init_head:
+        if not self.trains and not self.init_head:
             raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
         self.trees()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is any step of training; else the head is the mean of --init-head."""
+        return bool(self.epochs or self.steps)
 
     def trees(self) -> list[TreeShape]:
         found = []
@@ -272,7 +277,7 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
 
 def _begun(out: Path) -> bool:
     """Whether there is something in the folder that settings have shaped."""
-    return (out / "fit").exists() or any(next(out.glob(f"{name}*"), None) for name in ("responses", "features-"))
+    return any(next(out.glob(name), None) for name in ("responses*", "features-*", "fit", "head"))
 
 
 def _check_same(
@@ -311,7 +316,14 @@ def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     known = {spec.name for spec in dataclasses.fields(Settings)}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in content["settings"].items()}
-        return {name: value for name, value in settings.items() if name in known}, dict(content["options"])
+        settings = {name: _read(name, value) for name, value in content["settings"].items() if name in known}
+        return settings, dict(content["options"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): name another --out") from None
+
+
+def _read(name: str, value: Any) -> Any:
+    """A setting from JSON. Of what may be several there was one, or null, in older folders."""
+    if not _kind(name).many:
+        return value
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)

@@ -89,6 +89,10 @@ class Stages:
         return load_config(self.path)
 
     @cached_property
+    def init_heads(self) -> list[Path]:
+        return [resolve_model(name, option="--init-head") for name in self.settings.init_head]
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         options = self.engine_options
         path = self.path
@@ -152,14 +156,23 @@ class Stages:
         )
 
     def check(self) -> None:
-        """Raises what would fail later for certain: no model, no data, hidden states that are not there."""
+        """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
         assert self.taps
-        assert self.data
+        out = self.run.out
+        if not (out / "head").exists():  # with one, heads that it started from may be gone
+            assert self.settings.init_head == () or self.init_heads
+        if self.settings.trains:
+            assert self.data
+        elif (out / "fit").exists():
+            raise ConfigError(f"{out} has a head that was trained, which --epochs 0 would replace: name another --out")
 
     # -- stages -----------------------------------------------------------------------------------------------------
 
     def generate(self) -> None:
         """Answers the prompts that have no answer yet."""
+        if not self.settings.trains:
+            logger.info("nothing is trained, so no answers are needed")
+            return
         settings, data = self.settings, self.data
         low, high = (*settings.temperatures, *settings.temperatures)[:2]
         temperatures = (low, high) if len(settings.temperatures) == 2 else (low, low)
@@ -240,6 +253,9 @@ class Stages:
 
     def capture(self) -> None:
         """Features of what the store does not have yet."""
+        if not self.settings.trains:
+            logger.info("nothing is trained, so no features are needed")
+            return
         if self.settings.online:
             return
         tokens = self.tokens
@@ -267,6 +283,9 @@ class Stages:
     def fit(self) -> None:
         """Trains the head and writes it to the folder `head`."""
         settings, out = self.settings, self.run.out
+        if not settings.trains:
+            self._mean()
+            return
         if settings.gpus > self.processes:
             self._spawn("fit")  # each reads the tokens itself
             return
@@ -277,9 +296,7 @@ class Stages:
         wanted = {one.key for one in tokens}
         chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
         train, watch = _parts(source, source.order, wanted, chosen)
-        report = FitReport(0, 0.0, 0, {}, {})
-        if settings.epochs or settings.steps:
-            report = fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit", resume=True)
+        report = fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit", resume=True)
         if not self.rank:
             self._save(head, report)
         if torch.distributed.is_initialized():
@@ -300,7 +317,10 @@ class Stages:
             "speculative_draft_model_path": str(folder),
         }
         trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
-        sets = {name: texts[: settings.eval_count] for name, texts in self.data.sets.items()}
+        sets = self._evaluation_sets()
+        if not sets and (settings.prompts or settings.conversations):
+            sets = self.data.sets
+        sets = {name: texts[: settings.eval_count] for name, texts in sets.items()}
         records = evaluate(options, sets, trial, out / "eval.json")
         write_card(self.run, self.config, records)
         self._trim()
@@ -330,14 +350,22 @@ class Stages:
         if missing:
             raise ConfigError(f"{self.features} lacks {missing} of {len(tokens)} conversations: run `draftwing train "
                               "capture` first")  # fmt: skip
+        return self._target_ends(device), store
+
+    def _target_ends(self, device: torch.device) -> DecoderModel:
         dtype = pick_dtype(self.engine_options.dtype, pick_device(self.engine_options.device), self.config.dtype)
-        return heads.load_target_ends(self.path, dtype, device), store
+        return heads.load_target_ends(self.path, dtype, device)
+
+    def _mean(self) -> None:
+        """Writes the mean of --init-head as it is; by one process, and without a GPU."""
+        if not self.rank:
+            head = heads.load_mean(self.init_heads, self._target_ends(torch.device("cpu")), self.settings.algorithm)
+            self._save(head, FitReport(0, 0.0, 0, {}, {}))
 
     def _head(self, target: DecoderModel, tokens: Sequence[Tokens]) -> AnyHead:
         settings = self.settings
         if settings.init_head:
-            paths = [resolve_model(name, option="--init-head") for name in settings.init_head]
-            head = heads.load_mean(paths, target, settings.algorithm)
+            head = heads.load_mean(self.init_heads, target, settings.algorithm)
             if head.target_ids is not None:
                 self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
             return head
