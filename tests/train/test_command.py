@@ -30,6 +30,7 @@ from tiny_checkpoint import write_tokenizer
 from draftwing import LLM
 from draftwing.cli import main
 from draftwing.train import stages
+from draftwing.train.settings import open_run
 
 UNTRAINED, TRAINED = 1.25, 2.5  # accept lengths at (3, 1, 4), greedy: at most, at least
 LEARN = ("--steps", "250", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
@@ -152,10 +153,39 @@ def test_the_mean_of_heads(bench: Bench, run: Path, capsys: pytest.CaptureFixtur
         moved |= not torch.equal(a, b)
         torch.testing.assert_close(tensor, (a + b) / 2 if a.is_floating_point() else a)
     assert moved
+    again = open_run(mean, {"eval_tokens": 64}, {}).settings  # goes on: it is the same run still
+    assert again.init_head == tuple(heads) and again.max_tokens == 48 and again.eval_tokens == 64 and not again.trains
+    assert "training was begun" in refused(["train", "--out", str(other), *untrained], capsys)
     fresh = bench.train("narrow", "--data", str(run), "--steps", "1", "--ffn-size", "64", stage="fit")
     args = bench.args("none", "--data", str(run), *untrained, stage="fit")
     assert "only for --init-head" in refused(args, capsys)
-    assert "other shapes" in refused([*args, "--init-head", heads[0], str(fresh / "head")], capsys)
+    assert "differ in ffn_size: " in refused([*args, "--init-head", heads[0], str(fresh / "head")], capsys)
+
+
+def test_the_mean_needs_no_data(
+    bench: Bench, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor answers, features and processes; what is measured does need prompts."""
+
+    def never(*args: Any, **kw: Any) -> None:
+        raise AssertionError
+
+    for name in ("generate", "capture", "fit"):
+        monkeypatch.setattr(stages, name, never)
+    monkeypatch.setattr(stages.Stages, "_target", never)
+    monkeypatch.setattr(subprocess, "run", never)
+    head, out = str(bench.folder / "copied head"), bench.folder / "no data"
+    shutil.copytree(run / "head", head)
+    args = ["train", "--model", bench.target, "--init-head", head, head, "--epochs", "0", *ENGINE, "--out", str(out)]
+    more = ("--gpus", "2", "--online", "--shapes", "3,1,4", "--eval-tokens", "8", "--eval-temperatures", "0")
+    assert "give --eval-prompts" in refused([*args, *more], capsys)
+    assert sorted(path.name for path in out.iterdir()) == ["fit.json", "head", "train.json"]
+    for name, tensor in weights(out).items():
+        assert torch.equal(tensor, weights(run)[name])
+    shutil.rmtree(head)  # it is not needed any more
+    measured = ["train", "eval", "--out", str(out), "--eval-prompts", str(bench.folder / "e.jsonl")]
+    assert main(measured) == 0 and accept(out) > 1.5
+    assert f"the mean of {head}, {head}." in (out / "head" / "README.md").read_text()
 
 
 def test_features_from_the_disk_or_while_training(bench: Bench, run: Path) -> None:
@@ -254,6 +284,17 @@ def test_nothing_is_done_twice(bench: Bench, run: Path, monkeypatch: pytest.Monk
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.mark.parametrize("stored, expected", [(None, ()), ("a/head", ("a/head",)), (["a", "b"], ("a", "b"))])
+def test_folders_of_one_head_or_none(tmp_path: Path, stored: Any, expected: tuple[str, ...]) -> None:
+    """As they were written before --init-head took several."""
+    content = {"settings": {"init_head": stored, "prompts": ["p.jsonl"]}, "options": {"model": "m"}}
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    found = open_run(tmp_path, {}, {})
+    assert found.settings.init_head == expected and found.settings.prompts == ("p.jsonl",)
+    flag = f" --init-head {' '.join(expected)}" if expected else ""
+    assert found.command() == f"draftwing train --out {tmp_path} --model m --prompts p.jsonl{flag}"
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +345,7 @@ def test_what_cannot_work_is_refused_at_once(
         ([*data, "--seed", "5"], "was made with --seed 0, not 5"),
         ([*data, "--max-tokens", "50"], "was made with --max-tokens 48, not 50"),
         (["--model", str(tmp_path / "none")], "does not exist"),
+        (["--init-head", str(run / "head"), "fit"], "--init-head: 'fit' does not exist"),
     ):
         assert message in refused(bench.args(out, *more), capsys), more
         assert not Path(out).exists()

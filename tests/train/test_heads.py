@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from reference.checkpoints import llama_target
 
 from draftwing.engine.device import pick_device
+from draftwing.errors import ConfigError
 from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel, causal
-from draftwing.train.heads import TargetHead, new_eagle3_head
+from draftwing.train.checkpoint import save_head
+from draftwing.train.heads import TargetHead, load_mean, new_eagle3_head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,3 +60,38 @@ def test_other_shapes_stay_random(tmp_path):
     plain = new_eagle3_head(target, None, ffn_size=32, seed=2, copy_layer=False)
     assert torch.equal(head.fusion.down.weight, plain.fusion.down.weight)
     assert not torch.equal(head.fusion.o.weight, plain.fusion.o.weight)
+
+
+def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
+    """Whatever the weights' shapes do not show is compared too; names and lengths in the config do not matter."""
+    target = load_model(llama_target(0, num_hidden_layers=7).write(tmp_path / "target"), torch.float32, "cpu")
+    kept = torch.arange(0, 64, 2)
+
+    def saved(name, seed=1, ids=kept, taps=(1, 3, 6), **changes):
+        folder = save_head(new_eagle3_head(target, ids, taps, seed=seed), tmp_path / name, torch.float32)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return folder
+
+    first = saved("first")
+    alike = [saved("seed", seed=2), saved("names", seed=3, architectures=["Other"], max_position_embeddings=99)]
+    mean = load_mean([first, *alike], target, "EAGLE3")
+    parts = [dict(load_mean([folder], target, "EAGLE3").named_parameters()) for folder in (first, *alike)]
+    for name, parameter in mean.named_parameters():
+        assert parameter.requires_grad
+        torch.testing.assert_close(parameter.detach(), sum(part[name].detach() for part in parts) / 3)
+    assert not torch.equal(parts[0]["fusion.qkv.weight"], parts[1]["fusion.qkv.weight"])
+    for number, (changes, message) in enumerate(
+        (
+            ({"taps": (1, 4, 6)}, r"taps: \(1, 3, 6\), \(1, 4, 6\)$"),
+            ({"norm_before_residual": True}, "norm_before_residual: False, True$"),
+            ({"norm_output": True}, "norm_output: False, True$"),
+            ({"rms_norm_eps": 0.5}, "norm_eps: .*, 0.5$"),
+            ({"rope_theta": 77.0}, "rope: .*77.0"),
+            ({"ids": kept + 1}, "the tokens that they draft$"),
+            ({"ids": kept[1:]}, "draft_vocab: 32, 31; shape of lm_head.weight"),
+        )
+    ):
+        other = saved(f"other {number}", **changes)
+        with pytest.raises(ConfigError, match=f"no mean of {first} and {other}, which differ in {message}"):
+            load_mean([first, alike[0], other], target, "EAGLE3")

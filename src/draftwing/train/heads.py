@@ -156,9 +156,8 @@ def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
         if mine.get(name) != theirs.get(name)
     ]  # fmt: skip
     ids, others = first.target_ids, other.target_ids
-    if not found and (ids is None or others is None or not torch.equal(ids, others)) and ids is not others:
-        found.append("the tokens that they draft")
-    return found
+    same = ids is others if ids is None or others is None else torch.equal(ids, others)
+    return found if same else [*found, "the tokens that they draft"]
 
 
 def _traits(head: FeatureHead) -> dict[str, Any]:

@@ -160,11 +160,11 @@ class Stages:
         assert self.taps
         out = self.run.out
         if not (out / "head").exists():  # with one, heads that it started from may be gone
-            assert self.settings.init_head == () or self.init_heads
+            assert len(self.init_heads) == len(self.settings.init_head)
         if self.settings.trains:
             assert self.data
         elif (out / "fit").exists():
-            raise ConfigError(f"{out} has a head that was trained, which --epochs 0 would replace: name another --out")
+            raise ConfigError(f"training was begun in {out}, and --epochs 0 would replace its head: name another --out")
 
     # -- stages -----------------------------------------------------------------------------------------------------
 
@@ -317,9 +317,7 @@ class Stages:
             "speculative_draft_model_path": str(folder),
         }
         trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
-        sets = self._evaluation_sets()
-        if not sets and (settings.prompts or settings.conversations):
-            sets = self.data.sets
+        sets = self._evaluation_sets() or (self.data.sets if settings.prompts or settings.conversations else {})
         sets = {name: texts[: settings.eval_count] for name, texts in sets.items()}
         records = evaluate(options, sets, trial, out / "eval.json")
         write_card(self.run, self.config, records)
