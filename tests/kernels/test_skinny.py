@@ -50,7 +50,7 @@ def test_shapes(capability: tuple[int, int]) -> None:
             assert 0 <= features // shape.cluster * outputs - width < outputs and 0 <= tokens * tile - rows < tile
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiles(dtype: torch.dtype, capability: tuple[int, int]) -> None:
     try:

@@ -183,8 +183,9 @@ def test_the_mean_needs_no_data(
     for name, tensor in weights(out).items():
         assert torch.equal(tensor, weights(run)[name])
     shutil.rmtree(head)  # it is not needed any more
-    measured = ["train", "eval", "--out", str(out), "--eval-prompts", str(bench.folder / "e.jsonl")]
-    assert main(measured) == 0 and accept(out) > 1.5
+    measured = ["--out", str(out), "--eval-prompts", str(bench.folder / "e.jsonl")]
+    assert main(["train", *measured]) == 0 and accept(out) > 1.5
+    assert main(["train", "eval", *measured]) == 0
     assert f"the mean of {head}, {head}." in (out / "head" / "README.md").read_text()
 
 

@@ -70,8 +70,8 @@ def _tiled_product() -> Shape:
 
 
 def _sums(tokens: int, features: int) -> int:
-    """Bytes, as in skinny.cu. A block of 16 features and 16 rows of x takes a little less than it would without meeting
-    in a bank, so that three find room in the 32 KB that two ask for."""
+    """Bytes, as in skinny.cu. Of 16 features the pitch has some bank conflicts, which saves a block of 16 rows of x a
+    kilobyte: three then fit into the 32 KB that are set aside for two."""
     return tokens * (features + (4 if features > 16 else 2)) * 4
 
 

@@ -355,8 +355,8 @@ class Stages:
         return heads.load_target_ends(self.path, dtype, device)
 
     def _mean(self) -> None:
-        """Writes the mean of --init-head as it is; by one process, and without a GPU."""
-        if not self.rank:
+        """Writes the mean of --init-head as it is, once; by one process, and without a GPU."""
+        if not self.rank and not (self.run.out / "head" / "config.json").exists():
             head = heads.load_mean(self.init_heads, self._target_ends(torch.device("cpu")), self.settings.algorithm)
             self._save(head, FitReport(0, 0.0, 0, {}, {}))
 
