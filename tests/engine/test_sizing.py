@@ -47,6 +47,12 @@ def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
     assert not rig.drafter.memory.log.any() and not rig.drafter.match.any(), "nothing of the trial is remembered"
     ran.clear()
     assert sizing.trial(options(), rig, graph_size=0)[1] == 0 and len(ran) == 2
+    ran.clear()
+    sizing.trial(options(context_length=8), rig, graph_size=0)
+    assert ran[0] == ("prefill", PLAIN, 3, 20), "a step shares its tokens among prompts"
+    ran.clear()
+    sizing.trial(options(context_length=2), rig, graph_size=0)
+    assert ran[0] == ("prefill", PLAIN, 6, 12), "as many prompts as may run at once"
 
 
 @pytest.fixture

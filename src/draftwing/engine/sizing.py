@@ -121,16 +121,18 @@ def request_bytes(rows: int, vocab: int, length: int) -> int:
 def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     """Bytes that the largest steps take beside weights and pool, and that the graphs will.
 
-    Runs them with a pool of a few tokens: a prefill of the largest chunk, a tree step of all rows, one of a batch as
-    large as the largest graph. Draws with noise and filters, which take more than greedy choices do.
+    Runs them with a pool of a few tokens: a prefill as large as the scheduler makes any, of as few prompts as have so
+    many tokens, a tree step of all rows, one of a batch as large as the largest graph. Draws with noise and filters,
+    which take more than greedy choices do.
     """
     assert options.max_running_requests and options.chunked_prefill_size
     rows = options.max_running_requests
     tokens = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
-    tokens = min(tokens, rig.model.config.max_positions - 1, options.context_length or tokens)
+    longest = min(tokens, rig.model.config.max_positions - 1, options.context_length or tokens)
+    tokens = min(tokens, longest * rows)
     shape = max(rig.menu, key=lambda s: s.nodes)
     span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
-    length = row_length(tokens + 2 * shape.max_commit + span + 1)  # two steps
+    length = row_length(longest + 2 * shape.max_commit + span + 1)  # two steps
     pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
     slots = SlotTable(rows, length, rig.device)
     attn = pick_attention(pool, options.deterministic)
@@ -140,15 +142,15 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     executor = Executor(rig.model, rig.drafter, slots, attn, rig.device)
     step = graphs = 0
     try:
-        step = peak(executor, first_step(tokens, length))
-        step = max(step, peak(executor, tree_step(rows, shape, tokens)))
+        step = peak(executor, first_step(tokens, longest, length))
+        step = max(step, peak(executor, tree_step(rows, shape, longest)))
         step += ATTENTION_BYTES if use_triton(pool.kv[0]) else 0
         if graph_size:
             widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
-            graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, tokens + shape.max_commit))
+            graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # Graphs share their memory; a prompt's leave their results.
             prompts = prefill_sizes(tokens)
-            graphs = max(graphs, peak(executor, first_step(min(prompts[-1], tokens), length)))
+            graphs = max(graphs, peak(executor, first_step(min(prompts[-1], tokens), longest, length)))
             graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.taps, rig.dtype)
             graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
@@ -168,14 +170,16 @@ def peak(executor: Executor, plan: Plan) -> int:
     return executor.device.peak(lambda: executor.settle(executor.launch(plan)).wait(0.0))
 
 
-def first_step(tokens: int, length: int) -> Plan:
-    """A prompt of so many tokens in row 0, with all slots that its page table has room for."""
+def first_step(tokens: int, longest: int, length: int) -> Plan:
+    """Prompts of `longest` tokens, the last one perhaps of fewer, so many together, in the first rows. All have the
+    same slots, as many as a page table has room for."""
     params, nothing = SamplingParams(), np.empty(0, np.int64)
-    zero = np.zeros(1, np.int64)
-    admission = Admission(0, [1] * tokens, nothing, 0, params, tokens, (), 0)
-    slots = ((0, 0, np.arange(1, length + 1)),)
-    chunks = (Chunk(0, 0, tokens, True),)
-    return Plan(0, "prefill", zero, zero, PLAIN, tokens, (admission,), slots, chunks, noisy=zero, filtered=zero)
+    sizes = [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
+    rows = np.arange(len(sizes))
+    admits = tuple(Admission(row, [1] * size, nothing, 0, params, size, (), 0) for row, size in enumerate(sizes))
+    slots = tuple((row, 0, np.arange(1, length + 1)) for row in range(len(sizes)))
+    chunks = tuple(Chunk(row, 0, size, True) for row, size in enumerate(sizes))
+    return Plan(0, "prefill", rows, rows, PLAIN, longest, admits, slots, chunks, noisy=rows, filtered=rows)
 
 
 def tree_step(rows: int, shape: TreeShape, bound: int) -> Plan:
