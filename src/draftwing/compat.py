@@ -38,7 +38,7 @@ NO_EFFECT = {
     "grammar_backend": Foreign(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
     "attention_backend": Foreign(str, "this version has its own attention, chosen by the device"),
     "page_size": Foreign(int, "the KV pool is handed out by single tokens", neutral=(1,)),
-    "cuda_graph_max_bs_prefill": Foreign(int, "prompts run without CUDA graphs"),
+    "cuda_graph_max_bs_prefill": Foreign(int, "prompts of up to 512 tokens run from CUDA graphs"),
     "speculative_use_rejection_sampling": Foreign(bool, _EXACT),
     "speculative_use_block_verification": Foreign(bool, _EXACT),
     "speculative_attention_mode": Foreign(str, _ONE_DTYPE),
