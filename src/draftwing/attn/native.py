@@ -40,9 +40,8 @@ class NativeAttention:
         self.kernels = kernels
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._spare = torch.empty(0, dtype=torch.bfloat16)
-        self._outgrown: list[
-            Tensor
-        ] = []  # recorded steps go on using them; each has half of the next one's size at most
+        # Recorded steps go on using them; each has half of the next one's size at most.
+        self._outgrown: list[Tensor] = []
         self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
