@@ -4,7 +4,7 @@ VENV ?= .venv
 PORT ?= 30000
 ARGS ?=
 BIN := $(VENV)/bin
-NATIVE := $(wildcard src/draftwing/kernels/*.c src/draftwing/kernels/*.h)
+NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*)
 
 .PHONY: serve test lint setup clean
 

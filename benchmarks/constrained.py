@@ -23,7 +23,7 @@ import jsonschema
 from draftwing import LLM
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
-from draftwing.params import sampling_params
+from draftwing.requests.sampling_params import sampling_params
 
 BATCH = 16
 

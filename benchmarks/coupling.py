@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from draftwing import LLM, SamplingParams
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.engine.build import assemble
 from draftwing.engine.device import pick_device

@@ -99,7 +99,7 @@ def load_transformers(dtype: torch.dtype) -> Any:
 
     from draftwing.models.hub import fetch_default_model
     from draftwing.models.loader import load_model
-    from draftwing.models.names import checkpoint_tensors
+    from draftwing.models.weight_map import checkpoint_tensors
 
     ours = load_model(fetch_default_model(), dtype, "cpu")
     c = ours.config

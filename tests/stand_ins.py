@@ -25,7 +25,7 @@ from draftwing.utils import launch_server_cmd, terminate_process, wait_for_serve
 # The commands ask for most of the memory, which takes long to fill: this machine has little.
 SMALL_MACHINE = """
 import sys
-if "draftwing.engine.worker" in sys.orig_argv:
+if "draftwing.engine.process.worker" in sys.orig_argv:
     import draftwing.engine.device
     draftwing.engine.device._free_host_memory = lambda: 64 << 20
 """

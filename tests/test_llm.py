@@ -77,7 +77,7 @@ def test_stop_strings_and_unlimited_length(llm: LLM) -> None:
 
 def test_unseeded_answers_repeat_with_the_engines_seed() -> None:
     def seeds(random_seed: int) -> list[int | None]:
-        engine = FakeEngine(draftwing.config.Options(random_seed=random_seed))
+        engine = FakeEngine(draftwing.config.options.Options(random_seed=random_seed))
         LLM.from_engine(engine).generate(["a", "b"])  # type: ignore[arg-type]
         return [r.params.sampling_seed for r in engine.requests]
 
@@ -127,7 +127,7 @@ def test_log_probabilities(llm: LLM, engine: FakeEngine) -> None:
 
 
 def test_speculation_and_prediction() -> None:
-    options = draftwing.config.Options(
+    options = draftwing.config.options.Options(
         speculative_algorithm="EAGLE", speculative_num_steps=5, speculative_eagle_topk=4, speculative_num_draft_tokens=8
     )
     engine = FakeEngine(options)

@@ -18,11 +18,11 @@ from fake_engine import FakeEngine, local
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, CheckpointError, ConfigError
-from draftwing.cli import serve_options
-from draftwing.config import Options
-from draftwing.engine.report import Reporter
-from draftwing.server.api import create_app
-from draftwing.tools.bench import Local, measure
+from draftwing.cli.bench import Local, measure
+from draftwing.cli.main import serve_options
+from draftwing.config.options import Options
+from draftwing.engine.stats import Reporter
+from draftwing.server.app import create_app
 
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -81,7 +81,7 @@ class Work:
         return mask
 
     def ours(self, exact: bool, tiling: Any = None) -> float:
-        from draftwing.kernels import attention
+        from draftwing.ops.triton import attention
 
         workspace = attention.Workspace(self.q.device)
         return replayed(
@@ -124,7 +124,7 @@ class Work:
 
     def ours_once(self) -> None:
         """Layer 0, exact, into `out`."""
-        from draftwing.kernels import attention
+        from draftwing.ops.triton import attention
 
         attention.tree_attention(
             self.q, self.kv[0], self.table, self.rows, self.prefix, self.path, self.path_len, self.out,
@@ -239,8 +239,8 @@ CHUNKS = [(512, 0), (2048, 0), (4096, 0), (512, 4096)]  # length, start
 
 
 def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    from draftwing.kernels.attention_common import pick_tiling
-    from draftwing.kernels.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
+    from draftwing.ops.triton.attention_common import pick_tiling
+    from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 
     work = Work(1, start + length, 1, 1, layers=4)
     tiling = pick_tiling(work.kv[0])
@@ -278,7 +278,7 @@ def chunk(length: int, start: int, with_torch: bool, backends: tuple[str, ...]) 
 
 
 def rope() -> list[tuple[str, float]]:
-    from draftwing.kernels.rope import rope_and_write
+    from draftwing.ops.triton.rope import rope_and_write
 
     found = []
     for count in (1, 32, 64, 512):
@@ -294,7 +294,7 @@ def rope() -> list[tuple[str, float]]:
 
 def sweep() -> list[tuple[str, float]]:
     """Tilings around the default, for the shapes that matter most."""
-    from draftwing.kernels.attention_common import pick_tiling
+    from draftwing.ops.triton.attention_common import pick_tiling
 
     changes: list[dict[str, Any]] = [
         {}, {"unit": 32}, {"short": 64}, {"short": 256}, {"long": 256}, {"warps": 8}, {"stages": 2}, {"stages": 4},

@@ -13,7 +13,7 @@ from timing import replayed
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.spec.grow import First, RowGrowth, top_tokens
+from draftwing.ops.torch.growth import First, RowGrowth, top_tokens
 
 HIDDEN, VOCAB, DRAFT_VOCAB, ROWS, LENGTH = 4096, 128256, 32000, 64, 4096
 
@@ -32,7 +32,7 @@ def make_slots(temperature: float) -> Any:
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.kernels import grow as kernels
+    from draftwing.ops.triton import grow as kernels
 
     found: list[tuple[str, float]] = []
     greedy, noisy = make_slots(0.0), make_slots(0.8)

@@ -12,7 +12,7 @@ HIDDEN, FFN, VOCAB, EPS = 4096, 14336, 128256, 1e-5
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.kernels import layers
+    from draftwing.ops.triton import layers
 
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").bfloat16()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from draftwing.models import upload
 from draftwing.models.loader import load_model
-from draftwing.models.names import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_tensors
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

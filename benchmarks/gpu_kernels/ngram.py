@@ -19,9 +19,9 @@ class Slots(NamedTuple):
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.attn.base import Batch
     from draftwing.core import TreeShape
-    from draftwing.spec.ngram import NGramDrafter
+    from draftwing.ops.attention import Batch
+    from draftwing.spec.ngram.drafter import NGramDrafter
 
     cuda = torch.device("cuda")
     found = []

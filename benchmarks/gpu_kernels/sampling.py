@@ -38,7 +38,7 @@ def make_table(rows: int, kind: str) -> Table:
 
 def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     """Microseconds of one `draw`; the logits are read from memory where they are more than the cache holds."""
-    from draftwing.kernels.sampling import draw
+    from draftwing.ops.triton.sampling import draw
 
     torch.manual_seed(0)
     hidden = torch.randn(rows, nodes, HIDDEN, dtype=torch.bfloat16, device="cuda")

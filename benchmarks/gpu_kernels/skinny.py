@@ -1,4 +1,4 @@
-"""Products of few rows: skinny.cu against cuBLAS, alone and as the chain of a model's layers.
+"""Products of few rows: gemm.cu against cuBLAS, alone and as the chain of a model's layers.
 
     python benchmarks/gpu_kernels/skinny.py
 
@@ -52,8 +52,8 @@ def weights() -> list[dict[str, Tensor]]:
 
 def bench() -> list[tuple[str, float]]:
     """(what, microseconds): every product alone and the chain, for 1 to 64 rows."""
-    from draftwing.kernels.layers import rms_norm
-    from draftwing.kernels.skinny import skinny_products
+    from draftwing.ops.cuda.gemm import skinny_products
+    from draftwing.ops.triton.layers import rms_norm
 
     device = torch.device("cuda", torch.cuda.current_device())
     ours, layers = skinny_products(device, torch.bfloat16), weights()
@@ -112,8 +112,8 @@ VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what
 
 def variants() -> list[tuple[str, float]]:
     """Microseconds of the chain of layers, by variant of the kernels."""
-    from draftwing.kernels.layers import add_rms_norm, rms_norm
-    from draftwing.kernels.skinny import SkinnyProducts, read_source
+    from draftwing.ops.cuda.gemm import SkinnyProducts, read_source
+    from draftwing.ops.triton.layers import add_rms_norm, rms_norm
 
     device, results, every = torch.device("cuda", torch.cuda.current_device()), [], weights()
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)

@@ -37,7 +37,7 @@ MOST_SHOWN = 60  # kernels of a layer
 
 
 def build(folder: Path, given: dict[str, Any], tiny: bool) -> Any:
-    from draftwing.config import Options
+    from draftwing.config.options import Options
     from draftwing.engine.build import build as build_engine
     from draftwing.models.loader import load_config
 

@@ -9,7 +9,7 @@ CONTEXT = 8192
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.kernels import tree as kernels
+    from draftwing.ops.triton import tree as kernels
 
     found = []
     for batch in (1, 16, 64):

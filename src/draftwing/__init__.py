@@ -17,13 +17,13 @@ __all__ = ["LLM", "CheckpointError", "Completion", "ConfigError", "RequestError"
 if TYPE_CHECKING:
     from draftwing.errors import CheckpointError, ConfigError, RequestError
     from draftwing.llm import LLM, Completion
-    from draftwing.params import SamplingParams
+    from draftwing.requests.sampling_params import SamplingParams
 
 # Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
 _HOMES = {
     "LLM": "draftwing.llm",
     "Completion": "draftwing.llm",
-    "SamplingParams": "draftwing.params",
+    "SamplingParams": "draftwing.requests.sampling_params",
     "CheckpointError": "draftwing.errors",
     "ConfigError": "draftwing.errors",
     "RequestError": "draftwing.errors",

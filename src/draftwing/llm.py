@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from draftwing import core
-from draftwing.answer import Answer
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.errors import RequestError
-from draftwing.logprobs import meta_logprobs
-from draftwing.params import answers, as_params, check_text, fit_default, sampling_params, show
-from draftwing.request import Speculation, logprob_params, speculation
+from draftwing.requests.answer import Answer
+from draftwing.requests.logprobs import meta_logprobs
+from draftwing.requests.options import Speculation, logprob_params, speculation
+from draftwing.requests.sampling_params import answers, as_params, check_text, fit_default, sampling_params, show
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.continuation import render_continued
 from draftwing.text.token_text import TokenTexts

@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftwing.attn.torch_ref import TorchAttention
 from draftwing.core import MAX_HINT, PLAIN, Output, SamplingParams, TokenLogprobs
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
-from draftwing.engine.slots import SlotTable
+from draftwing.engine.row_table import SlotTable
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.sched.request import Req
+from draftwing.ops.torch.attention import TorchAttention
+from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape
 from draftwing.spec.drafter import Draft
-from draftwing.spec.ngram import NGramDrafter
+from draftwing.spec.ngram.drafter import NGramDrafter
 
 VOCAB = 48
 CONTEXT = 128

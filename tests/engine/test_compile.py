@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine import build
 from draftwing.engine.compile import compile_forwards
@@ -49,7 +49,7 @@ TRACE = """
 import operator, sys
 import torch
 from torch import nn
-from draftwing.kernels import layers
+from draftwing.ops.triton import layers
 
 class Part(nn.Module):
     def __init__(self):
@@ -96,7 +96,7 @@ def test_the_compiler_is_imported_for_who_asks_for_it():
 
 OPTIONS = """
 import torch
-from draftwing.kernels import triton_common
+from draftwing.ops.triton import common as triton_common
 triton_common._LAUNCH["cuda"] = {"PDL": True, "launch_pdl": True}  # as if there had been a launch
 def scaled(x):
     return x * (2 if triton_common.launch_options(torch.device("cuda", 0))["PDL"] else 3)

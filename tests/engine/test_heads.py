@@ -15,10 +15,10 @@ from reference.checkpoints import Checkpoint, Maker
 from toy_grammar import ToyGrammar
 
 from draftwing.core import TreeShape
-from draftwing.engine import prefill_graphs
-from draftwing.kernels import use_triton
-from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.engine.graphs import prefill as prefill_graphs
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
+from draftwing.ops import use_triton
 from draftwing.spec.mtp_drafter import make_model_drafter
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 12)
@@ -166,7 +166,7 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
     """What a graph leaves is read before any other step, and by the drafter, too: it is spoilt right afterwards."""
     if harness.device == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels run where the GPU is")
-    paged = pytest.importorskip("draftwing.attn.paged")
+    paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
     monkeypatch.setattr(prefill_graphs, "SIZES", (16, 32))  # the interpreter is slow
     case = Case("EAGLE3", tmp_path, harness.device, harness)
     attn = partial(paged.PagedAttention, exact=True)

@@ -4,10 +4,10 @@ packed, where nothing but equal bits gives equal text."""
 import pytest
 import torch
 
-from draftwing.attn.native import NativeAttention
 from draftwing.core import PLAIN, TreeShape
-from draftwing.kernels.cpu import load
 from draftwing.layers.linear import can_pack
+from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.kernels import load
 
 KERNELS = load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")

@@ -17,7 +17,7 @@ from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, Admission, Chunk, LogprobParams, Plan, SamplingParams, SpecLimits, TreeShape
 from draftwing.engine.device import pick_device
-from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftwing.attn.native import pick_attention
 from draftwing.core import PLAIN, TreeShape
-from draftwing.kernels import cpu_ngram, cpu_tree
+from draftwing.ops.cpu import ngram as cpu_ngram
+from draftwing.ops.cpu import tree as cpu_tree
+from draftwing.ops.cpu.attention import pick_attention
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head
 

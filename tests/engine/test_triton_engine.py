@@ -24,7 +24,7 @@ def paged(harness, monkeypatch):
         pytest.skip("there it is what runs")
     from triton.runtime import interpreter
 
-    from draftwing.attn.paged import PagedAttention
+    from draftwing.ops.triton.attention_backend import PagedAttention
 
     patch = interpreter._patch_lang_tensor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftwing.errors import ConfigError, RequestError
-from draftwing.processors import apply, find_processor, load_processors
+from draftwing.requests.logits_processors import apply, find_processor, load_processors
 
 SOURCE = """
 def ban(tokens, logits, params):

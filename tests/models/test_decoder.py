@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
-from draftwing.models.names import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_tensors
 
 SIZES = {
     "hidden_size": 64,

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.draft_loader import load_draft_head, load_mtp_head
-from draftwing.models.eagle3_head import Eagle3Head
-from draftwing.models.eagle_head import EagleHead
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.heads.eagle3 import Eagle3Head
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
-from draftwing.models.mtp_head import MTPHead
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -19,7 +19,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
 from draftwing.models.generation import stop_ids
 from draftwing.models.loader import load_config, load_model
-from draftwing.models.names import checkpoint_tensors
+from draftwing.models.weight_map import checkpoint_tensors
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

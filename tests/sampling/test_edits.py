@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import SamplingParams
+from draftwing.ops.torch.sampling import SamplingRows, sample
+from draftwing.ops.torch.tree import Tree, derive
 from draftwing.sampling.edits import Edited, EditTable, Features
-from draftwing.sampling.sampler import SamplingRows, sample
-from draftwing.spec.tree import Tree, derive
 
 ROWS, LENGTH = 6, 40
 NONE = torch.empty(0, dtype=torch.int64)

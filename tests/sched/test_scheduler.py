@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from draftwing.core import PLAIN, SamplingParams, StepResult, TreeShape
-from draftwing.sched.request import Req, ReqState
+from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import ExpectedGain, FixedShape, WorthDrafting, chain_menu, shape_menu
 

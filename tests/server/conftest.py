@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from draftwing.server.api import create_app
+from draftwing.server.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no package: this is how they share fake_engine.py
 

@@ -4,7 +4,7 @@ import sys
 import time
 
 import draftwing.engine.engine
-from draftwing.engine import worker
+from draftwing.engine.process import worker
 
 
 class EndlessEngine:

@@ -17,11 +17,11 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import GenRequest, LogprobParams, Output, TokenLogprobs
-from draftwing.engine.border import EngineInfo
-from draftwing.engine.ipc import Abort, Ask, Close, EngineLink, Listener, Reply, Submit
-from draftwing.server.bridge import AsyncEngine
+from draftwing.engine.admission import EngineInfo
+from draftwing.engine.process.link import Abort, Ask, Close, EngineLink, Listener, Reply, Submit
+from draftwing.server.engine_client import AsyncEngine
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer
 
@@ -254,7 +254,7 @@ def process(options: Options) -> EngineLink:
 
 if __name__ == "__main__":
     import draftwing.engine.engine
-    from draftwing.engine import worker
+    from draftwing.engine.process import worker
 
     draftwing.engine.engine.Engine = FakeEngine  # type: ignore[assignment,misc]
     sys.exit(worker.main(sys.argv))

@@ -13,9 +13,9 @@ import tokenizers
 import uvicorn
 from fake_engine import FakeEngine, byte_tokenizer, local
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import GenRequest
-from draftwing.server.api import create_app
+from draftwing.server.app import create_app
 from draftwing.text.tokenizer import Tokenizer
 
 TEMPLATE = (

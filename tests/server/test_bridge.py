@@ -16,9 +16,9 @@ import uvicorn
 from fake_engine import FakeEngine, local
 
 from draftwing.core import GenRequest, SamplingParams
-from draftwing.engine.ipc import EngineDead
-from draftwing.server.api import create_app
-from draftwing.server.bridge import AsyncEngine
+from draftwing.engine.process.link import EngineDead
+from draftwing.server.app import create_app
+from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.run import bind
 
 FOREVER = {"prompt": "abc", "ignore_eos": True, "max_tokens": 1900}

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine, local
 
-from draftwing.config import Options
-from draftwing.server.api import create_app
+from draftwing.config.options import Options
+from draftwing.server.app import create_app
 from draftwing.server.run import bind
 
 WORKS: dict[str, dict[str, Any]] = {

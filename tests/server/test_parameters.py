@@ -10,9 +10,9 @@ import pytest
 from fake_engine import EOS, FakeEngine, local
 from starlette.testclient import TestClient
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import Grammar, Processor, SpecLimits
-from draftwing.server.api import create_app
+from draftwing.server.app import create_app
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 PATHS = [CHAT, COMPLETION]

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, local, process
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import GenRequest, SamplingParams
-from draftwing.engine.ipc import EngineDead, EngineLink
+from draftwing.engine.process.link import EngineDead, EngineLink
 from draftwing.errors import ConfigError, RequestError
-from draftwing.server.api import create_app
-from draftwing.server.bridge import AsyncEngine
+from draftwing.server.app import create_app
+from draftwing.server.engine_client import AsyncEngine
 
 OPTIONS = Options(random_seed=3, log_level="critical", speculative_algorithm="none").resolve()
 

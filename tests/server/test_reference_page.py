@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine, local
 from starlette.testclient import TestClient
 
-from draftwing.server.api import create_app
+from draftwing.server.app import create_app
 
 QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
 
@@ -154,7 +154,7 @@ def test_flush_cache_waits_when_asked(client: TestClient) -> None:
 
 
 def test_api_key() -> None:
-    from draftwing.config import Options
+    from draftwing.config.options import Options
 
     engine = FakeEngine(Options(random_seed=7, api_key="secret"))
     with TestClient(create_app(local(engine), engine.tokenizer)) as client:

@@ -9,8 +9,8 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine
 from starlette.testclient import TestClient
 
-from draftwing.server.protocol import ChatRequest, CompletionRequest
-from draftwing.server.protocol_native import GenerateRequest
+from draftwing.server.native.schema import GenerateRequest
+from draftwing.server.openai.schema import ChatRequest, CompletionRequest
 
 COMPLETION, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -80,7 +80,7 @@ def test_what_is_not_built_is_refused_by_name(client: TestClient, engine: FakeEn
 def test_every_field_that_is_not_built_is_tried() -> None:
     """A new `NotBuilt` field of a body has to be added to the lists above."""
     known = {ChatRequest: NOT_BUILT_CHAT, CompletionRequest: NOT_BUILT_COMPLETION, GenerateRequest: NOT_BUILT_GENERATE}
-    from draftwing.params import NOT_BUILT
+    from draftwing.requests.sampling_params import NOT_BUILT
 
     for model, fields in known.items():
         assert set(model.model_fields) & set(NOT_BUILT) == set(fields)

@@ -11,8 +11,8 @@ import pytest
 from fake_engine import FakeEngine, byte_tokenizer, local
 from starlette.testclient import TestClient
 
-from draftwing.config import Options
-from draftwing.server.api import create_app
+from draftwing.config.options import Options
+from draftwing.server.app import create_app
 from draftwing.server.service import Service
 from draftwing.text.tokenizer import Tokenizer
 

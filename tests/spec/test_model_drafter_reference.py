@@ -18,21 +18,21 @@ import torch
 from reference import checkpoints, draft_heads, exact_heads
 from reference.checkpoints import Checkpoint
 
-from draftwing.attn.torch_ref import TorchAttention
 from draftwing.core import PLAIN, SamplingParams, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
-from draftwing.engine.slots import SlotTable
+from draftwing.engine.row_table import SlotTable
 from draftwing.kv.pool import KVPool, LayerSpec
-from draftwing.models.draft_loader import load_draft_head, load_mtp_head
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
-from draftwing.sampling.noise import gumbel
-from draftwing.sched.request import Req
+from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.torch.growth import grow, top_tokens
+from draftwing.ops.torch.noise import gumbel
+from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape, ShapePolicy
 from draftwing.spec.drafter import Draft
-from draftwing.spec.grow import grow, top_tokens
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter

@@ -6,14 +6,14 @@ import torch
 from reference import checkpoints
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.attn.base import Batch, ChunkSpan
-from draftwing.attn.torch_ref import TorchAttention
 from draftwing.core import TreeShape
 from draftwing.engine.device import pick_device
-from draftwing.engine.slots import SlotTable
+from draftwing.engine.row_table import SlotTable
 from draftwing.kv.pool import KVPool
-from draftwing.models.draft_loader import load_mtp_head
+from draftwing.models.heads.loader import load_mtp_head
 from draftwing.models.loader import load_model
+from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.torch.attention import TorchAttention
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 

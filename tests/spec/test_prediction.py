@@ -8,9 +8,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
+from draftwing.ops.torch.tree import accept, derive
 from draftwing.spec.drafter import Draft
 from draftwing.spec.prediction import WINDOW, PredictedOutput
-from draftwing.spec.tree import accept, derive
 
 LENGTH = 200
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.errors import ConfigError
+from draftwing.ops.torch.tree import Accepted, accept, derive
 from draftwing.spec.drafter import Draft
 from draftwing.spec.simulate import Simulation, fraction_bits
-from draftwing.spec.tree import Accepted, accept, derive
 
 VOCAB = 12  # small: samples and siblings collide often
 

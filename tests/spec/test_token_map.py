@@ -14,11 +14,11 @@ import tokenizers
 import torch
 from tiny_checkpoint import write_checkpoint
 
-from draftwing.cli import main
+from draftwing.cli.main import main
+from draftwing.cli.token_map import write_token_map
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.spec.token_map import load_token_map
 from draftwing.text.tokenizer import Tokenizer
-from draftwing.tools.token_map import write_token_map
 
 IDS = [7, 2, 9, 2, 40, 7, 0]  # most frequent first, with repeats
 KEPT = [0, 2, 7, 9, 40]

@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
 from draftwing.engine.device import pick_device
-from draftwing.models.draft_config import resolve_taps
-from draftwing.models.draft_loader import load_draft_head
+from draftwing.models.heads.config import resolve_taps
+from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel
 from draftwing.train.checkpoint import aux_layer_ids, save_head

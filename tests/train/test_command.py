@@ -28,7 +28,7 @@ from reference.checkpoints import Checkpoint, Maker
 from tiny_checkpoint import write_tokenizer
 
 from draftwing import LLM
-from draftwing.cli import main
+from draftwing.cli.main import main
 from draftwing.train import stages
 from draftwing.train.settings import open_run
 

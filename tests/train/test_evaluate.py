@@ -15,10 +15,10 @@ from reference import exact_heads
 from reference.checkpoints import Checkpoint, Maker
 from tiny_checkpoint import write_tokenizer
 
-from draftwing.cli import main
+from draftwing.cli.bench import Sample
+from draftwing.cli.main import main
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
-from draftwing.tools.bench import Sample
 from draftwing.train import evaluate as module
 from draftwing.train.evaluate import Trial, evaluate, fingerprint, positions, summary
 

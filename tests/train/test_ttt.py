@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from reference.checkpoints import eagle2_head, eagle3_head, llama_target, mimo, qwen2_target
 from torch import Tensor
 
-from draftwing.models.draft_loader import load_draft_head
+from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.train import chain_attention, cross_entropy, ttt
 from draftwing.train.batches import collate
@@ -233,7 +233,7 @@ def random_rows(device: str, shape: tuple[int, int], heads: int, kv_heads: int, 
 
 
 def test_the_kernels_of_own_rows_do_the_same(monkeypatch):
-    kernels = pytest.importorskip("draftwing.kernels.chain_attention")
+    kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")
     if torch.cuda.is_available():
         pytest.skip("there Triton is not interpreted")
     kinds, shape = random_rows("cpu", (2, 11), 2, 2), (2, 11)
@@ -269,7 +269,7 @@ class SharedKeys:
 
 def test_heads_that_share_a_key_are_attended_where_it_is(monkeypatch):
     """What `ChainAttention` does where the kernels take shared keys: the same as with a copy for each head."""
-    kernels = pytest.importorskip("draftwing.kernels.chain_attention")
+    kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")
     if torch.cuda.is_available():
         pytest.skip("there Triton is not interpreted")
     shape, steps, given = (2, 11), 4, []
@@ -301,7 +301,7 @@ def watched(kernel: Any, given: list[tuple[torch.Size, torch.Size]]) -> Any:
 
 
 def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch):
-    pytest.importorskip("draftwing.kernels.turn")
+    pytest.importorskip("draftwing.train.kernels.rope_backward")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(22, 8, 16, generator=generator).to(device).requires_grad_()  # 4 heads, 2 of keys

@@ -14,32 +14,32 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.attn.native import pick_attention
-from draftwing.attn.torch_ref import TorchAttention
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
-from draftwing.engine.precompile import Job, precompile
-from draftwing.engine.sizing import Rig, row_length, size_pool
-from draftwing.engine.slots import SlotTable
+from draftwing.engine.row_table import SlotTable
+from draftwing.engine.startup.memory import Rig, row_length, size_pool
+from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.errors import ConfigError
-from draftwing.kernels import use_triton
 from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.models.bundled import carried_shape
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.draft_config import AuxLayerIds
-from draftwing.models.draft_loader import load_draft_head, load_mtp_head
-from draftwing.models.feature_head import FeatureHead
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.config import AuxLayerIds
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
+from draftwing.ops import use_triton
+from draftwing.ops.cpu.attention import pick_attention
+from draftwing.ops.torch.attention import TorchAttention
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
-from draftwing.shipped import carried_shape
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead, DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram import NGramDrafter
+from draftwing.spec.ngram.drafter import NGramDrafter
 from draftwing.spec.simulate import Simulation
 from draftwing.spec.token_map import load_token_map
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from draftwing.core import IntArray, TreeShape
-from draftwing.engine.slots import SlotTable
-from draftwing.kernels import use_triton
-from draftwing.kernels.cpu_tree import tree_kernels_for
+from draftwing.engine.row_table import SlotTable
+from draftwing.ops import use_triton
+from draftwing.ops.cpu.tree import tree_kernels_for
+from draftwing.ops.torch.tree import Accepted, Tree, accept
 from draftwing.spec.drafter import Draft
-from draftwing.spec.tree import Accepted, Tree, accept
 
 HINT, COUNT, HEAD = range(3)  # columns of a packed result; the tokens begin at HEAD
 
@@ -66,7 +66,7 @@ def commit(
     observed: whether a drafter wants to see the path.
     """
     if use_triton(rows):
-        from draftwing.kernels.tree import accept_and_advance
+        from draftwing.ops.triton.tree import accept_and_advance
 
         done = accept_and_advance(
             draft.tokens, draft.parent, draft.alive, tree.depth, target, rows, slots.table, slots.tokens, slots.kv_len,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwing.attn.base import Attend
-from draftwing.kernels import use_triton
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops import use_triton
+from draftwing.ops.attention import Attend
 from draftwing.spec.heads import DraftHead
 
 
@@ -39,7 +39,7 @@ def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, bac
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             torch._dynamo.mark_static(parameter)  # a kernel's tiles follow from the sizes of weights
     if use_triton(model.embed.weight):
-        from draftwing.kernels.triton_common import launch_options
+        from draftwing.ops.triton.common import launch_options
 
         launch_options(model.embed.weight.device)  # known before anything is traced
     setattr(model, "forward", _limited(model.forward, most, backend))  # noqa: B010

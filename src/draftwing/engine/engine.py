@@ -18,22 +18,22 @@ from typing import Any
 
 import torch
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import GenRequest, Output, SamplingParams
-from draftwing.engine.border import EngineInfo
+from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, asked_shape, build
 from draftwing.engine.device import pick_device
 from draftwing.engine.loop import Loop
-from draftwing.engine.report import Reporter, StepTimes
-from draftwing.engine.slots import BAN_IDS
+from draftwing.engine.row_table import BAN_IDS
+from draftwing.engine.stats import Reporter, StepTimes
 from draftwing.errors import ConfigError
 from draftwing.grammar import GrammarCompiler
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config
-from draftwing.processors import apply, find_processor, load_processors
+from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.sched.guidance import Processor
-from draftwing.sched.request import Req
+from draftwing.sched.req import Req
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference

@@ -4,7 +4,7 @@ launch: upload, draft, target forward.  settle: sample, accept, advance the rows
 Everything in between is device state indexed by row; the host learns of it from the packed result.
 
 A tree step has three stages, each a function of the rows and of the stage before: `draft` (propose, the target's
-batch), `verify` (the target's forward), `settle`. On CUDA they are captured as graphs, see `engine/graphs.py`.
+batch), `verify` (the target's forward), `settle`. On CUDA they are captured as graphs, see `engine/graphs/cuda.py`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.attn.base import AttnBackend, Batch, spans_of
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.engine.commit import HEAD, HINT, Committed, commit, unpack
 from draftwing.engine.device import Device, Download
-from draftwing.engine.graphs import MOST_NODES, GraphCache, Key
-from draftwing.engine.prefill_graphs import PrefillGraphs, TiledAttention
-from draftwing.engine.recorded import RecordedStages
-from draftwing.engine.slots import Drawing, SlotTable, Upload
-from draftwing.engine.special import Drawn, Logprobs, SpecialRows, unpacked
-from draftwing.kernels import use_triton
-from draftwing.kernels.cpu_tree import tree_kernels_for
-from draftwing.kernels.pick import take_rows
+from draftwing.engine.graphs.cpu_tape import RecordedStages
+from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key
+from draftwing.engine.graphs.prefill import PrefillGraphs, TiledAttention
+from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
+from draftwing.engine.row_table import Drawing, SlotTable, Upload
 from draftwing.models.decoder import DecoderModel
-from draftwing.sampling.sampler import sample
+from draftwing.ops import use_triton
+from draftwing.ops.attention import AttnBackend, Batch, spans_of
+from draftwing.ops.cpu.tree import tree_kernels_for
+from draftwing.ops.pick import take_rows
+from draftwing.ops.torch.sampling import sample
+from draftwing.ops.torch.tree import Tree, derive
 from draftwing.sched.guidance import Guidance
 from draftwing.spec.drafter import Draft, Drafter
 from draftwing.spec.simulate import Simulation
-from draftwing.spec.tree import Tree, derive
 
 
 class Drafted(NamedTuple):
@@ -308,7 +308,7 @@ class Executor:
         slots = self.slots
         (parent, alive), tree = self._lone_roots(rows.shape[0])
         if use_triton(rows):
-            from draftwing.kernels.tree import plain_inputs
+            from draftwing.ops.triton.tree import plain_inputs
 
             ids, kv_len, write_slots = plain_inputs(rows, slots.table, slots.kv_len, slots.last)
         elif (kernels := tree_kernels_for(rows)) is not None:
@@ -332,7 +332,7 @@ class Executor:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
         slots = self.slots
         if use_triton(rows):
-            from draftwing.kernels.tree import target_inputs
+            from draftwing.ops.triton.tree import target_inputs
 
             tree, (positions, write_slots, kv_len) = target_inputs(
                 draft.parent, draft.alive, rows, slots.table, slots.kv_len, shape.depth
@@ -386,7 +386,7 @@ class Executor:
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         half = logits.dtype.itemsize < 4
         if use_triton(logits):
-            from draftwing.kernels.sampling import draw
+            from draftwing.ops.triton.sampling import draw
 
             exact_from = (hidden, self.model.lm_head.weight) if half else ()
             return draw(logits, positions, depth, rows, self.slots, filtered, *exact_from)

@@ -22,7 +22,7 @@ from draftwing.grammar.state import GrammarState, Mask, Vocabulary
 from draftwing.grammar.structural import to_lark_grammar
 
 if TYPE_CHECKING:
-    from draftwing.config import Options
+    from draftwing.config.options import Options
     from draftwing.text.tokenizer import Tokenizer
 
 _REASON_CHARS = 300  # of what the library says about an error

@@ -53,7 +53,7 @@ class Guided:
 def guide(state: GrammarState, tokens: IntArray, parent: IntArray, alive: BoolArray, max_depth: int) -> Guided:
     """Fits a draft tree to the grammar.
 
-    state: after the root's token.  tokens, parent [N] int64, alive [N] bool: a tree as `spec.tree.derive` wants it,
+    state: after the root's token.  tokens, parent [N] int64, alive [N] bool: a tree as `ops.torch.tree.derive` wants it,
     parent[0] = 0 and parent[i] < i; the root's token is not looked at.  max_depth: of the tree that comes back.
 
     Nodes keep their places. Illegal ones die with all below them; the places of dead nodes are given to text that the

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.kernels.cpu_product import BYTE_ROWS, PackedProduct, byte_product, packed_product
-from draftwing.kernels.pick import skinny_kernels
+from draftwing.ops.cpu.gemm import BYTE_ROWS, PackedProduct, byte_product, packed_product
+from draftwing.ops.pick import skinny_kernels
 
 if TYPE_CHECKING:
-    from draftwing.kernels.skinny import SkinnyProducts
+    from draftwing.ops.cuda.gemm import SkinnyProducts
 
 # Rows of every product where the order of sums changes with their number: few enough to cost little more than one row,
 # for it is the weight that takes time.

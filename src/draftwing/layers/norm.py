@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.kernels.pick import LayerKernels, layer_kernels
+from draftwing.ops.pick import LayerKernels, layer_kernels
 
 
 class RMSNorm(nn.Module):

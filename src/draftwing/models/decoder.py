@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.attn.base import Attend
-from draftwing.kernels import use_triton
-from draftwing.kernels.cpu_layer import HEAD_UNIT, NativeLayer, NativeLayers
-from draftwing.kernels.pick import exact_logits_kernel, layer_kernels, take_rows
 from draftwing.layers.linear import FEW_ROWS, Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table, rotate
 from draftwing.models.config import ModelConfig
+from draftwing.ops import use_triton
+from draftwing.ops.attention import Attend
+from draftwing.ops.cpu.layer import HEAD_UNIT, NativeLayer, NativeLayers
+from draftwing.ops.pick import exact_logits_kernel, layer_kernels, take_rows
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -28,13 +28,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # `kernels.layers.add_rms_norm`
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # `ops.triton.layers.add_rms_norm`
 
 
 def run_native(
     layers: NativeLayers | None, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
 ) -> Tensor | None:
-    """What `attn.native.Bound.layers` gives of them; None where they, or so many rows, are not run in one call."""
+    """What `ops.cpu.attention.Bound.layers` gives of them; None where they, or so many rows, are not run in one call."""
     if layers is None or x.shape[0] > FEW_ROWS:
         return None
     whole = getattr(attend, "layers", None)
@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         if kernels is not None:
             self._silu_mul = kernels.silu_mul
         if use_triton(weight):
-            from draftwing.kernels.layers import add_rms_norm
+            from draftwing.ops.triton.layers import add_rms_norm
 
             self._add_norm = add_rms_norm
         self.native = self._in_one_call()
@@ -121,7 +121,7 @@ class DecoderLayer(nn.Module):
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
-        # A backend may turn q and k itself, and perhaps norm them before: `attn.native.Bound`, `attn.paged.Bound`.
+        # A backend may turn q and k itself, and perhaps norm them before: `ops.cpu.attention.Bound`, `ops.triton.attention_backend.Bound`.
         fused = getattr(attend, "fused", None)
         out: Tensor
         if fused is not None and self.q_norm is None:
@@ -219,7 +219,7 @@ class DecoderModel(nn.Module):
         """
         weight = self.lm_head.weight
         if use_triton(hidden):
-            from draftwing.kernels.layers import chosen_logits
+            from draftwing.ops.triton.layers import chosen_logits
 
             # Torch's sum on a GPU takes another order when there are more rows.
             return chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2)).view(ids.shape)

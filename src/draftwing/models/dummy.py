@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig
-from draftwing.models.names import MTP_PREFIX
+from draftwing.models.weight_map import MTP_PREFIX
 
 SEED = 0
 HEAD_SCALE = 16.0  # standard deviation of logits: the best of 128k tokens has a probability of 0.7 on average

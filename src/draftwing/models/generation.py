@@ -11,7 +11,7 @@ from typing import Any
 from draftwing.errors import RequestError
 from draftwing.models.config import ModelConfig, id_tuple
 from draftwing.models.loader import read_json
-from draftwing.params import sampling_params
+from draftwing.requests.sampling_params import sampling_params
 
 logger = logging.getLogger(__name__)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

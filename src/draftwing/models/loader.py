@@ -24,8 +24,8 @@ from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.gguf import Progress
-from draftwing.models.names import MTP_PREFIX, Slot, canonical, checkpoint_names
 from draftwing.models.upload import Uploader
+from draftwing.models.weight_map import MTP_PREFIX, Slot, canonical, checkpoint_names
 
 logger = logging.getLogger(__name__)
 

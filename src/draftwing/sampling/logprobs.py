@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from draftwing.core import LogprobParams, TokenLogprobs
-from draftwing.sampling.argmax import top_candidates
-from draftwing.sampling.sampler import CANDIDATES
+from draftwing.ops.torch.argmax import top_candidates
+from draftwing.ops.torch.sampling import CANDIDATES
 
 PROMPT_SLICE: Final = 64  # prompt positions whose logits exist at once; 40 MB of float32 for a vocabulary of 152k
 

@@ -17,7 +17,7 @@ from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState, Guided, guide
 
 if TYPE_CHECKING:
-    from draftwing.sched.request import Req
+    from draftwing.sched.req import Req
 
 BoolArray = npt.NDArray[np.bool_]
 Masks = npt.NDArray[np.uint32]

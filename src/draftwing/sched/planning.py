@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draftwing.core import NOBODY, Admission, Chunk, IntArray, Plan, PromptPart, TreeShape
-from draftwing.sched.request import Req
+from draftwing.sched.req import Req
 
 
 def make_plan(

@@ -23,7 +23,7 @@ from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.guidance import Guidance
 from draftwing.sched.planning import make_plan
 from draftwing.sched.radix import RadixCache
-from draftwing.sched.request import Req, ReqState
+from draftwing.sched.req import Req, ReqState
 from draftwing.sched.shapes import ShapePolicy
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftwing.core import LogprobParams, SamplingParams
 from draftwing.errors import RequestError
-from draftwing.params import check_text, show
+from draftwing.requests.sampling_params import check_text, show
 from draftwing.server.generation import Prompt
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
 from draftwing.server.parsers.message import MessageStyle

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftwing import params as sampling
-from draftwing.answer import Answer
 from draftwing.core import GenRequest, LogprobParams, SamplingParams
 from draftwing.errors import RequestError
-from draftwing.request import Speculation
-from draftwing.server.bridge import AsyncEngine
+from draftwing.requests import sampling_params as sampling
+from draftwing.requests.answer import Answer
+from draftwing.requests.options import Speculation
+from draftwing.server.engine_client import AsyncEngine
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class Prompt:
 class Job:
     """Prompts that were asked together.
 
-    speculation: as `draftwing.request.speculation` gives it; it is told where `asked` for or where there are drafts.
+    speculation: as `draftwing.requests.options.speculation` gives it; it is told where `asked` for or where there are drafts.
     prediction: token ids of the text that the answers are expected to resemble.
     """
 

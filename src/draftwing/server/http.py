@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftwing.engine.ipc import EngineDead
+from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
 
 logger = logging.getLogger(__name__)

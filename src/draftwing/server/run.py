@@ -17,15 +17,15 @@ from types import FrameType
 
 import uvicorn
 
-from draftwing.config import Options
-from draftwing.engine.ipc import EngineLink
+from draftwing.config.options import Options
+from draftwing.engine.process.link import EngineLink
 from draftwing.errors import ConfigError
 from draftwing.models.hub import resolve_model
-from draftwing.server.api import create_app
-from draftwing.server.bridge import AsyncEngine
-from draftwing.server.observer import Watcher
-from draftwing.server.request_log import RequestLog
-from draftwing.server.tracing import open_tracing
+from draftwing.server.app import create_app
+from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.telemetry.observer import Watcher
+from draftwing.server.telemetry.request_log import RequestLog
+from draftwing.server.telemetry.tracing import open_tracing
 from draftwing.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

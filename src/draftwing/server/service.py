@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from draftwing.core import SamplingParams
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
-from draftwing.request import speculation
+from draftwing.requests.options import speculation
 from draftwing.server.body import split_prompts
-from draftwing.server.bridge import AsyncEngine
+from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.generation import Generation, Job, Prompt
 from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from draftwing.attn.base import AttnBackend, Batch
 from draftwing.core import TreeShape
 from draftwing.kv.pool import LayerSpec
+from draftwing.ops.attention import AttnBackend, Batch
 
 if TYPE_CHECKING:
-    from draftwing.engine.slots import SlotTable
+    from draftwing.engine.row_table import SlotTable
 
 
 class Draft(NamedTuple):

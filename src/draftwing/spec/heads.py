@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from draftwing.attn.base import Attend
-from draftwing.kernels.cpu_product import NativeReadout
 from draftwing.kv.pool import LayerSpec
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops.attention import Attend
+from draftwing.ops.cpu.gemm import NativeReadout
 
 
 class DraftHead(Protocol):

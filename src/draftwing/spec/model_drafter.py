@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftwing.attn.base import AttnBackend, Batch, ChunkSpan
 from draftwing.core import MAX_HINT, TreeShape
-from draftwing.kernels import use_triton
-from draftwing.kernels.cpu import DTYPES, MOST, kernels_for
-from draftwing.kernels.cpu_product import NativeReadout
-from draftwing.kernels.cpu_tree import RowGrowth as NativeGrowth
-from draftwing.kernels.cpu_tree import tree_kernels_for
-from draftwing.kernels.pick import take_rows
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import FEW_ROWS
-from draftwing.sampling.noise import gumbel, gumbel_at
+from draftwing.ops import use_triton
+from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
+from draftwing.ops.cpu.gemm import NativeReadout
+from draftwing.ops.cpu.kernels import DTYPES, MOST, kernels_for
+from draftwing.ops.cpu.tree import RowGrowth as NativeGrowth
+from draftwing.ops.cpu.tree import tree_kernels_for
+from draftwing.ops.pick import take_rows
+from draftwing.ops.torch.growth import First, RowGrowth, top_tokens
+from draftwing.ops.torch.noise import gumbel, gumbel_at
 from draftwing.spec.drafter import Draft
-from draftwing.spec.grow import First, RowGrowth, top_tokens
 from draftwing.spec.heads import DraftHead
 
 if TYPE_CHECKING:
-    from draftwing.engine.slots import SlotTable
-    from draftwing.kernels.grow import RowGrowth as DeviceGrowth
+    from draftwing.engine.row_table import SlotTable
+    from draftwing.ops.triton.grow import RowGrowth as DeviceGrowth
 
 
 _BANNED = -1e30  # a logit that nothing legal has
@@ -112,7 +112,7 @@ class ModelDrafter:
     def _grow(self, slots: SlotTable, rows: Tensor, shape: TreeShape) -> RowGrowth | NativeGrowth | DeviceGrowth:
         first = self._first
         if use_triton(rows):
-            from draftwing.kernels.grow import RowGrowth as DeviceGrowth
+            from draftwing.ops.triton.grow import RowGrowth as DeviceGrowth
 
             return DeviceGrowth(slots, rows, shape, first, self.tail, self.lookahead, self.head.target_ids)
         native = tree_kernels_for(rows)
@@ -149,7 +149,7 @@ class ModelDrafter:
     def _newest(self, hidden: Tensor, rows: Tensor, count: Tensor, lookahead: int) -> Tensor:
         """hidden [B * Q, H] -> [B, H]: per row, the query that the newest token is in; kept as the root's feature."""
         if use_triton(hidden):
-            from draftwing.kernels.observe import newest_rows
+            from draftwing.ops.triton.observe import newest_rows
 
             return newest_rows(hidden, count, lookahead, rows, self._seed_feature if self.head.width else None)
         native = tree_kernels_for(hidden)
@@ -187,7 +187,7 @@ class ModelDrafter:
                 self._newest_hidden = newest.new_zeros(self._newest_hidden.shape[0], newest.shape[1])
             self._newest_hidden.index_copy_(0, rows, newest)
         if use_triton(newest):
-            from draftwing.kernels.observe import keep_first
+            from draftwing.ops.triton.observe import keep_first
 
             following = self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy)
             keep_first(following, rows, self._first_ids, self._first_logp, self.head.target_ids)
@@ -222,7 +222,7 @@ class ModelDrafter:
         self, slots: SlotTable, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
     ) -> tuple[Tensor, Tensor]:
         """hidden [B, K, H] -> ids and log probabilities [B, K, topk] of the tokens that may follow at kv_len + ahead;
-        on GPUs `kernels.continuations.Continuations`, from which whoever needs them makes these.
+        on GPUs `ops.triton.continuations.Continuations`, from which whoever needs them makes these.
 
         Rows with a temperature get the noise that the target will draw with at that position, so that both pick the
         same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a path.
@@ -236,7 +236,7 @@ class ModelDrafter:
             return best.view(size, nodes, topk), logp.view(size, nodes, topk)
         logits, ids = self.head.logits(hidden.flatten(0, 1)), self.head.target_ids
         if use_triton(logits):
-            from draftwing.kernels.continuations import continuations
+            from draftwing.ops.triton.continuations import continuations
 
             return continuations(logits, slots, rows, ahead, topk, ids)
         return self._best(slots, rows, logits.view(size, nodes, -1), ahead, topk, noisy)
@@ -277,7 +277,7 @@ def _with_newest(slots: SlotTable, batch: Batch, next_ids: Tensor) -> Batch:
     size = batch.rows.shape[0]
     width = next_ids.shape[0] // size + 1
     if use_triton(next_ids):
-        from draftwing.kernels import observe
+        from draftwing.ops.triton import observe
 
         chain = observe.chain(slots, batch.rows, batch.prefix_len, width)
         return batch._replace(

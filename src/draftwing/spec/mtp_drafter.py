@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftwing.attn.base import Batch, ChunkSpan
 from draftwing.core import TreeShape
-from draftwing.models.mtp_head import MTPHead
+from draftwing.models.heads.mtp import MTPHead
+from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.torch.growth import of_parent
 from draftwing.spec.drafter import Draft
-from draftwing.spec.grow import of_parent
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
 if TYPE_CHECKING:
-    from draftwing.engine.slots import SlotTable
+    from draftwing.engine.row_table import SlotTable
 
 
 def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> ModelDrafter:

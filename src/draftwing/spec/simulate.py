@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.kernels import use_triton
-from draftwing.sampling.noise import _position_words
+from draftwing.ops import use_triton
+from draftwing.ops.torch.noise import _position_words
+from draftwing.ops.torch.tree import Tree
 from draftwing.spec.drafter import Draft
-from draftwing.spec.tree import Tree
 
 FRACTION_BITS = 24
 
@@ -52,7 +52,7 @@ class Simulation:
         if tree.path.shape[-1] == 1:
             return target
         if use_triton(target):
-            from draftwing.kernels.simulate import simulate
+            from draftwing.ops.triton.simulate import simulate
 
             return simulate(
                 draft.tokens, draft.parent, draft.alive, tree.depth, target, rows, kv_len,

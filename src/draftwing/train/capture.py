@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.attn.base import Attend
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
+from draftwing.ops.attention import Attend
 from draftwing.train.checkpoint import aux_layer_ids
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
 

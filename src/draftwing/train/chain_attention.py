@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from draftwing.attn.base import Attend, default_scale
-from draftwing.kernels import use_triton
 from draftwing.layers.rope import rotate
+from draftwing.ops import use_triton
+from draftwing.ops.attention import Attend, default_scale
 
 KeyValue = tuple[Tensor, Tensor]  # [B, heads or kv_heads, T, head_dim] each
 
@@ -67,7 +67,7 @@ class _Step:
         """qkv [M, heads + 2 * kv_heads, head_dim], not turned; cos, sin [M, 1, head_dim] -> [M, heads * head_dim]"""
         kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
         if use_triton(qkv) and qkv.dtype != torch.float64:
-            from draftwing.kernels.turn import turn
+            from draftwing.train.kernels.rope_backward import turn
 
             q, k, v = turn(qkv, cos, sin, turned).split([turned - kv, kv, kv], 1)
         else:
@@ -132,7 +132,7 @@ def _own_kernels(q: Tensor) -> ModuleType | None:
     """Those that do what follows in a pass or two, where a kernel does the causal part that takes shared keys too."""
     if _kernel(q) != "flash" or not use_triton(q):
         return None
-    from draftwing.kernels import chain_attention
+    from draftwing.train.kernels import chain_attention
 
     return chain_attention
 
@@ -140,7 +140,7 @@ def _own_kernels(q: Tensor) -> ModuleType | None:
 def _join_own(
     out: Tensor, lse: Tensor, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.chain_attention.join_own`; keys and values one tensor a step"""
+    """`train.kernels.chain_attention.join_own`; keys and values one tensor a step"""
     scores = torch.stack([_own_scores(q, k) for k in keys])  # [k, B, heads, T]
     joint = torch.logsumexp(torch.cat((lse.unsqueeze(0), scores)), 0)
     mixed = out * (lse - joint).exp().unsqueeze(-1)  # in lse's dtype

@@ -18,11 +18,11 @@ from torch import Tensor
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
-from draftwing.models.draft_config import resolve_taps
-from draftwing.models.eagle3_head import Eagle3Head
-from draftwing.models.eagle_head import EagleHead
-from draftwing.models.feature_head import FeatureHead
-from draftwing.models.mtp_head import MTPHead
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.config import resolve_taps
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.heads.eagle3 import Eagle3Head
+from draftwing.models.heads.mtp import MTPHead
 
 _EAGLE_CLASSES = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
 

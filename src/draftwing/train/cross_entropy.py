@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.kernels import use_triton
+from draftwing.ops import use_triton
 from draftwing.train.chain_attention import wide
 
 # Logits that exist at a time: what a CPU keeps in its caches, and what fills a GPU (256 MB in float32).
@@ -73,13 +73,13 @@ def _cross_entropy(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], t
     """What takes the logits of such states; it may overwrite them."""
     if not use_triton(hidden) or hidden.dtype == torch.float64:
         return _in_torch
-    from draftwing.kernels.cross_entropy import cross_entropy
+    from draftwing.train.kernels.cross_entropy import cross_entropy
 
     return cross_entropy
 
 
 def _in_torch(logits: Tensor, shares: Tensor, counts: Tensor, sloped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.cross_entropy.cross_entropy` of any device and floating dtype."""
+    """`train.kernels.cross_entropy.cross_entropy` of any device and floating dtype."""
     exact, counted = wide(logits), counts.unsqueeze(1)
     z = logits.to(exact)
     most, best = z.max(-1)

@@ -14,10 +14,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from draftwing.config import Options
+from draftwing.cli.bench import Local, Sample, measure
+from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
-from draftwing.tools.bench import Local, Sample, measure
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from draftwing.layers.rope import RopeConfig
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.draft_config import AuxLayerIds
-from draftwing.models.draft_loader import load_draft_head
-from draftwing.models.eagle3_head import Eagle3Config, Eagle3Head
-from draftwing.models.eagle_head import EagleHead
-from draftwing.models.feature_head import FeatureHead
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.config import AuxLayerIds
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import fill_parameters, folder_tensors, load_config
-from draftwing.models.mtp_head import MTPHead
-from draftwing.models.names import canonical, checkpoint_names
+from draftwing.models.weight_map import canonical, checkpoint_names
 from draftwing.train.capture import eagle3_taps
 from draftwing.train.checkpoint import aux_layer_ids
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.config import Options
+from draftwing.config.options import Options
 from draftwing.engine.device import pick_device, pick_dtype
 from draftwing.errors import ConfigError
 from draftwing.models.config import ModelConfig

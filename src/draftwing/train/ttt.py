@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.models.eagle3_head import Eagle3Head
-from draftwing.models.eagle_head import EagleHead
-from draftwing.models.mtp_head import MTPHead
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.heads.eagle3 import Eagle3Head
+from draftwing.models.heads.mtp import MTPHead
 from draftwing.train.chain_attention import ChainAttention, wide
 from draftwing.train.cross_entropy import chunks, linear_cross_entropy
 from draftwing.train.heads import TargetHead

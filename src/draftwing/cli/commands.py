@@ -1,0 +1,241 @@
+"""The commands beside `serve`: their arguments, and what runs them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from draftwing.config.arguments import add_arguments
+from draftwing.config.options import SERVER, Options
+from draftwing.config.sglang_compat import REFUSED
+from draftwing.errors import ConfigError
+from draftwing.models.bundled import save_shape
+
+Run = Callable[[dict[str, Any]], None]
+
+
+def add_commands(commands: Any) -> dict[str, Run]:
+    """Adds a parser for each command to argparse's `commands`; returns what runs them, by name."""
+    chat = commands.add_parser(
+        "chat",
+        usage="draftwing chat [--url URL | options]",
+        help="chat in the terminal",
+        description="Chats with a running server (--url), or with a model that is loaded into this process.",
+        allow_abbrev=False,
+    )
+    _add_source(chat)
+    chat.add_argument("--system", metavar="STR", help="system prompt")
+    chat.add_argument("--max-tokens", type=int, metavar="INT", help="most tokens of an answer (default: no limit)")
+    chat.add_argument("--temperature", type=float, metavar="FLOAT", help="0 is greedy (default: 1)")
+    _add_engine_options(chat)
+
+    pull = commands.add_parser(
+        "pull", help="fetch a model", description="Fetches a model, so that a server starts with it at once."
+    )
+    pull.add_argument("model", help="an alias (smollm2) or a hub id")
+    pull.add_argument("--revision", metavar="STR", help="branch, tag or commit of a hub id")
+
+    bench = commands.add_parser(
+        "bench",
+        usage="draftwing bench [--url URL | options] [--sweep]",
+        help="measure throughput and latency",
+        description="Measures a running server (--url), or an engine in this process. Prints JSON lines.",
+        allow_abbrev=False,
+    )
+    _add_source(bench)
+    bench.add_argument(
+        "--concurrency", type=_sizes, default=[1, 8], metavar="INTS", help="requests at once (default: 1,8)"
+    )
+    bench.add_argument("--num-prompts", type=_count, default=16, metavar="INT", help="of each run (default: 16)")
+    bench.add_argument("--prompts", metavar="FILE", help="JSON lines, each a string or an object with prompt or turns")
+    bench.add_argument("--max-tokens", type=_count, default=128, metavar="INT", help="of an answer (default: 128)")
+    bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
+    bench.add_argument("--ignore-eos", action="store_true", help="every answer has max-tokens")
+    bench.add_argument("--output", metavar="FILE", help="append the JSON lines to a file, too")
+    bench.add_argument(
+        "--check-card",
+        metavar="HEAD",
+        help="instead: whether a head of `draftwing train` accepts what its eval.json says; needs the same --prompts",
+    )
+    sweep = bench.add_argument_group("sweep", "Measures shapes of drafts, and none, at each --concurrency.")
+    sweep.add_argument("--sweep", action="store_true", help="needs something that drafts; prints the best flags")
+    sweep.add_argument(
+        "--save-shape", action="store_true", help="write the best tree into the head's config.json, as its default here"
+    )
+    for name, default in (("steps", "1,3,5,7"), ("topk", "1,2,4,8"), ("draft-tokens", "2,4,6,8,16,32")):
+        sweep.add_argument(f"--{name}", type=_sizes, default=_sizes(default), metavar="INTS", help=f"({default})")
+    _add_engine_options(bench)
+
+    token_map = commands.add_parser(
+        "token-map",
+        help="count tokens, for --speculative-token-map",
+        description="Writes the most frequent tokens of texts or conversations, to which an EAGLE head or prediction "
+        "layers can be restricted.",
+        allow_abbrev=False,
+    )
+    token_map.add_argument("--model", required=True, metavar="STR", help="whose tokenizer counts: as for serve")
+    token_map.add_argument("--revision", metavar="STR", help="branch, tag or commit of a hub id")
+    token_map.add_argument("--size", type=_count, default=32768, metavar="INT", help="tokens kept (default: 32768)")
+    token_map.add_argument("--out", required=True, metavar="FILE", help=".pt, .json, or text with an id a line")
+    token_map.add_argument(
+        "files", nargs="+", metavar="FILE", help="plain text, or .jsonl and .json with text, messages or conversations"
+    )
+    return {"chat": run_chat, "pull": run_pull, "bench": run_bench, "token-map": run_token_map}
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="of a running server, such as http://127.0.0.1:30000")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """All options, so that the command of a server can be tried here; --help is without those that only concern a
+    server, and without those that are refused."""
+    add_arguments(parser)
+    servers = {spec.name for spec in dataclasses.fields(Options) if spec.metadata["group"] == SERVER} - {"api_key"}
+    for action in parser._actions:
+        if action.dest in servers | REFUSED.keys():
+            action.help = argparse.SUPPRESS
+        elif action.dest == "api_key":
+            action.help = "for --url: the key of that server"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; found {value}")
+    return value
+
+
+def _sizes(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _taken(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those of a command's own arguments; the rest are options of an engine."""
+    return {name: arguments.pop(name) for name in names}
+
+
+def run_pull(arguments: dict[str, Any]) -> None:
+    from draftwing.models.hub import resolve_model
+
+    print(resolve_model(arguments["model"], arguments["revision"]))
+
+
+def run_token_map(arguments: dict[str, Any]) -> None:
+    from draftwing.cli.token_map import write_token_map
+    from draftwing.models.hub import resolve_model
+    from draftwing.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model(arguments["model"], arguments["revision"]))
+    write_token_map(arguments["files"], tokenizer, arguments["size"], arguments["out"])
+
+
+def run_chat(arguments: dict[str, Any]) -> None:
+    from draftwing.cli import chat
+    from draftwing.cli.client import Client
+
+    own = _taken(arguments, "url", "system", "max_tokens", "temperature")
+    limits = {"max_tokens": own["max_tokens"], "temperature": own["temperature"]}
+    given = {name: value for name, value in limits.items() if value is not None}
+    if own["url"] is not None:
+        client = Client(own["url"], arguments.pop("api_key", None))
+        _refuse_options(arguments)
+        client.get("/v1/models")  # that it is there, before anybody types a question
+        chat.converse(chat.over_http(client, given), own["system"])
+        return
+    fields = {"max_new_tokens" if name == "max_tokens" else name: value for name, value in given.items()}
+    # The engine's lines would stand between the answers.
+    options = Options.from_kwargs(**{"log_level": "warning", **arguments}).resolve()
+    logging.getLogger("draftwing").setLevel(options.log_level.upper())
+    from draftwing.engine.engine import Engine
+
+    with contextlib.closing(Engine(options)) as engine:
+        chat.converse(chat.in_process(engine, fields), own["system"])
+
+
+def run_bench(arguments: dict[str, Any]) -> None:
+    from draftwing.cli import bench
+    from draftwing.cli.card_check import check_card
+    from draftwing.cli.client import Client
+    from draftwing.cli.sweep import Grid, flags, head_folder, sweep
+
+    own = _taken(
+        arguments, "url", "concurrency", "num_prompts", "prompts", "max_tokens", "temperature", "ignore_eos", "output",
+        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card",
+    )  # fmt: skip
+    if own["save_shape"] and not own["sweep"]:
+        raise ConfigError("--save-shape needs --sweep, which finds the shape")
+    if own["check_card"] is not None and own["sweep"]:
+        raise ConfigError("--check-card and --sweep measure different things: give one of them")
+    params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
+    prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
+    logging.getLogger("draftwing").setLevel(arguments.get("log_level", "warning").upper())
+    with _printer(own["output"]) as emit:
+        for name in ("sweep", "check_card"):
+            if own["url"] is not None and own[name]:
+                raise ConfigError(f"--{name.replace('_', '-')} starts engines of its own; it does not go with --url")
+        if own["check_card"] is not None:
+            check_card(Path(own["check_card"]), arguments, own["prompts"], emit)
+        elif own["sweep"]:
+            folder = head_folder(arguments) if own["save_shape"] else None
+            grid = Grid(own["steps"], own["topk"], own["draft_tokens"], own["concurrency"])
+            found = sweep(arguments, grid, prompts, params, emit)
+            for batch, point in found.best.items():
+                print(f"best for {batch} requests at once: {flags(point)}")
+            if folder is not None:
+                save_shape(folder, found.device, found.tree)
+                print(f"{folder / 'config.json'} asks for {list(found.tree)} on {found.device} from now on")
+        elif own["url"] is not None:
+            client = Client(own["url"], arguments.pop("api_key", None))
+            _refuse_options(arguments)
+            _run(bench.Remote(client), prompts, params, own["concurrency"], emit)
+        else:
+            options = Options.from_kwargs(**arguments).resolve()
+            from draftwing.engine.engine import Engine
+
+            with contextlib.closing(Engine(options)) as engine:
+                _run(bench.Local(engine), prompts, params, own["concurrency"], emit)
+
+
+def _run(target: Any, prompts: list[str], params: dict[str, Any], concurrency: list[int], emit: Any) -> None:
+    from draftwing.cli.bench import measure
+
+    ids = [target.encode(prompt) for prompt in prompts]
+    target.run(ids[:1], params, 1)  # first use of everything
+    for size in concurrency:
+        emit(measure(target, ids, params, size))
+
+
+def _refuse_options(arguments: dict[str, Any]) -> None:
+    if arguments:
+        raise ConfigError(f"with --url, {', '.join(sorted(arguments))} would have no effect: the server has its own")
+
+
+@contextlib.contextmanager
+def _printer(path: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Prints records as JSON lines, and appends them to a file where one is named."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = None if path is None else stack.enter_context(Path(path).open("a", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from None
+
+        def emit(record: dict[str, Any]) -> None:
+            line = json.dumps(_rounded(record))
+            print(line, flush=True)
+            if file is not None:
+                print(line, file=file, flush=True)
+
+        yield emit
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return round(value, 4) if isinstance(value, float) else value

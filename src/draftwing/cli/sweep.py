@@ -1,0 +1,125 @@
+"""`draftwing bench --sweep`: measures speculative shapes against each other and against none, and names the best.
+
+Every point has an engine of its own, one after the other, on the same prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftwing.cli.bench import Local, measure
+from draftwing.config.options import Options
+from draftwing.core import PLAIN, TreeShape
+from draftwing.errors import ConfigError
+from draftwing.models.bundled import shipped_head
+
+SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+Emit = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    steps: Sequence[int]
+    topk: Sequence[int]
+    draft_tokens: Sequence[int]
+    batch: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """best: options by batch size.  tree: of those that draft, the one with the highest geometric mean of throughputs
+    over the batch sizes.  device: "cpu" or "cuda"."""
+
+    best: dict[int, Options]
+    tree: TreeShape
+    device: str
+
+
+def points(options: dict[str, Any], grid: Grid) -> Iterator[Options]:
+    """Resolved options of every shape of the grid that is possible, each once, none first."""
+    plain = {name: value for name, value in options.items() if not name.startswith("speculative_")}
+    if Options.from_kwargs(**options).resolve().drafter == "none":
+        raise ConfigError("--sweep needs --speculative-algorithm, whose shapes it measures")
+    yield Options.from_kwargs(**plain, speculative_algorithm="none").resolve()
+    seen = set()
+    for shape in itertools.product(grid.steps, grid.topk, grid.draft_tokens):
+        if shape[1] == 1 and shape[2] != shape[0] + 1:
+            continue  # a chain has one size
+        try:
+            point = Options.from_kwargs(**{**options, **dict(zip(SHAPE, shape, strict=True))}).resolve()
+        except ConfigError:
+            continue
+        if point.speculative_shape not in seen:
+            seen.add(point.speculative_shape)
+            yield point
+
+
+def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: dict[str, Any], emit: Emit) -> Found:
+    """Measures every point at every batch size; `emit` gets each record."""
+    from draftwing.engine.engine import Engine  # late: it imports torch
+
+    todo = list(points(options, grid))
+    if all(point.drafter == "none" for point in todo):
+        raise ConfigError(f"--sweep: no tree has any of these numbers of steps, topk and draft tokens: {grid}")
+    best: dict[int, tuple[float, Options]] = {}
+    overall: tuple[float, TreeShape] = (-math.inf, PLAIN)
+    device = ""
+    for point in todo:
+        engine = Engine(point)
+        target, device = Local(engine), engine.info.device
+        ids = [target.encode(prompt) for prompt in prompts]
+        target.run(ids[:1], params, 1)  # first use of everything
+        logs = 0.0  # of the throughputs, summed: each batch size has the same say
+        for batch in grid.batch:
+            record = measure(target, ids, params, batch)
+            depth, topk, nodes = point.speculative_shape
+            shape = {"batch_size": batch, "steps": depth, "topk": topk, "num_draft_tokens": nodes}
+            emit({**shape, "speculative_algorithm": point.speculative_algorithm, **record})
+            logs += math.log(record["throughput"])
+            if batch not in best or record["throughput"] > best[batch][0]:
+                best[batch] = record["throughput"], point
+        if point.drafter != "none":
+            overall = max(overall, (logs, point.speculative_shape))
+        engine.close()
+        del engine, target
+        gc.collect()
+    return Found({batch: point for batch, (_, point) in best.items()}, overall[1], device)
+
+
+def head_folder(options: dict[str, Any]) -> Path:
+    """Of the head that would draft, to write into. Raises ConfigError where there is none."""
+    resolved = Options.from_kwargs(**options).resolve()
+    draft = resolved.speculative_draft_model_path
+    if not resolved.drafts_with_head or draft is None:
+        raise ConfigError(f"--save-shape needs a head that drafts (EAGLE, EAGLE3, NEXTN); found {resolved.drafter}")
+    folder = Path(draft).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--save-shape writes into the head's folder: expected one with config.json, found {draft}")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--save-shape writes into the head's folder: {folder} is read-only; copy it")
+    return folder
+
+
+def flags(options: Options) -> str:
+    """What to type for a point of the sweep."""
+    if options.drafter == "none":
+        return "--speculative-algorithm none"
+    shape = dict(zip(SHAPE, options.speculative_shape, strict=True))
+    head = shipped_head(options.model, options.drafter)
+    # What comes with a head of this package need not be typed.
+    own = () if head is None else tuple(str(file) for file in head if file is not None)
+    words = []
+    for spec in dataclasses.fields(Options):
+        value = shape.get(spec.name, getattr(options, spec.name))
+        if spec.name in shape or (spec.name.startswith("speculative_") and value not in (spec.default, *own)):
+            words += ["--" + spec.name.replace("_", "-"), str(value)]
+    return shlex.join(words)

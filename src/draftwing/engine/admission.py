@@ -1,0 +1,157 @@
+"""What the world outside the engine knows of it, and which requests it lets in. Pure: no torch, so that the server's
+process refuses a request without asking the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from draftwing.config.options import Options
+from draftwing.core import MOST_PREDICTED, PREDICTED, GenRequest, TreeShape
+from draftwing.errors import RequestError
+
+
+class Terms(NamedTuple):
+    """On what a request is let in: its most new tokens, and the token ids that end it."""
+
+    new_tokens: int
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Facts of a loaded engine; they do not change while it lives.
+
+    architecture: as in a checkpoint's config ("LlamaForCausalLM").
+    max_banned: most stop ids of a request with min_new_tokens.  dtype, device: as printed by torch ("float32", "cpu").
+    processors: names of the custom logit processors.  defaults: sampling fields of requests that do not give them.
+    """
+
+    options: Options  # resolved
+    architecture: str
+    context_length: int
+    vocab_size: int
+    stop_ids: frozenset[int]  # that end every answer
+    max_total_tokens: int  # in the KV pool
+    max_banned: int
+    dtype: str
+    device: str
+    processors: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_name(self) -> str:
+        return self.options.served_model_name or self.options.model
+
+    @property
+    def shape(self) -> TreeShape:
+        """The largest tree that is drafted."""
+        return self.options.speculative_shape
+
+    @property
+    def speculates(self) -> bool:
+        return self.shape.depth > 0
+
+    def drafting(self, predicted: bool) -> tuple[str, TreeShape]:
+        """By what, and in which largest trees, a request is drafted for; predicted: whether it brings a prediction,
+        which is a way of drafting of its own."""
+        if predicted and not self.speculates:
+            return "prediction", PREDICTED
+        return self.options.drafter, self.shape
+
+    def admit(self, request: GenRequest) -> Terms:
+        """Raises RequestError, naming the field as `/generate` does, for a request that can never run.
+
+        Bad words and grammars are not looked at: that takes a tokenizer.
+        """
+        prompt, params = request.prompt_ids, request.params
+        if not prompt:
+            raise RequestError("the prompt is empty: at least one token is needed", "prompt")
+        self._check_ids(prompt, "input_ids")
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        room = self.context_length - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; with at least one new token the context of "
+                f"{self.context_length} is exceeded",
+                "prompt",
+            )
+        wanted = room if params.max_new_tokens is None else params.max_new_tokens
+        if wanted > room:
+            raise RequestError(
+                f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.context_length}: "
+                f"max_new_tokens must be at most {room}",
+                "max_new_tokens",
+            )
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
+        if params.min_new_tokens and len(stop_ids) > self.max_banned:
+            raise RequestError(
+                f"with min_new_tokens, stop_token_ids and the model's own may be at most {self.max_banned} ids; "
+                f"found {len(stop_ids)}",
+                "stop_token_ids",
+            )
+        self._check_edits(request, stop_ids)
+        self._check_logprobs(request)
+        self._check_drafts(request)
+        return Terms(wanted, stop_ids)
+
+    def _check_edits(self, request: GenRequest, stop_ids: frozenset[int]) -> None:
+        params = request.params
+        self._check_ids((token for token, _ in params.logit_bias), "logit_bias")
+        self._check_ids(params.allowed_token_ids, "allowed_token_ids")
+        if params.min_new_tokens and params.allowed_token_ids and stop_ids >= set(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids holds only ids that end the answer, which min_new_tokens forbids",
+                "allowed_token_ids",
+            )
+        processor = params.logit_processor
+        if processor is not None and processor.name not in self.processors:
+            known = ", ".join(self.processors) or "none"
+            raise RequestError(
+                f"custom_logit_processor {processor.name[:80]!r} is not one that the server was started with ({known})",
+                "custom_logit_processor",
+            )
+
+    def _check_logprobs(self, request: GenRequest) -> None:
+        wanted = request.logprobs
+        if wanted is None:
+            return
+        self._check_ids(wanted.token_ids, "token_ids_logprob")
+        if wanted.top > self.vocab_size:
+            raise RequestError(
+                f"top_logprobs_num must be at most {self.vocab_size}, the size of the vocabulary; found {wanted.top}",
+                "top_logprobs_num",
+            )
+        if wanted.start >= len(request.prompt_ids):
+            raise RequestError(
+                f"logprob_start_len must be below the prompt's {len(request.prompt_ids)} tokens; found {wanted.start}",
+                "logprob_start_len",
+            )
+
+    def _check_drafts(self, request: GenRequest) -> None:
+        limits, (_, shape) = request.limits, self.drafting(bool(request.prediction))
+        if limits is not None:
+            for name, value, most in (
+                ("num_steps", limits.depth, shape.depth),
+                ("topk", limits.topk, shape.topk),
+                ("num_draft_tokens", limits.nodes, shape.nodes),
+            ):
+                if value > most:
+                    raise RequestError(
+                        f"speculative.{name} must be at most {most}, as the server was started; found {value}",
+                        f"speculative.{name}",
+                    )
+        if request.prediction:
+            if limits is not None and limits.depth == 0:
+                raise RequestError("prediction is a way of drafting, which the request switches off", "prediction")
+            if len(request.prediction) > MOST_PREDICTED:
+                raise RequestError(
+                    f"prediction takes at most {MOST_PREDICTED} tokens; found {len(request.prediction)}", "prediction"
+                )
+            self._check_ids(request.prediction, "prediction")
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} in {param} is outside of the vocabulary [0, {self.vocab_size})", param)

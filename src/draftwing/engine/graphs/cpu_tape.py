@@ -1,0 +1,64 @@
+"""Stages of small tree steps on a CPU: recorded when a batch size is met first, replayed afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from draftwing.core import TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.graphs.cuda import GraphCache, Key
+from draftwing.layers.linear import FEW_ROWS
+from draftwing.ops.cpu.tape import Recording, record
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class RecordedStages(GraphCache):
+    """A `GraphCache` that captures in passing. Its keys have memory of their own, so all that a stage gives lasts.
+
+    A step is recorded if all that its stages do are calls of the C kernels, which takes few rows in bfloat16. `refused`
+    has those of which this turned out not to be so; they run as they are written.
+    """
+
+    def __init__(self, device: Device, dummy_row: int) -> None:
+        super().__init__(device, dummy_row, 0)
+        self.rows = torch.full((FEW_ROWS,), dummy_row, dtype=torch.int64, device=device.device)
+        self._host_rows = np.full(FEW_ROWS, dummy_row, np.int64)
+        self.refused: set[Hashable] = set()
+        self._met: set[tuple[str, Hashable]] = set()
+        self._recorded: dict[tuple[str, Hashable], tuple[Recording, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def key(self, shape: TreeShape, size: int) -> Key | None:
+        key = Key(shape, size)
+        return key if size * shape.nodes <= FEW_ROWS and key not in self.refused else None
+
+    def run(self, stage: str, key: Any, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
+        if key is None:
+            return fn(*inputs)
+        known = self._recorded.get((stage, key))
+        if known is not None:
+            known[0].replay()
+            self.replays += 1
+            out: T = known[1]
+            return out
+        step = key if isinstance(key, Key) else key[0]  # a settle's has more
+        first = (stage, key) not in self._met  # it may make constants, which are no part of a step
+        self._met.add((stage, key))
+        if first or step in self.refused:
+            return fn(*inputs)
+        recording, out = record(lambda: fn(*inputs))
+        if isinstance(recording, Recording):
+            self._recorded[stage, key] = recording, out
+        else:
+            self.refused.add(step)
+            logger.debug("steps of %s are not recorded: %s of %s is torch's own", step, recording, stage)
+        return out

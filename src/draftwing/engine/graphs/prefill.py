@@ -1,0 +1,141 @@
+"""Graphs of the target's forward over prompts: a short one keeps a GPU busy for less time than its launches take.
+
+A graph is of a number of queries, not of certain prompts: whose they are, where they stand and how attention is cut
+into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
+table's dummy row, from its beginning: it reads and writes the pool's dummy slot.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from draftwing.core import Chunk, IntArray
+from draftwing.engine.device import Device
+from draftwing.engine.row_table import SlotTable
+from draftwing.ops.attention import Batch, ChunkSpan, spans_of
+
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # queries; more take longer than it takes to launch them
+MOST_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
+
+Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]
+
+
+class TiledAttention(Protocol):
+    """What an attention backend has that takes `Batch.tiles`: see `ops.triton.attention_backend`."""
+
+    def chunk_tiles(self, spans: Sequence[ChunkSpan], heads: int) -> Tensor: ...
+
+    def most_tiles(self, queries: int, chunks: int, heads: int) -> int: ...
+
+
+class Inputs(NamedTuple):
+    """Parts of the buffer that the graphs of one size read; each begins at an even place, as `SlotTable._send` says."""
+
+    token_rows: Tensor  # [M] row of each query
+    positions: Tensor  # [M]
+    rows: Tensor  # [C] row of each chunk
+    tiles: Tensor  # [T, 5] int32, as `Batch.tiles`
+
+
+class PrefillGraphs:
+    def __init__(
+        self, device: Device, slots: SlotTable, attn: TiledAttention, heads: int, most: int, forward: Forward
+    ) -> None:
+        """heads: of the target; most: queries of a plan; forward: the target's, gives hidden states [M, H] and taps."""
+        self._device, self._slots, self._attn, self._heads, self._forward = device, slots, attn, heads, forward
+        self.sizes = [size for size in prefill_sizes(most) if size <= slots.length]
+        self.replays = 0
+        words = max((self._words(size) for size in self.sizes), default=0)
+        self._buffer = slots.kv_len.new_zeros(words)
+        self._graphs: dict[int, tuple[Callable[[], None], tuple[Tensor, Tensor | None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, bar: tqdm[Any]) -> None:
+        """Captures all sizes, the largest first."""
+        for size in reversed(self.sizes):
+            self._fill(size, ())
+            self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)))
+            bar.update()
+
+    def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
+        """What the forward gives of the chunks' queries, as long as no graph runs after it; None where there is no
+        graph of so many queries or chunks."""
+        tokens = sum(chunk.length for chunk in chunks)
+        at = bisect_left(self.sizes, tokens)
+        if at == len(self.sizes) or len(chunks) >= MOST_CHUNKS or self.sizes[at] not in self._graphs:
+            return None
+        self._fill(self.sizes[at], chunks)
+        replay, (hidden, taps) = self._graphs[self.sizes[at]]
+        replay()
+        self.replays += 1
+        return hidden[:tokens], None if taps is None else taps[:tokens]
+
+    # -- the buffer -------------------------------------------------------------------------------------------------
+
+    def _chunks(self, size: int) -> int:
+        return min(size, MOST_CHUNKS)
+
+    def _tiles(self, size: int) -> int:
+        most = self._attn.most_tiles(size, self._chunks(size), self._heads)
+        return most + most % 2
+
+    def _words(self, size: int) -> int:
+        return 2 * size + self._chunks(size) + self._tiles(size) * 5 // 2
+
+    def _inputs(self, size: int) -> Inputs:
+        chunks, tiles = self._chunks(size), self._tiles(size)
+        token_rows, positions, rows, words = self._buffer[: self._words(size)].split(
+            [size, size, chunks, tiles * 5 // 2]
+        )
+        return Inputs(token_rows, positions, rows, words.view(torch.int32).view(tiles, 5))
+
+    def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
+        left = size - sum(chunk.length for chunk in chunks)
+        whole = [*chunks, Chunk(self._slots.rows, 0, left, False)] if left else [*chunks]
+        count, most = self._chunks(size), self._tiles(size)
+        rows = np.full(count, self._slots.rows, np.int64)
+        rows[: len(whole)] = [chunk.row for chunk in whole]
+        tiles = np.zeros((most, 5), np.int32)  # of no length where there are none
+        found = self._attn.chunk_tiles(spans_of(whole), self._heads).numpy()
+        tiles[: len(found)] = found
+        parts: list[IntArray] = [
+            np.concatenate([np.full(chunk.length, chunk.row, np.int64) for chunk in whole]),
+            np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in whole]),
+            rows,
+            tiles.reshape(-1).view(np.int64),
+        ]
+        self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
+
+    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        slots, (token_rows, positions, rows, tiles) = self._slots, inputs
+        batch = Batch(
+            rows=rows,
+            ids=slots.tokens[token_rows, positions],
+            positions=positions,
+            write_slots=slots.table[token_rows, positions],
+            table=slots.table,
+            prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
+            tiles=tiles,
+        )
+        return self._forward(batch)
+
+
+def prefill_sizes(most: int) -> list[int]:
+    """Queries of the graphs that plans of up to `most` queries need, ascending."""
+    return [size for before, size in pairwise((0, *SIZES)) if before < most]
+
+
+def kept_bytes(most: int, hidden: int, taps: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of what these graphs leave."""
+    return sum(prefill_sizes(most)) * hidden * (1 + len(taps)) * dtype.itemsize

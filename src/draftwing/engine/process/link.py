@@ -1,0 +1,192 @@
+"""The engine in a process of its own, as its users see it, and the messages that pass.
+
+The worker is started as a new interpreter rather than as a fork: it holds no copy of the server's threads and sockets,
+and in a session of its own it does not get the terminal's Ctrl-C. The one connection is a socket pair: when either
+process ends, in whatever way, the other one reads its end and knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from draftwing.config.options import Options
+from draftwing.core import GenRequest, Output
+from draftwing.engine.admission import EngineInfo
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+
+logger = logging.getLogger("draftwing")
+WORKER = "draftwing.engine.process.worker"
+
+
+class EngineDead(DraftwingError):
+    """The engine's process ended; nothing can be generated (HTTP 503)."""
+
+
+# -- to the engine ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Submit:
+    requests: list[GenRequest]
+
+
+@dataclass(frozen=True)
+class Abort:
+    uid: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question by name, "stats" or "flush_cache"; a `Reply` of this number comes back."""
+
+    number: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Close:
+    pass
+
+
+# -- from the engine; besides these, `list[Output]` -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reply:
+    number: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that passed the server's check but not the engine's: theirs differ, which is a bug, but not fatal."""
+
+    uid: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """Last words. kind: "config" and "checkpoint" before the engine was ready, else "bug"."""
+
+    kind: str
+    message: str
+
+
+@dataclass
+class Listener:
+    """Who is told, on the link's thread, of what comes. `died` is called once, and last."""
+
+    outputs: Callable[[list[Output]], None]
+    reply: Callable[[Reply], None]
+    died: Callable[[str], None]
+
+
+class EngineLink:
+    """The server's end of one worker process. Nothing here blocks but `wait_ready` and `close`."""
+
+    def __init__(self, options: Options, module: str = WORKER) -> None:
+        """Starts `python -m module` with the options. What it needs to import is found where this process found it."""
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                start_new_session=True,
+            )
+        self._conn = Connection(ours.detach())
+        with contextlib.suppress(OSError):  # a worker that is gone already is noticed by `wait_ready`
+            self._conn.send(options)
+
+    def wait_ready(self) -> EngineInfo:
+        """Blocks until everything is loaded. Raises what the engine's constructor does, or EngineDead."""
+        try:
+            first = self._conn.recv()
+        except (EOFError, OSError):
+            raise EngineDead(f"the engine's process ended before it was ready: {self._exit()}") from None
+        if isinstance(first, EngineInfo):
+            return first
+        assert isinstance(first, Died)
+        kinds = {"config": ConfigError, "checkpoint": CheckpointError}
+        raise kinds.get(first.kind, EngineDead)(first.message)
+
+    def listen(self, listener: Listener) -> None:
+        """Begins to deliver. After `wait_ready`."""
+        for name, work in (("receive", lambda: self._receive(listener)), ("send", self._send)):
+            thread = threading.Thread(target=work, name=f"draftwing-engine-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def send(self, message: Submit | Abort | Ask | Close) -> None:
+        """Queues a message; of a dead engine it goes nowhere."""
+        # A thread of its own writes: a full pipe must not stop the event loop.
+        self._outbox.put(message)
+
+    def close(self, grace: float = 5.0) -> None:
+        """Ends the process and waits for it, killing it after `grace` seconds. Safe to call twice."""
+        if self.process.poll() is None and grace > 0:
+            self.send(Close())
+            if not self._threads:  # never listened: nobody empties the outbox
+                with contextlib.suppress(OSError):
+                    self._conn.send(Close())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5)
+        self._conn.close()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                self._conn.send(message)
+
+    def _receive(self, listener: Listener) -> None:
+        cause = ""
+        try:
+            while True:
+                message = self._conn.recv()
+                if isinstance(message, list):
+                    listener.outputs(message)
+                elif isinstance(message, Reply):
+                    listener.reply(message)
+                elif isinstance(message, Refused):
+                    logger.error("the engine refused a request that the server let in: %s", message.message)
+                    reason = {"type": "abort", "message": message.message}
+                    listener.outputs([Output(message.uid, [], reason)])
+                else:
+                    assert isinstance(message, Died)
+                    cause = message.message
+        except (EOFError, OSError):
+            listener.died(cause or self._exit())
+
+    def _exit(self) -> str:
+        """How the process ended, in words."""
+        try:
+            code = self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "its connection broke"
+        if code >= 0:
+            return f"exit code {code}"
+        name = signal.Signals(-code).name
+        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

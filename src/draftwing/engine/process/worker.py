@@ -1,0 +1,124 @@
+"""The engine's process: `python -m draftwing.engine.process.worker FD`, started by `EngineLink` and by nobody else.
+
+Two threads: the main one turns the engine, the other one reads what the server sends. When the server's end of the
+connection closes, the process ends at once, in the middle of whatever it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, NoReturn
+
+from draftwing.config.options import Options
+from draftwing.engine.process.link import Abort, Ask, Close, Died, Refused, Reply, Submit
+from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.log import configure_logging
+
+if TYPE_CHECKING:
+    from draftwing.engine.engine import Engine
+
+logger = logging.getLogger("draftwing")
+
+
+def main(argv: list[str]) -> int:
+    # In case it is signalled together with the server, which decides when this process ends.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    conn = Connection(int(argv[1]))
+    try:
+        options = conn.recv()
+    except EOFError:
+        return 1
+    assert isinstance(options, Options)
+    configure_logging(options.log_level)
+    worker = Worker(conn)
+    try:
+        worker.run(options)
+    except BaseException as error:
+        worker.die(error)
+    return 0
+
+
+class Worker:
+    """Both threads post; `Connection` is not made for that, so a lock is."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+        self._posting = threading.Lock()
+        self._early: queue.SimpleQueue[Engine] = queue.SimpleQueue()
+        self._closing = False
+
+    def run(self, options: Options) -> None:
+        """Loads the engine and turns it until the server says Close."""
+        # It reads from the start, to see a server that goes away while the engine loads.
+        threading.Thread(target=self._read, name="draftwing-commands", daemon=True).start()
+        from draftwing.engine.engine import Engine
+
+        engine = Engine(options)
+        self.post(engine.info)
+        self._early.put(engine)
+        while not self._closing:
+            outputs = engine.step(block=True)
+            if outputs:
+                self.post(outputs)
+        engine.close()
+
+    def post(self, message: object) -> None:
+        with self._posting:
+            try:
+                self._conn.send(message)
+            except OSError:
+                os._exit(1)  # the server is gone
+
+    def die(self, error: BaseException) -> NoReturn:
+        """Says why and ends the process at once: threads and destructors could keep it for long."""
+        kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
+        kind = kinds.get(type(error), "bug")
+        if kind == "bug":
+            logger.error("the engine stopped by an exception", exc_info=error)
+        message = f"{type(error).__name__}: {error}" if kind == "bug" else str(error)
+        self.post(Died(kind, message))
+        os._exit(1)
+
+    def _read(self) -> None:
+        engine: Engine | None = None
+        try:
+            while True:
+                message = self._conn.recv()
+                if isinstance(message, Close):
+                    if engine is None:
+                        os._exit(0)
+                    self._closing = True
+                    engine.wake()
+                    return
+                # The server sends nothing else before it has heard that the engine is ready.
+                engine = engine or self._early.get()
+                self._obey(engine, message)
+        except (EOFError, OSError):
+            os._exit(1)
+        except BaseException as error:
+            self.die(error)
+
+    def _obey(self, engine: Engine, message: Submit | Abort | Ask) -> None:
+        if isinstance(message, Submit):
+            for request in message.requests:
+                try:
+                    engine.submit(request)
+                except RequestError as error:
+                    self.post(Refused(request.uid, str(error)))
+        elif isinstance(message, Abort):
+            engine.abort(message.uid)
+        else:
+            # One question at a time, on this thread: flushing waits for the step that runs.
+            value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
+            self.post(Reply(message.number, value))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

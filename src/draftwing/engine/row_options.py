@@ -1,0 +1,266 @@
+"""The device side of what few requests ask for: edited logits, guidance by the host, limits on drafts, predicted
+outputs, log probabilities. Steps without any of it never come here.
+
+All of it works on a sub-batch, the rows that ask, so that a row's result does not depend on what runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftwing.core import MOST_PREDICTED, PLAIN, IntArray, LogprobParams, Plan, TokenLogprobs, TreeShape
+from draftwing.engine.device import Device, Download
+from draftwing.engine.row_table import SlotTable
+from draftwing.models.decoder import DecoderModel
+from draftwing.ops.torch.sampling import sample
+from draftwing.sampling.edits import EditTable
+from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
+from draftwing.sched.guidance import Guidance
+from draftwing.spec.drafter import Draft, Drafter
+from draftwing.spec.limits import limit
+from draftwing.spec.prediction import PredictedOutput
+
+_UNLIMITED = np.iinfo(np.int32).max
+
+
+class Drawn(NamedTuple):
+    """The nodes that a step draws a token for, and what it draws from."""
+
+    rows: Tensor  # [B]
+    logits: Tensor  # [B, N, V]
+    hidden: Tensor  # [B, N, H]
+    positions: Tensor  # [B, N]
+    depth: Tensor  # [B, N]
+    depth_max: int
+    tokens: Tensor  # [B, N]: the nodes' own
+    path: Tensor  # [B, N, D + 1], as in `ops.torch.tree.Tree`
+    path_len: Tensor  # [B, N]
+
+    def pick(self, at: Tensor) -> Drawn:
+        """Of the batch indices `at` alone."""
+        rows, logits, hidden, positions, depth, depth_max, tokens, path, path_len = self
+        return Drawn(
+            rows[at], logits[at], hidden[at], positions[at], depth[at], depth_max, tokens[at], path[at], path_len[at]
+        )
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities on their way to the host: of a plan's rows [b, P, W], of its prompt parts [m, W] each."""
+
+    rows: Download | None
+    parts: list[Download]
+
+
+class SpecialRows:
+    def __init__(self, model: DecoderModel, drafter: Drafter | None, slots: SlotTable, device: Device) -> None:
+        self.model, self.drafter, self.slots, self.device = model, drafter, slots, device
+        rows, vocab = slots.rows + 1, model.config.vocab_size
+        self.edits = EditTable(rows, vocab, device.device, device.upload)
+        self.predicted = PredictedOutput(rows, min(slots.length, MOST_PREDICTED), device.device, device.upload)
+        self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
+
+    def admit(self, plan: Plan) -> None:
+        """Takes note of what the plan's new requests ask for."""
+        for admit in plan.admits:
+            self._limits[admit.row] = admit.limits or _UNLIMITED
+            if admit.edited:
+                self.edits.write(admit.row, admit.params, admit.prompt_len, admit.bad_word_ids)
+            if admit.prediction:
+                self.predicted.write(admit.row, admit.prediction, admit.prompt_len)
+
+    # -- drafts -----------------------------------------------------------------------------------------------------
+
+    def constrain(self, plan: Plan, rows: Tensor, guidance: Guidance) -> None:
+        """Lets the drafter begin with tokens that the grammars allow."""
+        masks = guidance.roots() if self.drafter is not None and self.drafter.kv_layers else None
+        if masks is None or self.drafter is None:
+            return
+        at, bits = self._rows_of(plan.guided), self._bits(masks[:, None])
+        noisy = self._rows_of(_places(plan.guided, plan.noisy))
+        self.drafter.constrain(self.slots, rows[at], self.edits.banned(bits).squeeze(1), noisy)
+
+    def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guidance | None) -> Draft:
+        """The draft with predicted text in it, within the requests' limits, and as the host wants it."""
+        shape = plan.shape
+        if len(plan.predicted):
+            longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
+            draft = self.predicted.overlay(draft, self.slots, rows, self._rows_of(plan.predicted), shape, longest)
+        if len(plan.limited):
+            limits = self.device.upload(self._limits[plan.rows].ravel()).view(-1, 3)
+            draft = limit(draft, shape.depth, *limits.unbind(1))
+        if guidance is not None and shape != PLAIN:
+            draft = self._fit(plan, draft, shape, guidance)
+        return draft
+
+    def _fit(self, plan: Plan, draft: Draft, shape: TreeShape, guidance: Guidance) -> Draft:
+        """Waits for the drafts of the guided rows: what they may be is known to the host alone."""
+        at = self._rows_of(plan.guided)
+        packed = torch.cat((draft.tokens[at], draft.parent[at], draft.alive[at].long()), 1)  # [g, 3 * N]
+        tokens, parent, alive = np.split(self.device.download(packed).wait(), 3, axis=1)
+        fitted = guidance.fit(tokens, parent, alive.astype(bool), shape.depth)
+        host = np.concatenate([part.astype(np.int64).ravel() for part in fitted])
+        tokens_, parent_, alive_ = self.device.upload(host).view(3, len(plan.guided), shape.nodes)
+        return Draft(
+            draft.tokens.index_copy(0, at, tokens_),
+            draft.parent.index_copy(0, at, parent_),
+            draft.alive.index_copy(0, at, alive_.bool()),
+        )
+
+    def outlook(self, plan: Plan, rows: Tensor, hint: Tensor) -> Tensor:
+        """`hint` [B] with what the predictions promise."""
+        if not len(plan.predicted):
+            return hint
+        at = self._rows_of(plan.predicted)
+        longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
+        promised = self.predicted.outlook(self.slots, rows[at], longest)
+        return hint.index_copy(0, at, torch.maximum(hint[at], promised))
+
+    # -- sampling ---------------------------------------------------------------------------------------------------
+
+    def draw(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guidance | None) -> Tensor:
+        """`target` [B, N] with the tokens of edited rows drawn from their edited logits."""
+        if not len(plan.edited):
+            return target
+        masks = guidance.masks() if guidance is not None else None
+        processed = plan.guided[guidance.processed] if guidance is not None else plan.guided[:0]
+        for which in (np.setdiff1d(plan.edited, processed), processed):
+            if len(which):
+                at = self._rows_of(which)
+                target = target.index_copy(0, at, self._draw_rows(plan, which, at, drawn, masks, guidance))
+        return target
+
+    def _draw_rows(
+        self,
+        plan: Plan,
+        which: IntArray,
+        at: Tensor,
+        drawn: Drawn,
+        masks: npt.NDArray[np.uint32] | None,
+        guidance: Guidance | None,
+    ) -> Tensor:
+        """which: batch indices, `at` on the device. All of them have a logit processor, or none has."""
+        part = drawn.pick(at)
+        guided = _places(plan.guided, which)  # of `plan.guided`
+        bits = None
+        if masks is not None and len(guided):
+            wide = np.full((len(which), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)
+            wide[_places(which, plan.guided)] = masks[guided]
+            bits = self._bits(wide)
+        features = self.edits.features(plan.rows[which].tolist(), guided=bits is not None)
+        edit = self.edits.apply(
+            part.logits.float(), features, part.rows, self.slots.tokens, part.positions[:, 0], plan.max_bound,
+            part.tokens, part.path, part.path_len, bits,
+        )  # fmt: skip
+        logits = edit.logits
+        processing = guidance is not None and len(guided) > 0 and int(guided[0]) in guidance.processed
+        if guidance is not None and processing:
+            logits = self._processed(logits, guided, guidance)
+
+        def exact(ids: Tensor, only: Tensor | None) -> Tensor:
+            hidden = part.hidden if only is None else part.hidden[only]
+            return edit.at(self.model.exact_logits(hidden, ids), ids, only)
+
+        half = drawn.logits.dtype.itemsize < 4
+        noisy, filtered, banning = (
+            self._rows_of(_places(which, some)) for some in (plan.noisy, plan.filtered, plan.banning)
+        )
+        params = self.slots.sampling(part.rows)
+        settle = exact if half and not processing else None
+        return sample(logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, settle)
+
+    def _processed(self, logits: Tensor, guided: IntArray, guidance: Guidance) -> Tensor:
+        """logits [b, N, V] after the rows' processors; what was banned stays banned."""
+        assert logits.dtype == torch.float32, "two of them make a word of 64 bits"
+        words = pad(logits.flatten(), (0, logits.numel() % 2)).view(torch.int64)
+        host = self.device.download(words).wait()
+        rows = torch.from_numpy(host).view(logits.dtype)[: logits.numel()].view(logits.shape)  # in `host`'s memory
+        for row, number in enumerate(guided.tolist()):
+            guidance.process(number, rows[row])
+        edited = self.device.upload(host).view(logits.dtype)[: logits.numel()].view(logits.shape)
+        return edited.masked_fill(logits == -torch.inf, -torch.inf)
+
+    def _bits(self, masks: npt.NDArray[np.uint32]) -> Tensor:
+        """[g, N, W] uint32 on the host -> int32 on the device"""
+        host = np.zeros(masks.size + masks.size % 2, np.uint32)  # whole int64 words
+        host[: masks.size] = masks.ravel()
+        return self.device.upload(host.view(np.int64)).view(torch.int32)[: masks.size].view(masks.shape)
+
+    # -- log probabilities ------------------------------------------------------------------------------------------
+
+    def path_logprobs(self, plan: Plan, drawn: Drawn, nodes: Tensor, tokens: Tensor) -> Download | None:
+        """nodes [B, P]: the nodes that the step's tokens [B, P] were drawn at."""
+        if not plan.logprobs:
+            return None
+        at = self._rows_of(np.asarray([i for i, _ in plan.logprobs]))
+        top, ids = _widest([params for _, params in plan.logprobs])
+        place = nodes[at].unsqueeze(2)  # [b, P, 1]
+        logits = drawn.logits[at].gather(1, place.expand(-1, -1, drawn.logits.shape[2]))
+        hidden = drawn.hidden[at].gather(1, place.expand(-1, -1, drawn.hidden.shape[2]))
+        half = logits.dtype.itemsize < 4
+        wanted = self.device.upload(ids.ravel()).view(ids.shape) if ids.size else None
+        exact = (lambda chosen: self.model.exact_logits(hidden, chosen)) if half else None
+        return self._send(path_logprobs(logits, tokens[at], top, wanted, exact).flatten(1))
+
+    def prompt_logprobs(self, plan: Plan, hidden: Tensor, positions: Tensor, offsets: Sequence[int]) -> list[Download]:
+        """hidden [M, H] and positions [M] of the plan's queries; offsets: of its chunks."""
+        half = hidden.dtype.itemsize < 4
+        sent = []
+        for part in plan.prompt_parts:
+            begin = offsets[part.chunk] + part.first
+            here = slice(begin, begin + part.length)
+            row = int(plan.rows[part.chunk])
+            following = self.slots.tokens[row].index_select(0, positions[here] + 1)
+            ids = np.asarray(part.params.token_ids, np.int64)
+            sent.append(
+                self._send(
+                    prompt_logprobs(
+                        hidden[here], self.model.logits, following, part.params.top,
+                        self.device.upload(ids) if ids.size else None, self.model.exact_logits if half else None,
+                    )
+                )
+            )  # fmt: skip
+        return sent
+
+    def _send(self, packed: Tensor) -> Download:
+        """packed [b, n] float64"""
+        return self.device.download(packed.contiguous().view(torch.int64))
+
+    def _rows_of(self, indices: IntArray) -> Tensor:
+        return self.device.upload(np.ascontiguousarray(indices))
+
+
+def unpacked(plan: Plan, sent: Logprobs) -> tuple[tuple[list[TokenLogprobs], ...], tuple[list[TokenLogprobs], ...]]:
+    """Waits for log probabilities: of the plan's rows, and of its prompt parts."""
+    rows: tuple[list[TokenLogprobs], ...] = ()
+    if sent.rows is not None:
+        every = [params for _, params in plan.logprobs]
+        top, _ = _widest(every)
+        packed = _floats(sent.rows).reshape(len(every), plan.shape.max_commit, -1)
+        rows = tuple(unpack(one, top, params) for one, params in zip(packed, every, strict=True))
+    parts = zip(plan.prompt_parts, sent.parts, strict=True)
+    return rows, tuple(unpack(_floats(one), part.params.top, part.params) for part, one in parts)
+
+
+def _floats(download: Download) -> npt.NDArray[np.float64]:
+    return cast(npt.NDArray[np.float64], download.wait().view(np.float64))
+
+
+def _widest(params: Sequence[LogprobParams]) -> tuple[int, IntArray]:
+    """The most top tokens that any of them wants, and the further tokens [b, T] of each, padded with token 0."""
+    most = max(len(one.token_ids) for one in params)
+    ids = np.zeros((len(params), most), np.int64)
+    for row, one in enumerate(params):
+        ids[row, : len(one.token_ids)] = one.token_ids
+    return max(one.top for one in params), ids
+
+
+def _places(among: IntArray, some: IntArray) -> IntArray:
+    """Where in `among` the elements are that are in `some`, too."""
+    return np.flatnonzero(np.isin(among, some))

@@ -1,0 +1,186 @@
+"""Row-indexed device state: everything a step needs to know of a running request without asking the host.
+
+The host writes a row at admission and appends slots; the device does the rest (kv_len, last, tokens, the order of
+the page-table entries past kv_len). A step is a list of rows. The last row is a dummy for padding.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.core import Admission, IntArray, Plan
+from draftwing.engine.device import Device
+from draftwing.ops.torch.sampling import SamplingRows
+
+BAN_IDS = 16  # most stop ids of a request with min_new_tokens
+
+
+class Drawing(NamedTuple):
+    """Which rows of a batch need what of the sampler: batch indices, whose numbers are known to the host."""
+
+    noisy: Tensor  # [Bn] with temperature > 0
+    filtered: Tensor  # [Bf] of those, with top-k, top-p or min-p
+    banning: Tensor  # [Bb] that may still be below min_new_tokens
+
+
+class Upload(NamedTuple):
+    """A prefill's numbers on the device; the sizes are known to the host."""
+
+    rows: Tensor  # [B]
+    drawing: Drawing
+    kv_len: Tensor  # [B] kv_len after the step
+    token_rows: Tensor  # [M] row of each query
+    positions: Tensor  # [M]
+    last: Tensor  # [F] flat index of the last query of each final chunk
+    final: Tensor  # [F] batch index of each final chunk
+
+
+class SlotTable:
+    def __init__(self, rows: int, length: int, device: Device) -> None:
+        """rows: requests that may run at once; length: page-table entries of a row (context, plus the room that a
+        step may need past the last token)."""
+        self.device = device
+        self.rows, self.length = rows, length
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device.device)
+
+        self.table = zeros(rows + 1, length)  # KV slot of each position; 0 is the pool's dummy slot
+        self.tokens = zeros(rows + 1, length)  # token at each position up to kv_len
+        self.kv_len = zeros(rows + 1)
+        self.last = zeros(rows + 1)  # tokens[r, kv_len[r]]: known, but not in the KV yet
+        self.seed = zeros(rows + 1)
+        self.salt = zeros(rows + 1)
+        self.top_k = zeros(rows + 1)
+        self.ban_until = zeros(rows + 1)
+        self.ban_ids = zeros(rows + 1, BAN_IDS)
+        self.floats = zeros(rows + 1, 3, dtype=torch.float32)  # temperature, top_p, min_p
+        self.dummy_len = self.kv_len[rows:]  # [1] of the dummy, a view
+        self.steps = torch.arange(length, device=device.device)  # 0, 1, ..., to be cut to what is needed
+        self._step: tuple[list[bytes], tuple[Tensor, Drawing]] | None = None  # the newest of `upload_step`
+
+    def sampling(self, rows: Tensor) -> SamplingRows:
+        floats = self.floats[rows]  # [B, 3]
+        return SamplingRows(
+            seed=self.seed[rows],
+            temperature=floats[:, 0],
+            top_k=self.top_k[rows],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            ban_until=self.ban_until[rows],
+            ban_ids=self.ban_ids[rows],
+        )
+
+    def upload(self, plan: Plan) -> Upload:
+        """Of a prefill: one copy to the device, then the scatters of what the host decided."""
+        parts = [*_pack_state(plan, self.length), *_drawing(plan), *_pack_chunks(plan)]
+        rows, noisy, filtered, banning, *chunks = self._send(parts)
+        return Upload(rows, Drawing(noisy, filtered, banning), *chunks)
+
+    def upload_step(self, plan: Plan) -> tuple[Tensor, Drawing]:
+        """Of a tree step: its rows [B] and what they need of the sampler. Most steps find what the step before sent."""
+        self.upload_state(plan)
+        parts = _drawing(plan)
+        known = [part.tobytes() for part in parts]
+        if self._step is None or self._step[0] != known:
+            packed = self.device.upload(np.concatenate(parts))
+            rows, *drawing = packed.split([len(part) for part in parts])
+            self._step = known, (rows, Drawing(*drawing))
+        return self._step[1]
+
+    def upload_state(self, plan: Plan) -> None:
+        """What a tree step changes of row state: often nothing."""
+        if plan.admits or plan.new_slots:
+            self._send(_pack_state(plan, self.length))
+
+    def _send(self, sections: list[IntArray]) -> list[Tensor]:
+        """Copies them to the device, scatters those of `_pack_state`, and returns the others. Each begins at an even
+        place, for Triton compiles a kernel once more for addresses that are no multiple of 16 bytes."""
+        *places, end = accumulate((len(part) + len(part) % 2 for part in sections), initial=0)
+        host = np.zeros(end, np.int64)
+        for part, at in zip(sections, places, strict=True):
+            host[at : at + len(part)] = part
+        packed = self.device.upload(host)
+        found = (packed[at : at + len(part)] for part, at in zip(sections, places, strict=True))
+        slot_at, slot, token_at, token, admits, *others = found
+        if admits.shape[0]:
+            self._admit(admits.view(-1, ADMIT_WORDS))
+            self.tokens.view(-1).index_copy_(0, token_at, token)
+        if slot.shape[0]:
+            self.table.view(-1).index_copy_(0, slot_at, slot)
+        return others
+
+    def _admit(self, fields: Tensor) -> None:
+        """fields [A, ADMIT_WORDS] in the order of `_admission_words`."""
+        rows = fields[:, 0]
+        for column, state in enumerate((self.kv_len, self.seed, self.salt, self.top_k, self.ban_until), 1):
+            state.index_copy_(0, rows, fields[:, column])
+        floats = fields[:, 6:8].contiguous().view(torch.float32)  # [A, 4]
+        self.floats.index_copy_(0, rows, floats[:, :3])
+        self.ban_ids.index_copy_(0, rows, fields[:, 8:])
+
+
+ADMIT_WORDS = 8 + BAN_IDS
+
+
+def _admission_words(admit: Admission) -> IntArray:
+    """row, kv_len, seed, salt, top_k, ban_until, (temperature, top_p), (min_p, 0), ban ids padded with -1."""
+    params = admit.params
+    words = np.full(ADMIT_WORDS, -1, np.int64)
+    ban_until = admit.prompt_len + params.min_new_tokens
+    words[:6] = admit.row, len(admit.slots), admit.seed, admit.salt, params.top_k, ban_until
+    words[6:8] = np.asarray([params.temperature, params.top_p, params.min_p, 0.0], np.float32).view(np.int64)
+    if params.min_new_tokens:
+        assert len(admit.stop_ids) <= BAN_IDS, "the engine refuses more at its border"
+        words[8 : 8 + len(admit.stop_ids)] = admit.stop_ids
+    return words
+
+
+def _pack_state(plan: Plan, length: int) -> list[IntArray]:
+    """What changes row state: slot positions and slots, token positions and tokens, admissions. Positions are flat
+    indices into [rows, length]."""
+    empty = np.empty(0, np.int64)
+    slot_at, slots, token_at, tokens = [empty], [empty], [empty], [empty]
+    for admit in plan.admits:
+        slot_at.append(admit.row * length + np.arange(len(admit.slots)))
+        slots.append(admit.slots)
+        token_at.append(admit.row * length + np.arange(len(admit.tokens)))
+        tokens.append(np.asarray(admit.tokens, np.int64))
+    for row, start, new in plan.new_slots:
+        slot_at.append(row * length + start + np.arange(len(new)))
+        slots.append(new)
+    admits = [empty, *map(_admission_words, plan.admits)]
+    return [_joined(part) for part in (slot_at, slots, token_at, tokens, admits)]
+
+
+def _drawing(plan: Plan) -> list[IntArray]:
+    """The rows, and the fields of `Drawing`."""
+    return [plan.rows, plan.noisy, plan.filtered, plan.banning]
+
+
+def _pack_chunks(plan: Plan) -> list[IntArray]:
+    """The fields of `Upload` that are about chunks."""
+    empty = np.empty(0, np.int64)
+    kv_len, token_rows, positions, last, final = [empty], [empty], [empty], [], []
+    offset = 0
+    for index, chunk in enumerate(plan.chunks):
+        end = chunk.start + chunk.length
+        kv_len.append(np.asarray([end]))
+        token_rows.append(np.full(chunk.length, chunk.row))
+        positions.append(np.arange(chunk.start, end))
+        offset += chunk.length
+        if chunk.final:
+            last.append(offset - 1)
+            final.append(index)
+    prefill = [_joined(part) for part in (kv_len, token_rows, positions)]
+    ends = [np.asarray(last, np.int64), np.asarray(final, np.int64)]
+    return [*prefill, *ends]
+
+
+def _joined(parts: list[IntArray]) -> IntArray:
+    return np.concatenate(parts).astype(np.int64, copy=False)

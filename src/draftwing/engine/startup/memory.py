@@ -1,0 +1,188 @@
+"""How many tokens the KV pool holds: from free memory, and on CUDA from what steps of this engine really take."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftwing.config.options import Options
+from draftwing.core import MOST_PREDICTED, PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.executor import Executor
+from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
+from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes
+from draftwing.engine.row_table import SlotTable
+from draftwing.errors import ConfigError
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.models.decoder import DecoderModel
+from draftwing.ops import use_triton
+from draftwing.ops.cpu.attention import pick_attention
+from draftwing.sampling.edits import EditTable
+from draftwing.spec.drafter import Drafter
+from draftwing.spec.prediction import PredictedOutput
+
+log = logging.getLogger("draftwing")
+
+CPU_POOL_BYTES = 2 << 30
+GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
+SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
+ATTENTION_BYTES = 512 << 20  # of partial results over contexts longer than a trial's, where a kernel makes them
+TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
+
+
+class Rig(NamedTuple):
+    """What a trial step is made of."""
+
+    model: DecoderModel
+    drafter: Drafter | None
+    layers: list[LayerSpec]  # of the whole pool
+    menu: tuple[TreeShape, ...]
+    dtype: torch.dtype
+    device: Device
+
+
+def row_length(entries: int) -> int:
+    """Length of a slot table's rows that have room for so many entries. Always a multiple of 16: Triton compiles a
+    kernel once more for strides that are none."""
+    return -(-entries // 16) * 16
+
+
+def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
+    """Tokens that the KV pool holds; length: of a row of the slot table."""
+    if options.max_total_tokens:
+        return options.max_total_tokens
+    slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.dtype)
+    if rig.device.is_cuda:
+        budget = cuda_budget(options, rig, length, graph_size)
+    else:
+        free = rig.device.free_memory()
+        fraction = options.mem_fraction_static
+        budget = int(free * fraction) if fraction else min(CPU_POOL_BYTES, free // 4)
+        if budget < slot_bytes:
+            raise ConfigError(
+                f"no memory is left for the KV pool ({free / 1e9:.2f} GB free): lower the model's size or dtype, "
+                "raise --mem-fraction-static, or set --max-total-tokens"
+            )
+    return budget // slot_bytes
+
+
+def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int:
+    """Bytes for the pool: what is free beside the weights, minus what steps and graphs take."""
+    step, graphs = trial(options, rig, graph_size)
+    rig.device.trim()
+    free, total = rig.device.free_memory(), rig.device.total_memory()
+    assert options.max_running_requests
+    rows = options.max_running_requests + 1
+    tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length)
+    needed = step + graphs + tables
+    sizes = (
+        f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB: "
+        "lower --chunked-prefill-size, --max-running-requests, --cuda-graph-max-bs or --context-length"
+    )
+    log.info("memory: %.2f GB of %.2f free beside the weights; %s", free / 1e9, total / 1e9, sizes.split(":")[0])
+    if options.mem_fraction_static is None:
+        budget = free - needed - int(SLACK * total)
+        if budget <= 0:
+            raise ConfigError(
+                f"no memory is left for the KV pool, {free / 1e9:.2f} GB are free beside the weights. {sizes}"
+            )
+        return budget
+    # The fraction is of all memory, weights included, as users of such servers know it.
+    budget = int(total * options.mem_fraction_static) - (total - free)
+    if budget <= 0:
+        raise ConfigError(
+            f"--mem-fraction-static {options.mem_fraction_static} of {total / 1e9:.2f} GB leaves nothing for the KV "
+            f"pool: {(total - free) / 1e9:.2f} GB are taken. Raise it, or lower the model's size or dtype"
+        )
+    if free - budget < needed:
+        most = (total - needed) / total
+        raise ConfigError(
+            f"--mem-fraction-static {options.mem_fraction_static} leaves {(free - budget) / 1e9:.2f} GB; lower it to "
+            f"{max(most, 0):.2f} or less. {sizes}"
+        )
+    return budget
+
+
+def request_bytes(rows: int, vocab: int, length: int) -> int:
+    """Bytes of what `SpecialRows` keeps for requests' wishes, once each kind of wish was met."""
+    meta = torch.device("meta")
+    edits = EditTable(rows, vocab, meta)
+    edits.write(0, SamplingParams(allowed_token_ids=(0,)), 1, ())
+    predicted = PredictedOutput(rows, min(length, MOST_PREDICTED), meta)
+    predicted.write(0, [0] * predicted.limit, 1)
+    # The longest prediction is copied when a longer one comes.
+    kept = [*vars(edits).values(), *vars(predicted).values(), predicted.tokens]
+    return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+
+
+def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
+    """Bytes that the largest steps take beside weights and pool, and that the graphs will.
+
+    Runs them with a pool of a few tokens: a prefill as large as the scheduler makes any, of as few prompts as have so
+    many tokens, a tree step of all rows, one of a batch as large as the largest graph. Draws with noise and filters,
+    which take more than greedy choices do.
+    """
+    assert options.max_running_requests and options.chunked_prefill_size
+    rows = options.max_running_requests
+    tokens = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
+    longest = min(tokens, rig.model.config.max_positions - 1, options.context_length or tokens)
+    tokens = min(tokens, longest * rows)
+    shape = max(rig.menu, key=lambda s: s.nodes)
+    span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
+    length = row_length(longest + 2 * shape.max_commit + span + 1)  # two steps
+    pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
+    slots = SlotTable(rows, length, rig.device)
+    attn = pick_attention(pool, options.deterministic)
+    rig.model.set_max_positions(length)
+    if rig.drafter is not None:
+        rig.drafter.attach(attn, rig.model.config.num_layers, length)
+    executor = Executor(rig.model, rig.drafter, slots, attn, rig.device)
+    step = graphs = 0
+    try:
+        step = peak(executor, first_step(tokens, longest, length))
+        step = max(step, peak(executor, tree_step(rows, shape, longest)))
+        step += ATTENTION_BYTES if use_triton(pool.kv[0]) else 0
+        if graph_size:
+            widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
+            graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
+            # Graphs share their memory; a prompt's leave their results.
+            prompts = prefill_sizes(tokens)
+            graphs = max(graphs, peak(executor, first_step(min(prompts[-1], tokens), longest, length)))
+            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.taps, rig.dtype)
+            graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {tokens} prompt tokens, or of {rows} requests with {shape.nodes} nodes, does not fit beside "
+            "the weights: lower --chunked-prefill-size, --max-running-requests or --speculative-num-draft-tokens"
+        ) from error
+    if rig.drafter is not None:
+        rig.drafter.flush()
+        smallest = KVPool(rig.layers, 1, rig.dtype, rig.device.device)  # so that it holds the other one no longer
+        rig.drafter.attach(pick_attention(smallest, options.deterministic), rig.model.config.num_layers, length)
+    return step, graphs
+
+
+def peak(executor: Executor, plan: Plan) -> int:
+    """Bytes allocated at most by a step beyond what was allocated before."""
+    return executor.device.peak(lambda: executor.settle(executor.launch(plan)).wait(0.0))
+
+
+def first_step(tokens: int, longest: int, length: int) -> Plan:
+    """Prompts of `longest` tokens, the last one perhaps of fewer, so many together, in the first rows. All have the
+    same slots, as many as a page table has room for."""
+    params, nothing = SamplingParams(), np.empty(0, np.int64)
+    sizes = [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
+    rows = np.arange(len(sizes))
+    admits = tuple(Admission(row, [1] * size, nothing, 0, params, size, (), 0) for row, size in enumerate(sizes))
+    slots = tuple((row, 0, np.arange(1, length + 1)) for row in range(len(sizes)))
+    chunks = tuple(Chunk(row, 0, size, True) for row, size in enumerate(sizes))
+    return Plan(0, "prefill", rows, rows, PLAIN, longest, admits, slots, chunks, noisy=rows, filtered=rows)
+
+
+def tree_step(rows: int, shape: TreeShape, bound: int) -> Plan:
+    """Of many rows, all but the first one empty: they write to the pool's dummy slot."""
+    every = np.arange(rows)
+    return Plan(1, "tree", every, every, shape, bound, noisy=every, filtered=every[:1])

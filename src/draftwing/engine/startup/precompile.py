@@ -1,0 +1,294 @@
+"""Compiles the GPU's kernels in a process of its own, while the engine's loads weights.
+
+Triton and NVRTC keep what they compiled in folders of the user's; this process fills them. Which kernels an engine
+needs is not written down anywhere: the process builds the engine of the same options on tensors without data, runs the
+steps that measure memory and captures all graphs, and takes note of what would have been launched.
+
+It uses no GPU. Where it fails, or misses a kernel, that is compiled when it is first launched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from importlib import resources
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from draftwing import __version__
+from draftwing.config.options import SERVER, Options
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from draftwing.engine.device import Device
+
+log = logging.getLogger("draftwing")
+
+PATIENCE = 60.0  # seconds that an engine which has loaded waits
+_MOST_PROCESSES = 16  # that compile; each has Triton's compiler in memory
+
+
+class Job(NamedTuple):
+    options: Options  # resolved, for the device
+    path: Path  # of the target
+    draft_path: Path | None
+    token_ids: Tensor | None
+    dtype: torch.dtype
+    capability: tuple[int, int]  # of the device
+
+
+class Launch(NamedTuple):
+    """A kernel as Triton compiles it."""
+
+    module: str
+    name: str
+    specialization: str  # JSON
+
+
+class Precompilation:
+    """The process that compiles, seen from the engine's."""
+
+    def __init__(self, job: Job) -> None:
+        """Starts it, unless it has run to its end for such a job before."""
+        from triton import knobs
+
+        job = job._replace(options=_engine_options(job.options))
+        packed = pickle.dumps(job)
+        self._done = Path(knobs.cache.dir) / f"draftwing-{_digest(packed)}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has ended)
+        if self._done.exists():
+            return
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | hidden
+        # -P: nothing is imported from the current folder
+        command = [sys.executable, "-P", "-c", "from draftwing.engine.startup.precompile import main; main()"]
+        with tempfile.TemporaryFile() as source:  # a pipe would have to be read before there is room for all of it
+            source.write(packed)
+            source.seek(0)
+            self._process = subprocess.Popen(
+                command, stdin=source, stdout=subprocess.DEVNULL, stderr=self._errors, env=env, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it has ended; never raises because of it."""
+        if self._process is None:
+            return
+        started = time.monotonic()
+        try:
+            code = self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            log.warning("kernels that were not compiled within %.0f s make the start slower", PATIENCE)
+            return
+        if code == 0:
+            with suppress(OSError):  # then it is done again the next time
+                self._done.parent.mkdir(parents=True, exist_ok=True)
+                self._done.touch()
+            log.info("waited %.1f s for kernels to be compiled", time.monotonic() - started)
+        else:
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            log.warning(
+                "kernels were not compiled ahead, which makes the start slower: %s", last or f"exit code {code}"
+            )
+
+    def stop(self) -> None:
+        """Ends it, with the processes that it started."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _engine_options(options: Options) -> Options:
+    """Those that kernels may depend on, all others at their defaults: a port makes no other job."""
+    found: dict[str, Any] = {"random_seed": 0}
+    found |= {spec.name: spec.default for spec in dataclasses.fields(options) if spec.metadata["group"] == SERVER}
+    return dataclasses.replace(options, **found)
+
+
+def precompile(job: Job) -> Precompilation | None:
+    """Starts to compile for the job; None where it cannot."""
+    try:
+        return Precompilation(job)
+    except (OSError, ImportError, pickle.PicklingError) as error:
+        log.warning("kernels are not compiled ahead, which makes the start slower: %s", error)
+        return None
+
+
+def _digest(job: bytes) -> str:
+    import triton
+
+    found = hashlib.sha256(f"{__version__} {triton.__version__} ".encode() + job)
+    for package in ("draftwing.ops.triton", "draftwing.ops.cuda"):
+        for file in sorted(resources.files(package).iterdir(), key=lambda file: file.name):
+            if file.name.endswith((".py", ".cu")):
+                found.update(file.read_bytes())
+    return found.hexdigest()[:32]
+
+
+# -- in the process ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    os.nice(5)  # loading comes first
+    job = pickle.load(sys.stdin.buffer)
+    assert isinstance(job, Job)
+    launches = collect(job)
+    processes = max(1, min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES, len(launches)))
+    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
+        source = pool.submit(_compile_products, job)
+        for _ in pool.map(compile_launch, launches):
+            pass
+        source.result()
+
+
+def collect(job: Job) -> list[Launch]:
+    """What an engine launches, each kernel once for each way it is compiled. Leaves this process without a GPU."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    launches: list[Launch] = []
+
+    def note(*, fn: Any, key: str, compile: dict[str, Any], **rest: Any) -> bool:
+        launches.append(Launch(fn.module, fn.name, compile["specialization_data"]))
+        fn.jit_function.device_caches[_Driver.DEVICE][0][key] = _Nothing()
+        return True  # there is no need to compile it
+
+    driver.set_active(_Driver(GPUTarget("cuda", job.capability[0] * 10 + job.capability[1], 32)))
+    knobs.runtime.jit_cache_hook = note
+    try:
+        _run_without_data(job)
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    return launches
+
+
+def compile_launch(launch: Launch) -> None:
+    function = getattr(importlib.import_module(launch.module), launch.name)
+    function.preload(launch.specialization)
+
+
+def _compile_products(job: Job) -> None:
+    from draftwing.ops.cuda.gemm import compile_ahead
+
+    compile_ahead(job.dtype, job.capability)
+
+
+class _Driver:
+    """What Triton asks of a device before it launches."""
+
+    DEVICE = 0
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self.DEVICE
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Nothing:
+    """In place of a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: Any) -> None:
+        pass
+
+    def run(self, *args: Any) -> None:
+        pass
+
+
+def _run_without_data(job: Job) -> None:
+    import torch
+
+    from draftwing.engine import build
+    from draftwing.engine.startup import memory as sizing
+    from draftwing.kv.pool import LayerSpec
+    from draftwing.models.decoder import DecoderModel
+    from draftwing.models.loader import load_config
+
+    torch.set_num_threads(1)  # the process forks
+    device = _no_device()
+    config = load_config(job.path)
+    tokens = 2 * config.max_positions + 4096  # any pool that the context fits into
+    options = dataclasses.replace(
+        job.options, max_total_tokens=tokens, mem_fraction_static=None, enable_torch_compile=False
+    )
+    model = DecoderModel(config, job.dtype, "meta").requires_grad_(False)
+    model.pack(options.deterministic)
+    drafter, policy = build.make_drafter(
+        options, job.draft_path or job.path, job.token_ids, model, job.dtype, device
+    )  # fmt: skip
+    layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+    draft_layers = list(drafter.kv_layers) if drafter is not None else []
+    rig = sizing.Rig(model, drafter, [*layers, *draft_layers], policy.menu, job.dtype, device)
+    sizing.trial(options, rig, build.graph_size_of(options))
+    build.assemble(options, model, job.dtype, device, drafter, policy)
+
+
+def _no_device() -> Device:
+    import numpy as np
+    import torch
+
+    from draftwing.engine.device import Device, Download
+
+    class NoDevice(Device):
+        """Takes everything and does nothing."""
+
+        def __init__(self) -> None:
+            super().__init__(torch.device("meta"))
+            self.is_cuda = True
+
+        def upload(self, host: Any) -> Tensor:
+            return torch.empty(len(host), dtype=torch.int64, device=self.device)
+
+        def upload_into(self, out: Tensor, host: Any) -> None:
+            pass
+
+        def download(self, tensor: Tensor) -> Download:
+            shape = tuple(tensor.shape)
+            return Download(lambda: np.zeros(shape, np.int64), 0.0)
+
+        def record(self, fn: Any) -> Any:
+            return (lambda: None), fn()
+
+        def synchronize(self) -> None:
+            pass
+
+        def trim(self) -> None:
+            pass
+
+        def peak(self, fn: Any) -> int:
+            fn()
+            return 0
+
+        def free_memory(self) -> int:
+            return 0
+
+        def total_memory(self) -> int:
+            return 0
+
+    return NoDevice()

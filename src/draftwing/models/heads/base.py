@@ -1,0 +1,117 @@
+"""What the heads that read a target's features have in common: its embedding, its head, and a rotary table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.kv.pool import LayerSpec
+from draftwing.layers.linear import Linear
+from draftwing.layers.norm import RMSNorm
+from draftwing.layers.rope import rope_table
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.weight_map import Slot, stored_tensors
+from draftwing.ops.cpu.gemm import NativeReadout
+from draftwing.ops.pick import take_rows
+
+
+class FeatureHead(nn.Module):
+    """A `DraftHead` whose row at position t is made of the target's feature at t and of token t + 1.
+
+    Trainable as long as it is not packed. What it shares with the target is not among its parameters.
+    """
+
+    lookahead = 1
+    rope: Tensor  # [positions, 2, head_dim]
+
+    def __init__(self, config: ModelConfig, target: DecoderModel, taps: tuple[int, ...]) -> None:
+        """config: of the draft layers; its vocabulary is the target's."""
+        super().__init__()
+        self.config, self.taps = config, taps
+        self.width = config.hidden_size
+        self.vocab = target.config.vocab_size
+        self.kv_layers: Sequence[LayerSpec] = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        self.target_ids: Tensor | None = None  # [vocab] int64
+        self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
+        self._head_rows: Linear | None = None
+        self.native_readout: NativeReadout | None = None  # of few rows, once packed
+        self.register_buffer("rope", torch.empty(0), persistent=False)
+
+    @property
+    def target(self) -> DecoderModel:
+        return self._target[0]
+
+    def set_max_positions(self, positions: int) -> None:
+        """Makes the rotary table; every position of a later `run` must be below `positions`."""
+        weight = self._norm_weight()
+        self.rope = rope_table(self.config.rope, self.config.head_dim, positions, weight.dtype, weight.device)
+
+    def restrict(self, ids: Tensor) -> None:
+        """Drafts only the tokens `ids` [n] int64 from now on (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).
+
+        Gathers their rows of the target's head once, so the head's share of a draft step falls with n.
+        """
+        target = self.target
+        weight = target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
+        ids = ids.to(weight.device)
+        rows = weight.detach()[ids]  # [n, hidden]
+        head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device)
+        head.weight.data.copy_(rows)
+        self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
+
+    def last_product(self) -> tuple[RMSNorm | None, Linear]:
+        """What `logits` is made of: perhaps a norm, and the target's head or the rows that were chosen of it."""
+        return None, self.target.lm_head if self._head_rows is None else self._head_rows
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, hidden] of `run` -> [M, vocab]"""
+        norm, product = self.last_product()
+        return product(hidden if norm is None else norm(hidden))
+
+    def shared_readout(self) -> Tensor:
+        """[vocab, hidden]: the weight of the product that is shared with the target; of a packed target a copy."""
+        target = self.target
+        if self._head_rows is not None:
+            return self._head_rows.dense_weight()
+        return target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
+
+    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [M, hidden] of `run` -> (state [M, hidden], weight [vocab, hidden]), whose product is `logits`. For
+        training, which need not keep the logits."""
+        return hidden, self.shared_readout()
+
+    def names(self) -> dict[str, Slot]:
+        """Name in a published checkpoint -> slot, complete for this head."""
+        raise NotImplementedError
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) as a published checkpoint stores them; parameters come as views."""
+        yield from stored_tensors(self, self.names())
+
+    def pack(self) -> None:
+        """Lets every layer prepare for inference, weights and kernels; the head is not trainable afterwards."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(eight_bits=True)  # the target decides, whatever is drafted
+            elif isinstance(module, RMSNorm):
+                module.pack()
+        for module in self.modules():  # these look at what is packed
+            if isinstance(module, DecoderLayer):
+                module.pack()
+        norm, product = self.last_product()
+        if product.few is not None and product.out_features == self.vocab:
+            weight = None if norm is None else (norm.weight, norm.eps)
+            self.native_readout = NativeReadout(product.few, product.bias, weight, self.target_ids)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [M] -> cos, sin [M, 1, head_dim]"""
+        assert self.rope.numel(), "call set_max_positions first"
+        cos, sin = take_rows(self.rope, positions).unsqueeze(2).unbind(1)
+        return cos, sin
+
+    def _norm_weight(self) -> Tensor:
+        """A parameter that packing leaves in place."""
+        raise NotImplementedError

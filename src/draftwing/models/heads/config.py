@@ -1,0 +1,159 @@
+"""Configs of draft heads, in every published layout."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.models.config import ModelConfig, from_hf
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.eagle3 import Eagle3Config
+
+logger = logging.getLogger(__name__)
+
+AuxLayerIds = Literal["auto", "output", "boundary"]
+Weights = Mapping[str, Tensor]
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json on one level: those of `eagle_config`, and, in the speculators layout, of the one
+    layer's own config, which the outer keys overrule."""
+    flat = {key: value for key, value in raw.items() if key not in ("eagle_config", "transformer_layer_config")}
+    if "transformer_layer_config" in raw or "speculators_model_type" in raw:
+        kind = raw.get("speculators_model_type", "eagle3")
+        if kind != "eagle3":
+            raise CheckpointError(f"speculators_model_type: expected 'eagle3', found {kind!r}")
+        inner = raw.get("transformer_layer_config") or {}
+        flat = {**inner, **{key: value for key, value in flat.items() if value is not None}}
+        flat.setdefault("norm_before_residual", True)
+    eagle = raw.get("eagle_config") or {}
+    if not isinstance(eagle, dict):
+        raise CheckpointError(f"eagle_config: expected an object, found {eagle!r}")
+    for key, value in eagle.items():
+        flat.setdefault(key, value)
+    for key in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states"):
+        value = flat.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{key}: expected a positive integer, found {value!r}")
+    return flat
+
+
+def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
+    """Sizes of the draft layers, from flat keys; layers, biases and head norms as the weights have them.
+
+    `bias` speaks of fc in these configs. The rotary base is the draft's own, 10000 where its config has none.
+    """
+    later = [int(match[1]) for match in map(_LAYER.match, weights) if match]
+    config = from_hf(
+        {
+            "max_position_embeddings": 2048,  # transformers' default for the family
+            **raw,
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 1 + max(later, default=0),
+            "tie_word_embeddings": False,
+        }
+    )
+    first = "midlayer" if any(name.startswith("midlayer.") for name in weights) else "layers.0"
+    return replace(
+        config,
+        qkv_bias=f"{first}.self_attn.q_proj.bias" in weights,
+        o_bias=f"{first}.self_attn.o_proj.bias" in weights,
+        mlp_bias=f"{first}.mlp.down_proj.bias" in weights,
+        qk_norm=f"{first}.self_attn.q_norm.weight" in weights,
+    )
+
+
+def eagle3_config(
+    config: ModelConfig, raw: Mapping[str, Any], weights: Weights, target: DecoderModel, convention: AuxLayerIds
+) -> Eagle3Config:
+    tap_size, vocab = target.config.hidden_size, target.config.vocab_size
+    if "fc.weight" not in weights:
+        raise CheckpointError("tensors missing from the checkpoint: fc.weight")
+    if weights["fc.weight"].dim() != 2:
+        raise CheckpointError(f"fc.weight: expected a matrix, found the shape {list(weights['fc.weight'].shape)}")
+    columns = weights["fc.weight"].shape[1]
+    if columns % tap_size:
+        raise CheckpointError(
+            f"fc.weight: expected a multiple of the target's hidden size {tap_size} as columns, found {columns}"
+        )
+    count = columns // tap_size
+    same("num_aux_hidden_states", count, raw.get("num_aux_hidden_states") or count)
+    own_embedding = tap_size != config.hidden_size
+    lm_head, draft_vocab = weights.get("lm_head.weight"), raw.get("draft_vocab_size")
+    rows = draft_vocab or (vocab if lm_head is None else lm_head.shape[0])
+    if lm_head is None and (rows != vocab or own_embedding):
+        raise CheckpointError("tensors missing from the checkpoint: lm_head.weight")
+    if raw.get("norm_output"):
+        logger.info("norm_output: what the head is fed back is normed; some trainers mean something else by this key")
+    norm_before_fc = has_part(raw, ("norm_before_fc",), "input_norm.weight" in weights)
+    fc_norm = has_part(raw, ("fc_norm", "use_aux_norm"), "fc_norm.0.weight" in weights)
+    if norm_before_fc and fc_norm:
+        raise CheckpointError("norm_before_fc and fc_norm together are not supported: their order is not defined")
+    second = "layers.1.hidden_norm.weight"
+    return Eagle3Config(
+        taps=resolve_taps(raw, count, target.config.num_layers, convention),
+        tap_size=tap_size,
+        draft_vocab=0 if lm_head is None else rows,
+        fc_bias="fc.bias" in weights,
+        own_embedding=own_embedding,
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_before_fc=norm_before_fc,
+        fc_norm=fc_norm,
+        norm_output=bool(raw.get("norm_output", False)),
+        later_norm="hidden_norm" if second in weights else "input_layernorm",
+    )
+
+
+def resolve_taps(raw: Mapping[str, Any], count: int, layers: int, convention: AuxLayerIds) -> tuple[int, ...]:
+    """Residual streams that an EAGLE-3 head reads, numbered as `DecoderModel.forward` does.
+
+    count: how many fc has columns for.  layers: of the target.
+
+    Ids are written in two ways: k for the output of layer k, or k for the stream after k layers. Files say nothing of
+    it, but the first and last ids that trainers choose by default do.
+    """
+    ids = raw.get("eagle_aux_hidden_state_layer_ids")
+    if raw.get("use_aux_hidden_state") is False:
+        raise CheckpointError("use_aux_hidden_state = false is not supported")
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise CheckpointError(f"eagle_aux_hidden_state_layer_ids: expected a list of integers, found {ids!r}")
+    if not ids:
+        ids, boundary = [2, layers // 2, layers - 3], True
+    elif convention != "auto":
+        boundary = convention == "boundary"
+    else:
+        boundary = max(ids) == layers or ids[0] == 2
+        meaning = "boundaries between layers" if boundary else "layers whose output is meant"
+        logger.info("aux layer ids %s are taken as %s", ids, meaning)
+    if len(ids) != count:
+        raise CheckpointError(f"fc.weight has columns for {count} hidden states, the config names the layers {ids}")
+    taps = tuple(i if boundary else i + 1 for i in ids)
+    if min(ids) < 0 or not all(0 <= tap <= layers for tap in taps):
+        highest = layers if boundary else layers - 1
+        raise CheckpointError(f"aux layer ids: expected 0 to {highest} for a target of {layers} layers, found {ids}")
+    return taps
+
+
+def has_part(raw: Mapping[str, Any], keys: tuple[str, ...], stored: bool) -> bool:
+    """A part that the config asks for or forbids; where it says nothing, the part is there if its weights are."""
+    said = [raw[key] for key in keys if raw.get(key) is not None]
+    return any(said) if said else stored
+
+
+def check_target(config: ModelConfig, raw: Mapping[str, Any], target: DecoderModel, eagle3: bool) -> None:
+    same("vocab_size", target.config.vocab_size, config.vocab_size)
+    hidden = (raw.get("target_hidden_size") if eagle3 else None) or config.hidden_size
+    same("hidden_size of the target it was trained for", target.config.hidden_size, hidden)
+
+
+def same(what: str, expected: int, found: int) -> None:
+    if found != expected:
+        raise CheckpointError(f"{what}: expected {expected}, found {found}")

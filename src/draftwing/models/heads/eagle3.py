@@ -1,0 +1,184 @@
+"""The draft head of EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+
+Its feature is fused from residual streams of several depths of the target. It is trained on its own outputs rather
+than to imitate the target's states, so it has a final norm and mostly a head of its own, over the more frequent tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.layers.linear import Linear
+from draftwing.layers.norm import RMSNorm
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.weight_map import Slot, layer_names
+from draftwing.ops.attention import Attend
+from draftwing.ops.pick import FuseInputs, fuse_kernel
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What EAGLE-3 heads differ in beside the sizes of their layers.
+
+    taps: what the target is asked for (`DecoderModel.forward`).  tap_size: hidden size of the target.
+    draft_vocab: rows of the head's own lm_head, 0 where it shares the target's.  own_embedding: needed where
+    tap_size is not the head's hidden size.  norm_before_residual: the residual stream starts from the normed feature.
+    norm_before_fc: one norm over all taps.  fc_norm: one norm per tap.  norm_output: what is fed back is normed.
+    later_norm: name that layers after the first have for the norm before attention.
+    """
+
+    taps: tuple[int, ...]
+    tap_size: int
+    draft_vocab: int
+    fc_bias: bool = False
+    own_embedding: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    later_norm: str = "input_layernorm"
+
+
+class ChunkNorm(nn.Module):
+    """An RMS norm for each of several equal chunks of the last axis, each with weights of its own."""
+
+    def __init__(self, chunks: int, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(chunks * size, dtype=dtype, device=device))
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [M, chunks * size] -> [M, chunks * size]"""
+        return F.rms_norm(x.unflatten(-1, (-1, self.size)), (self.size,), None, self.eps).flatten(-2) * self.weight
+
+
+class FusionLayer(DecoderLayer):
+    """A decoder layer that attends with (embedding, feature), each under its own norm; its residual stream starts
+    from the feature alone."""
+
+    def __init__(self, config: ModelConfig, from_normed: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, 0, dtype, device, in_size=2 * config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.from_normed = from_normed
+        self._fuse: FuseInputs | None = None
+
+    def pack(self) -> None:
+        super().pack()
+        self._fuse = fuse_kernel(self.hidden_norm.weight)
+
+    def fuse(
+        self, ids: Tensor, embed: nn.Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
+        """ids [M], feature [M, hidden] -> [M, hidden]"""
+        if self._fuse is not None:
+            weights = self.attn_norm.weight, self.hidden_norm.weight
+            fused = self._fuse(ids, embed.weight, feature, weights, self.hidden_norm.eps)  # [M, 2 * hidden]
+            normed = fused[:, feature.shape[1] :]
+        else:
+            normed = self.hidden_norm(feature)
+            fused = torch.cat((self.attn_norm(embed(ids)), normed), -1)
+        return self.mix(fused, normed if self.from_normed else feature, cos, sin, attend)
+
+
+class Eagle3Head(FeatureHead):
+    """fc over the taps, a `FusionLayer`, perhaps ordinary layers, a final norm and a head."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        eagle: Eagle3Config,
+        target: DecoderModel,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(config, target, eagle.taps)
+        device, hidden, eps = torch.device(device), config.hidden_size, config.norm_eps
+        self.eagle = eagle
+        count, size = len(eagle.taps), eagle.tap_size
+        self.input_norm = RMSNorm(count * size, eps, dtype, device) if eagle.norm_before_fc else None
+        self.fc_norm = ChunkNorm(count, size, eps, dtype, device) if eagle.fc_norm else None
+        self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device)
+        self.fusion = FusionLayer(config, eagle.norm_before_residual, dtype, device)
+        self.later = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(1, config.num_layers))
+        self.norm = RMSNorm(hidden, eps, dtype, device)
+        self.lm_head = Linear(hidden, eagle.draft_vocab, False, dtype, device) if eagle.draft_vocab else None
+        self.embed: nn.Embedding | None = None
+        if eagle.own_embedding:
+            table = torch.empty(config.vocab_size, hidden, dtype=dtype, device=device)
+            self.embed = nn.Embedding.from_pretrained(table, freeze=False)
+        if eagle.draft_vocab:
+            self.vocab = eagle.draft_vocab
+
+    def features(self, taps: Tensor) -> Tensor:
+        """taps [M, len(taps) * hidden of the target] -> [M, hidden]"""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            taps = self.fc_norm(taps)
+        return self.fc(taps)
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """ids, positions [M], features [M, hidden] -> [M, hidden] before the final norm, unless the head was trained
+        to be fed what comes after it."""
+        assert features is not None
+        cos, sin = self._rotation(positions)
+        embed = self.target.embed if self.embed is None else self.embed
+        x = self.fusion.fuse(ids, embed, features, cos, sin, attend)
+        for layer in self.later:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x) if self.eagle.norm_output else x
+
+    def last_product(self) -> tuple[RMSNorm | None, Linear]:
+        shared = super().last_product()[1]
+        return None if self.eagle.norm_output else self.norm, shared if self.lm_head is None else self.lm_head
+
+    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.eagle.norm_output:
+            hidden = self.norm(hidden)
+        return hidden, self.shared_readout() if self.lm_head is None else self.lm_head.weight
+
+    def names(self) -> dict[str, Slot]:
+        config, eagle, hidden = self.config, self.eagle, self.config.hidden_size
+        table = {"fc.weight": Slot("fc.weight", 0, hidden), "norm.weight": Slot("norm.weight", 0, hidden)}
+        if eagle.fc_bias:
+            table["fc.bias"] = Slot("fc.bias", 0, hidden)
+        if eagle.norm_before_fc:
+            table["input_norm.weight"] = Slot("input_norm.weight", 0, len(eagle.taps) * eagle.tap_size)
+        if eagle.fc_norm:
+            for i in range(len(eagle.taps)):
+                table[f"fc_norm.{i}.weight"] = Slot("fc_norm.weight", i * eagle.tap_size, eagle.tap_size)
+        if eagle.draft_vocab:
+            table["lm_head.weight"] = Slot("lm_head.weight", 0, eagle.draft_vocab)
+        if eagle.own_embedding:
+            table["embed_tokens.weight"] = Slot("embed.weight", 0, config.vocab_size)
+        first = first_layer_name(config.num_layers)
+        table |= layer_names(config, first, "fusion")
+        table[f"{first}.hidden_norm.weight"] = Slot("fusion.hidden_norm.weight", 0, hidden)
+        for i in range(1, config.num_layers):
+            table |= layer_names(config, f"layers.{i}", f"later.{i - 1}", eagle.later_norm)
+        return table
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As published: with the maps between the vocabularies, `d2t` the offset of each draft token's id and `t2d`
+        whether a target's token is one of them."""
+        yield from super().stored_tensors()
+        if self.target_ids is not None:
+            ids = self.target_ids
+            yield "d2t", ids - torch.arange(ids.shape[0], device=ids.device)
+            kept = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ids.device)
+            yield "t2d", kept.index_fill(0, ids, True)
+
+    def _norm_weight(self) -> Tensor:
+        return self.norm.weight
+
+
+def first_layer_name(layers: int) -> str:
+    """What checkpoints of this many layers call the first."""
+    return "midlayer" if layers == 1 else "layers.0"

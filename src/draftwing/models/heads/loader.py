@@ -1,0 +1,319 @@
+"""Loads draft heads: what kind one is and which parts it has are told by its weights, sizes by its config.
+
+Published configs name their architecture in a dozen ways, and some keys mean different things to different trainers,
+so a key is only believed where the weights cannot tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.config import (
+    AuxLayerIds,
+    Weights,
+    check_target,
+    draft_config,
+    eagle3_config,
+    flatten_config,
+    same,
+)
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head, first_layer_name
+from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.loader import fill_parameters, folder_tensors, load_config, read_json
+from draftwing.models.weight_map import MTP_PREFIX, canonical
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["EAGLE", "EAGLE3", "MTP"]
+Head = TypeVar("Head", bound=FeatureHead)
+
+# How to say what a file holds, and which --speculative-algorithm runs it.
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "EAGLE": ("an EAGLE head", "EAGLE"),
+    "EAGLE3": ("an EAGLE-3 head", "EAGLE3"),
+    "MTP": ("multi-token prediction layers", "NEXTN"),
+}
+
+# Multi-token prediction layers as DeepSeek and GLM (eh_proj) and Qwen3-Next (mtp.) name them.
+_UNSERVED_MTP = re.compile(r"(^|\.)(eh_proj|shared_head)\.|^(model\.)?mtp\.")
+
+# EAGLE-3.1's first names for its norms before fc.
+_AUX_NORMS = {f"aux_norm_{part}": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
+
+
+def load_draft_head(
+    path: str | Path,
+    target: DecoderModel,
+    algorithm: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    aux_layer_ids: AuxLayerIds = "auto",
+    token_ids: Tensor | None = None,
+    context_length: int | None = None,
+    dummy: bool = False,
+) -> EagleHead | Eagle3Head | MTPHead:
+    """The head in the folder `path` for `target`; `algorithm` is EAGLE, NEXTN or EAGLE3.
+
+    aux_layer_ids: what ids of an EAGLE-3 config count: layers whose output is meant, boundaries between layers (0 the
+    embedding), or the one that the ids look like.
+    token_ids [n] int64: the target's tokens that may be drafted, all different; EAGLE-3 heads have their own.
+    context_length: positions that will be used, where these are fewer than the target's.
+    dummy: random weights from the config alone.
+
+    Raises CheckpointError for a head of another kind, target, vocabulary or size, and for missing tensors.
+    """
+    started, path = time.perf_counter(), Path(path)
+    if dummy:
+        flat = flatten_config(read_json(path / "config.json"))
+        weights = draft_weights(flat, algorithm, target.config, dtype, path)
+    else:
+        weights = _draft_weights(path)
+    kind = head_kind(weights, path)
+    if (kind == "EAGLE3") != (algorithm == "EAGLE3"):
+        what, expected = _KINDS[kind]
+        raise CheckpointError(f"{path} holds {what}: expected --speculative-algorithm {expected}, found {algorithm}")
+    if kind == "MTP":
+        return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy)
+    head: EagleHead | Eagle3Head
+    try:
+        raw = flatten_config(read_json(path / "config.json"))
+        config = draft_config(raw, weights)
+        check_target(config, raw, target, kind == "EAGLE3")
+        if kind == "EAGLE3":
+            eagle = eagle3_config(config, raw, weights, target, aux_layer_ids)
+            head = _eagle3(config, eagle, weights, target, dtype, device, dummy)
+        else:
+            head = _eagle(config, weights, target, dtype, device, dummy)
+    except CheckpointError as error:
+        raise CheckpointError(f"draft model {path}: {error}") from None
+    _warn_of_changes(config, weights["fc.weight"].dtype, dtype, target, context_length)
+    return _finish(head, token_ids, started, dummy)
+
+
+def load_mtp_head(
+    path: str | Path,
+    target: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    token_ids: Tensor | None = None,
+    dummy: bool = False,
+) -> MTPHead:
+    """The multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder.
+
+    token_ids, dummy: as for `load_draft_head`.  Raises CheckpointError where there are none that can be served.
+    """
+    started, path = time.perf_counter(), Path(path)
+    stored: Iterable[tuple[str, Tensor]] = ()
+    if path.suffix != ".gguf":
+        stored = mtp_weights(read_json(path / "config.json"), path).items() if dummy else folder_tensors(path)
+    found = [(name, tensor) for name, tensor in stored if _is_mtp(name)]
+    weights = {canonical(name): tensor for name, tensor in found if canonical(name).startswith(MTP_PREFIX)}
+    if not weights:
+        if found:
+            raise _unserved_mtp(path, found[0][0])
+        raise CheckpointError(
+            f"{path} has no multi-token prediction layers ({MTP_PREFIX}*): give a draft model with "
+            "--speculative-draft-model-path"
+        )
+    config = load_config(path)
+    for name in ("hidden_size", "vocab_size"):
+        same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
+    layers = len({name.removeprefix(MTP_PREFIX).partition(".")[0] for name in weights})
+    head = MTPHead(target, layers, dtype, "meta")
+    if dummy:
+        fill_random(head, device)
+    else:
+        fill_parameters(head, head.names(), weights.items(), device)
+    return _finish(head, token_ids, started, dummy)
+
+
+def head_kind(weights: Weights, path: Path) -> Kind:
+    """What the tensors are, without the `model.` of their names; raises CheckpointError for what is no head served
+    here."""
+    for name in weights:
+        if name.startswith(MTP_PREFIX):
+            return "MTP"
+        if _UNSERVED_MTP.search(name):
+            raise _unserved_mtp(path, name)
+    if "mask_hidden" in weights:
+        raise CheckpointError(f"{path} holds a head for parallel drafting (mask_hidden), which is not supported")
+    if {"d2t", "t2d"} & set(weights) or any(name.startswith("midlayer.") for name in weights):
+        return "EAGLE3"
+    fc, q = weights.get("fc.weight"), weights.get("layers.0.self_attn.q_proj.weight")
+    if fc is not None and q is not None and fc.dim() == q.dim() == 2:
+        if q.shape[1] == 2 * fc.shape[0]:
+            return "EAGLE3"
+        if fc.shape[1] == 2 * fc.shape[0] and "layers.0.input_layernorm.weight" not in weights:
+            return "EAGLE"
+    hint = "" if fc is not None else ", or --speculative-algorithm STANDALONE for a language model"
+    first = sorted(weights, key=lambda name: (name != "fc.weight", name))[:4]
+    raise CheckpointError(
+        f"{path} holds no draft head of a kind that is served: expected the tensors of an EAGLE or EAGLE-3 head "
+        f"(fc.weight with layers.0.* or midlayer.*) or MiMo's multi-token prediction layers ({MTP_PREFIX}*){hint}; "
+        f"found {', '.join(f'{name} {list(weights[name].shape)}' for name in first)}, ..."
+    )
+
+
+# ---- the kinds -------------------------------------------------------------------------------------------------------
+
+
+def _eagle(
+    config: ModelConfig,
+    weights: Weights,
+    target: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy: bool,
+) -> EagleHead:
+    head = EagleHead(config, target, "fc.bias" in weights, dtype, "meta")
+    if dummy:
+        fill_random(head, device)
+    else:
+        fill_parameters(head, head.names(), _without_shared(weights, "embed_tokens.weight", "lm_head.weight"), device)
+    return head
+
+
+def _eagle3(
+    config: ModelConfig,
+    eagle: Eagle3Config,
+    weights: Weights,
+    target: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy: bool,
+) -> Eagle3Head:
+    head = Eagle3Head(config, eagle, target, dtype, "meta")
+    first = first_layer_name(config.num_layers)
+    tensors = {re.sub(r"^(midlayer|layers\.0)\.", f"{first}.", name): tensor for name, tensor in weights.items()}
+    offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    shared = () if eagle.own_embedding else ("embed_tokens.weight",)
+    if dummy:
+        fill_random(head, device)
+    else:
+        fill_parameters(head, head.names(), _without_shared(tensors, *shared), device)
+    ids = _target_ids(offsets, kept, head.vocab, target.config.vocab_size)
+    head.target_ids = None if ids is None else ids.to(device)
+    return head
+
+
+def _target_ids(offsets: Tensor | None, kept: Tensor | None, vocab: int, target_vocab: int) -> Tensor | None:
+    """The target's id of each draft token [vocab] int64; None where they are the same.
+
+    offsets: `d2t`, the target's id minus the draft's.  kept: `t2d`, which of the target's tokens are among them.
+    """
+    if kept is not None and kept.shape != (target_vocab,):
+        raise CheckpointError(f"t2d: expected shape {[target_vocab]}, found {list(kept.shape)}")
+    if offsets is not None:
+        if offsets.shape != (vocab,):
+            raise CheckpointError(f"d2t: expected shape {[vocab]}, found {list(offsets.shape)}")
+        ids = torch.arange(vocab) + offsets.to(torch.int64)
+        if kept is not None and not torch.equal(kept.nonzero().flatten(), ids.sort().values):
+            logger.warning("d2t and t2d of the draft model disagree; d2t is used")
+    elif vocab == target_vocab:
+        return None
+    elif kept is not None:
+        ids = kept.nonzero().flatten()
+        if ids.shape[0] != vocab:
+            raise CheckpointError(f"t2d: expected {vocab} tokens, one for each row of the head, found {ids.shape[0]}")
+    else:
+        raise CheckpointError(f"tensors missing from the checkpoint: d2t (for {vocab} of {target_vocab} tokens)")
+    different = ids.unique().shape[0]
+    if ids.min() < 0 or ids.max() >= target_vocab or different != vocab:
+        raise CheckpointError(
+            f"d2t: expected offsets to {vocab} different ids below {target_vocab}, found {different} different ones "
+            f"from {int(ids.min())} to {int(ids.max())}"
+        )
+    return None if vocab == target_vocab and torch.equal(ids, torch.arange(vocab)) else ids
+
+
+# ---- names and checks ------------------------------------------------------------------------------------------------
+
+
+def _draft_weights(path: Path) -> dict[str, Tensor]:
+    """Name without the `model.` prefix, but for multi-token prediction layers -> tensor, mapped from its file."""
+    if not path.is_dir():
+        raise CheckpointError(f"draft model: expected a folder, found none at {path}")
+    weights: dict[str, Tensor] = {}
+    for stored, tensor in folder_tensors(path):
+        name = canonical(stored)
+        if not name.startswith(MTP_PREFIX):
+            name = stored.removeprefix("model.")
+            name = _AUX_NORMS.get(name.removesuffix(".weight"), name)
+        if name in weights:
+            raise CheckpointError(f"draft model {path}: {name} is in the checkpoint twice")
+        weights[name] = tensor
+    return weights
+
+
+def _without_shared(weights: Weights, *shared: str) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights.items():
+        if name in shared:  # exports carry frozen copies of these, and some carry random values
+            logger.info("%s of the draft model is not read: the target's own is used", name)
+        else:
+            yield name, tensor
+
+
+def _is_mtp(name: str) -> bool:
+    return canonical(name).startswith(MTP_PREFIX) or _UNSERVED_MTP.search(name) is not None
+
+
+def _unserved_mtp(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds multi-token prediction layers ({name}) of a target that is not served yet; expected MiMo's "
+        f"({MTP_PREFIX}*)"
+    )
+
+
+def _warn_of_changes(
+    config: ModelConfig, stored: torch.dtype, dtype: torch.dtype, target: DecoderModel, context_length: int | None
+) -> None:
+    if stored != dtype:
+        logger.warning(
+            "the draft model is stored in %s and cast to %s",
+            str(stored).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
+        )
+    positions = min(context_length or target.config.max_positions, target.config.max_positions)
+    if config.max_positions < positions:
+        logger.warning(
+            "the draft model's limit of %d positions is raised to %d: fewer drafts may be accepted beyond it",
+            config.max_positions,
+            positions,
+        )
+
+
+def _finish(head: Head, token_ids: Tensor | None, started: float, dummy: bool) -> Head:
+    without_data = head.target.norm.weight.is_meta  # as `engine.startup.precompile` has models
+    assert without_data or not any(param.is_meta for param in head.parameters()), "names() is not complete"
+    if token_ids is not None:
+        if isinstance(head, Eagle3Head):
+            logger.warning("the token map is ignored: an EAGLE-3 head is trained for tokens of its own")
+        else:
+            head.restrict(token_ids)
+    logger.info(
+        "draft head %s: %.2f s, %.2f GB; %s, layers %d, hidden states %s of the target, %d tokens",
+        "made of random weights (load_format dummy)" if dummy else "loaded",
+        time.perf_counter() - started,
+        sum(p.nbytes for p in head.parameters()) / 1e9,
+        type(head).__name__,
+        head.config.num_layers,
+        ", ".join(map(str, head.taps)),
+        head.vocab,
+    )
+    return head.requires_grad_(False)

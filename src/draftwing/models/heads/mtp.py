@@ -1,0 +1,112 @@
+"""Multi-token prediction layers that are stored with their model, as MiMo-7B has them (arXiv 2505.07608).
+
+Each joins the model's output at a position with the embedding of the next token and is an ordinary layer otherwise;
+embedding and head are the model's. One layer is run for any number of steps. Of several, each predicts one token
+further: layer j joins the model's output at position t with the embedding of token t + 1 + j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.layers.linear import Linear
+from draftwing.layers.norm import RMSNorm
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.weight_map import MTP_PREFIX, Slot, layer_names
+from draftwing.ops.attention import Attend
+from draftwing.ops.pick import FuseInputs, fuse_kernel
+
+
+class MTPLayer(nn.Module):
+    """input_proj [hidden, 2 * hidden] over (feature, embedding), each normed, then a decoder layer and a norm."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.token_norm = RMSNorm(hidden, eps, dtype, device)
+        self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
+        self.input_proj = Linear(2 * hidden, hidden, False, dtype, device)
+        self.layer = DecoderLayer(config, index, dtype, device)
+        self.final_norm = RMSNorm(hidden, eps, dtype, device)
+        self._fuse: FuseInputs | None = None
+
+    def pack(self) -> None:
+        self._fuse = fuse_kernel(self.final_norm.weight)
+
+    def join(self, ids: Tensor, positions: Tensor, embed: nn.Embedding, feature: Tensor) -> Tensor:
+        """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
+        if self._fuse is not None:
+            weights = self.token_norm.weight, self.hidden_norm.weight
+            fused = self._fuse(ids, embed.weight, feature, weights, self.token_norm.eps, positions, feature_first=True)
+        else:
+            # In training the first position of a sequence had no token to embed.
+            embedding = embed(ids).masked_fill((positions == 0).unsqueeze(1), 0.0)
+            fused = torch.cat((self.hidden_norm(feature), self.token_norm(embedding)), -1)
+        out: Tensor = self.input_proj(fused)
+        return out
+
+    def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """joined [M, hidden] -> [M, hidden] after the final norm"""
+        return self.final_norm(self.layer(joined, cos, sin, attend))
+
+
+class MTPHead(FeatureHead):
+    """One or more `MTPLayer`s of the target's own shape."""
+
+    def __init__(self, target: DecoderModel, layers: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(replace(target.config, num_layers=layers), target, (target.final_tap,))
+        self.layers = nn.ModuleList(MTPLayer(self.config, i, dtype, torch.device(device)) for i in range(layers))
+        self.lookahead = layers
+
+    def features(self, taps: Tensor) -> Tensor:
+        """taps [M, hidden]: the target's output after its final norm, as it is."""
+        return taps
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """ids, positions [M], features [M, hidden] -> [M, hidden]: the rows in every layer that has its turn at this
+        level or later, for their keys and values; the output is that of the first of these."""
+        assert features is not None
+        turn = min(level, len(self.layers) - 1)
+        out = self.run_layer(ids, positions, features, turn, attend)
+        for i in range(turn + 1, len(self.layers)):
+            self.run_layer(ids, positions, features, i, attend)
+        return out
+
+    def run_layer(self, ids: Tensor, positions: Tensor, features: Tensor, layer: int, attend: Attend) -> Tensor:
+        """ids [M]: for layer j the token 1 + j after the row's; positions [M], features [M, hidden] -> [M, hidden]
+        after the layer's final norm."""
+        cos, sin = self._rotation(positions)
+        mtp = self.layers[layer]
+        assert isinstance(mtp, MTPLayer)
+        out: Tensor = mtp(mtp.join(ids, positions, self.target.embed, features), cos, sin, attend)
+        return out
+
+    def pack(self) -> None:
+        super().pack()
+        for layer in self.layers:
+            assert isinstance(layer, MTPLayer)
+            layer.pack()
+
+    def names(self) -> dict[str, Slot]:
+        hidden, table = self.config.hidden_size, {}
+        for i in range(self.config.num_layers):
+            theirs, ours = f"{MTP_PREFIX}{i}", f"layers.{i}"
+            for name, param in (
+                ("token_layernorm", "token_norm"),
+                ("hidden_layernorm", "hidden_norm"),
+                ("input_proj", "input_proj"),
+                ("final_layernorm", "final_norm"),
+            ):
+                table[f"{theirs}.{name}.weight"] = Slot(f"{ours}.{param}.weight", 0, hidden)
+            table |= layer_names(self.config, theirs, f"{ours}.layer")
+        return table
+
+    def _norm_weight(self) -> Tensor:
+        layer = self.layers[0]
+        assert isinstance(layer, MTPLayer)
+        return layer.final_norm.weight

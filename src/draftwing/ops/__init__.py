@@ -1,0 +1,28 @@
+"""Kernels beside torch's: C for the CPU (`cpu`, `cpu_tree`, `cpu_ngram`), Triton and CUDA for GPUs. Each has a torch
+reference, which is what runs where the kernel cannot."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether the GPU's kernels take this tensor: on CUDA from compute capability 8.0 on, where Triton is installed,
+    unless DRAFTWING_NATIVE=0. And without data (on the meta device), where `engine.startup.precompile` finds out which kernels
+    are launched."""
+    return (tensor.is_meta or (tensor.is_cuda and _is_recent(tensor.device))) and _have_triton()
+
+
+@functools.cache
+def _is_recent(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def _have_triton() -> bool:
+    return os.environ.get("DRAFTWING_NATIVE") != "0" and importlib.util.find_spec("triton") is not None

@@ -1,0 +1,81 @@
+"""What a model needs of attention, and what a backend needs to know of a forward pass.
+
+Keys and values live in the `KVPool` under slot ids; a row's page table says which slot holds which position.
+A backend writes the new keys and values into the pool first and then reads everything through slots, so a query
+finds its own key the same way as those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from draftwing.core import Chunk
+
+# (layer, q [M, heads, head_dim], k [M, kv_heads, head_dim], v [M, kv_heads, head_dim]) -> o [M, heads * head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class ChunkSpan(NamedTuple):
+    """A prefill chunk in a flat batch: queries `[offset, offset + length)` are positions start, start + 1, ... of
+    batch row `row`. All host integers: a prefill's lengths are known exactly."""
+
+    row: int
+    offset: int
+    start: int
+    length: int
+    final: bool = True  # the last chunk of a prompt
+
+
+def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
+    """Of chunks that follow each other in a flat batch, each the batch row of its number."""
+    offsets = accumulate((chunk.length for chunk in chunks), initial=0)
+    return tuple(
+        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final)
+        for i, (offset, chunk) in enumerate(zip(offsets, chunks, strict=False))
+    )
+
+
+class Batch(NamedTuple):
+    """One forward of one model over M queries of B rows. One of `chunks` or `tiles` (prefill) or `path` (trees, chains)
+    is set.
+
+    For trees M = B * Q, and query q of row b attends to the row's committed positions `[0, prefix_len[b])` and then,
+    in position order, to the window entries `path[b, q, 0 .. path_len[b, q])`: entry w stands for page-table
+    position `prefix_len[b] + w`, 0 <= w < window. The query itself is the last entry of its path. Entries past
+    `path_len` are valid indices whose content is ignored.
+    """
+
+    rows: Tensor  # [B] int64, rows of the SlotTable
+    ids: Tensor  # [M] int64 token ids
+    positions: Tensor  # [M] int64, for RoPE
+    write_slots: Tensor  # [M] int64, where each query's key and value go
+    table: Tensor  # [R + 1, L] int64: the page tables of all rows of the SlotTable
+    prefix_len: Tensor  # [B] int64, lengths on the device
+    path: Tensor | None = None  # [B, Q, D] int64
+    path_len: Tensor | None = None  # [B, Q] int64, >= 1
+    window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
+    chunks: tuple[ChunkSpan, ...] = ()
+    bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
+    tiles: Tensor | None = (
+        None  # chunks that only the device knows, as `ops.triton.attention_backend` has them: [T, 5] int32
+    )
+
+    def pages(self) -> Tensor:
+        """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""
+        return self.table[self.rows, : self.bound or self.table.shape[1]]
+
+
+class AttnBackend(Protocol):
+    """Attention over the paged pool. `bind` does the work that all layers of one forward share."""
+
+    def bind(self, batch: Batch, first_layer: int) -> Attend:
+        """first_layer: pool layer of the model's layer 0 (the drafter's layers follow the target's)."""
+        ...
+
+
+def default_scale(head_dim: int) -> float:
+    return head_dim**-0.5

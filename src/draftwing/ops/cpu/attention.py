@@ -1,0 +1,168 @@
+"""Attention on the CPU by the C kernels: reads the pool where it lies, and turns and stores keys on the way.
+
+A query's result has the same bits however it is asked for, as with `TorchAttention` but for trees of any size: its sums
+run over its keys in position order, in blocks of absolute positions. The two backends differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool
+from draftwing.layers.linear import FEW_ROWS
+from draftwing.ops import use_triton
+from draftwing.ops.attention import Attend, AttnBackend, Batch
+from draftwing.ops.cpu.kernels import Kernels, load
+from draftwing.ops.cpu.layer import NativeLayers
+from draftwing.ops.torch.attention import TorchAttention
+
+
+def pick_attention(pool: KVPool, exact: bool = False) -> AttnBackend:
+    """Native where the kernels are there and take the pool, else torch's. exact: a query's result has the same bits
+    however it is asked for, which on a CPU is so anyway."""
+    if use_triton(pool.kv[0]):
+        from draftwing.ops.triton.attention_backend import PagedAttention
+
+        return PagedAttention(pool, exact)
+    kernels = load()
+    if kernels is None or not kernels.take(pool.kv[0]):
+        return TorchAttention(pool)
+    return NativeAttention(pool, kernels)
+
+
+class NativeAttention:
+    """Implements `AttnBackend` over a `KVPool` of real CPU tensors. One forward at a time."""
+
+    def __init__(self, pool: KVPool, kernels: Kernels) -> None:
+        assert kernels.take(pool.kv[0])
+        self.pool = pool
+        self.kernels = kernels
+        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._spare = torch.empty(0, dtype=torch.bfloat16)
+        # Recorded steps go on using them; each has half of the next one's size at most.
+        self._outgrown: list[Tensor] = []
+        self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
+
+    def bind(self, batch: Batch, first_layer: int) -> Attend:
+        return Bound(self, batch, first_layer)
+
+    def scratch(self, size: int) -> Tensor:
+        """[size] float32, kept: pages that are new to the process cost more than the work done in them."""
+        if self._scratch.numel() < size:
+            self._outgrown.append(self._scratch)
+            self._scratch = torch.empty(max(size, 2 * self._scratch.numel()), dtype=torch.float32)
+        return self._scratch
+
+    def pools(self, first: int, count: int) -> int:
+        """Where the addresses of so many layers' keys and values stand, which are of one shape."""
+        assert len({kv.shape for kv in self.pool.kv[first : first + count]}) == 1
+        return self._pools.data_ptr() + first * self._pools.itemsize
+
+    def spare(self, size: int) -> Tensor:
+        """[size] bfloat16, kept, for what layers compute on their way."""
+        if self._spare.numel() < size:
+            self._outgrown.append(self._spare)
+            self._spare = torch.empty(max(size, 2 * self._spare.numel()), dtype=torch.bfloat16)
+        return self._spare
+
+
+class Bound:
+    """An `Attend` of one forward; `fused`, which a layer may call instead of turning q and k itself, and `layers`,
+    which does all that some layers do."""
+
+    def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
+        self._backend = backend
+        self._first_layer = first_layer
+        self._raw = backend.kernels.raw
+        self._threads = torch.get_num_threads()
+        self._kv = backend.pool.kv
+        self._half = backend.pool.dtype == torch.bfloat16
+        rows, table = batch.rows.contiguous(), batch.table
+        assert table.stride(1) == 1
+        longest_row = batch.bound or table.shape[1]
+        self._slots = batch.write_slots.contiguous()
+        self._keep = [rows, table]  # the addresses below are theirs
+        if batch.chunks:
+            spans = torch.tensor([chunk[:4] for chunk in batch.chunks])  # row, offset, start, length
+            self._keep.append(spans)
+            longest = max(chunk.length for chunk in batch.chunks)
+            self._most_keys = max(chunk.start + chunk.length for chunk in batch.chunks)
+            who: tuple[int, ...] = (0, 0, 0, spans.data_ptr(), len(batch.chunks), longest, 0)
+        else:
+            assert batch.path is not None and batch.path_len is not None
+            size, nodes, depth = batch.path.shape
+            read = [batch.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()]
+            self._keep += read
+            self._most_keys = longest_row + depth
+            who = (*(part.data_ptr() for part in read), 0, size, nodes, depth)
+        self._who = (rows.data_ptr(), table.data_ptr(), table.stride(0), *who)
+        self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim of what follows
+        self._how: tuple[int, ...] = ()
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._backend.pool.write(self._first_layer + layer, self._slots, k, v)
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        return self._attend(layer, q, q.shape[1])
+
+    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What `rotate` and a call do, in place of q: qkv [M, heads + 2 * kv_heads, head_dim], contiguous, q not yet
+        turned; cos, sin [M, 1, head_dim] -> [M, heads * head_dim]. Takes no gradient."""
+        kv = self._kv[self._first_layer + layer]
+        rows, all_heads, dim = qkv.shape
+        kv_heads = kv.shape[1]
+        heads = all_heads - 2 * kv_heads
+        assert qkv.dtype == cos.dtype == kv.dtype and qkv.is_contiguous() and self._slots.shape[0] == rows
+        self._raw.rope_write(
+            qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
+            kv_heads, dim, all_heads * dim, cos.stride(0), self._half, self._threads,
+        )  # fmt: skip
+        return self._attend(layer, qkv, heads)
+
+    def layers(self, weights: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """All of some decoder layers, for at most `FEW_ROWS` rows: x [M, hidden] -> [1 + kept, M, hidden] bfloat16,
+        outputs at the places that `weights` has for them; normed [M, inputs]: what qkv is made from, of one layer
+        alone, None for x under the layer's own norm; cos, sin [M, 1, head_dim]. Takes no gradient."""
+        first = self._first_layer + weights.first
+        (rows, hidden), (_, kv_heads, _, dim) = x.shape, self._kv[first].shape
+        assert x.dtype == cos.dtype == self._kv[first].dtype == torch.bfloat16
+        assert hidden == weights.hidden and self._slots.shape[0] == rows <= FEW_ROWS
+        x = x.contiguous()
+        if normed is None:
+            assert weights.norms_input
+        else:
+            assert weights.count == 1 and normed.shape == (rows, weights.inputs)
+            normed = normed.contiguous()
+        heads = weights.heads(dim)
+        self._prepare(heads, kv_heads, dim)
+        outs = x.new_empty(1 + len(weights.place), rows, hidden)
+        spare = self._backend.spare(weights.spare(rows, self._threads))
+        weights.raw.layers(
+            x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), weights.count, weights.address,
+            self._backend.pools(first, weights.count), weights.places, spare.data_ptr(), self._slots.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, 0, 0, 0, 0, heads, kv_heads, dim, True, *self._how,
+            weights.eps,
+        )  # fmt: skip
+        return outs
+
+    def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
+        """q [M, heads or more, head_dim]"""
+        kv = self._kv[self._first_layer + layer]
+        _, kv_heads, _, dim = kv.shape
+        assert q.dtype == kv.dtype and q.shape[2] == dim
+        self._prepare(heads, kv_heads, dim)
+        out = q.new_empty(q.shape[0], heads * dim)
+        self._raw.attend(
+            out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half, *self._how
+        )
+        return out
+
+    def _prepare(self, heads: int, kv_heads: int, dim: int) -> None:
+        """Sets `_how` for layers of this shape, which mostly is that of the layer before."""
+        if self._shape != (heads, kv_heads, dim):
+            assert heads % kv_heads == 0
+            self._shape = heads, kv_heads, dim
+            size = self._raw.scratch_size(heads, kv_heads, dim, self._most_keys)
+            scratch = self._backend.scratch(size * self._threads)
+            self._how = (*self._who, scratch.data_ptr(), size, self._threads, self._most_keys)

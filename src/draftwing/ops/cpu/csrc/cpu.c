@@ -1,0 +1,442 @@
+/* What lies between the matrix products of a decoder on the CPU: norm, rotary embedding, paged attention, gated MLP.
+
+   As torch operations these cost more in calls than in arithmetic when a step has few rows. Storage is float32 or
+   bfloat16 (`half` below), arithmetic float32. A row's result has the same bits whatever other rows there are: every
+   sum runs in an order that the row alone decides, over 16 fixed lanes where it is a vector's. For that this file
+   must not be compiled with -ffast-math; contracting a * b + c is fine, for each sum is one expression in one place. */
+
+#include "cpu.h"
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+
+#define MAX_THREADS 256
+#define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
+#define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys or values */
+#define TILE_ROWS 32 /* query heads that share what is staged of a block of keys */
+
+#define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
+/* The sums of 16 vectors, in their order; each is summed in the same order, whichever of the 16 it is. */
+INLINE vf sums16(const vf *v) {
+    vf a[8], b[4], c[2], d;
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++)
+        a[j] = FOLD(v[j], v[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               FOLD(v[j], v[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+        b[j] = FOLD(a[j], a[j + 4], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               FOLD(a[j], a[j + 4], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++)
+        c[j] = FOLD(b[j], b[j + 2], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+               FOLD(b[j], b[j + 2], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    d = FOLD(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+        FOLD(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return FOLD(d, d, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+}
+INLINE float sum_lanes(vf v) {
+    float s[LANES];
+    storef(s, v);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) s[i] += s[i + step];
+    return s[0];
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------ */
+
+/* torch's own OpenMP threads where they are GNU's: they are warm, and threads of another pool would have to wait for
+   cores on which these spin. Otherwise threads are made for the call, for which the work must be larger. */
+static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*gomp_threads)(void); /* of the team that the caller is in */
+
+static void *enter(void *job) {
+    void **pair = job;
+    ((void (*)(void *))pair[0])(pair[1]);
+    return NULL;
+}
+/* size: told how many threads there are, before the calling one works. */
+static void run_threads(void (*work)(void *), void *data, int64_t threads, int64_t *size) {
+    pthread_t made[MAX_THREADS];
+    int count = 0;
+    void *job[2] = {(void *)work, data};
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    while (count < threads - 1 && !pthread_create(&made[count], NULL, enter, job)) count++;
+    __atomic_store_n(size, count + 1, __ATOMIC_RELEASE);
+    work(data);
+    while (count) pthread_join(made[--count], NULL);
+}
+void run(void (*work)(void *), void *data, int64_t threads, int64_t cost) {
+    int64_t size;
+    if (threads <= 1 || cost < (gomp_parallel ? 8 : 200)) work(data);
+    else if (gomp_parallel) gomp_parallel(work, data, (unsigned)threads, 0);
+    else run_threads(work, data, threads, &size);
+}
+
+void run_team(void (*work)(void *), void *data, Team *team, int64_t threads) {
+    if (threads > 1 && gomp_parallel) gomp_parallel(work, data, (unsigned)threads, 0); /* or fewer: see `join` */
+    else run_threads(work, data, threads, &team->size);
+}
+Member join(Team *team) {
+    Member me = {.team = team, .number = take(&team->entered, 1)};
+    while (!(me.size = __atomic_load_n(&team->size, __ATOMIC_ACQUIRE)))
+        if (gomp_parallel) __atomic_store_n(&team->size, gomp_threads(), __ATOMIC_RELEASE);
+        else sched_yield();
+    return me;
+}
+void meet(const Member *me, Ahead *next) {
+    Team *team = me->team;
+    const int64_t round = __atomic_load_n(&team->round, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == me->size) {
+        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->round, round + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int64_t turn = 0; __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == round; turn++) {
+        fetch(next, 2);
+        if (turn > SPIN) sched_yield();
+    }
+}
+
+/* -- row by row: norm, gated MLP, rotary embedding ---------------------------------------------------------------- */
+
+static void some_rows(void *data) {
+    Rows *r = data;
+    for (int64_t first; (first = take(&r->next, 8)) < r->rows;)
+        for (int64_t i = first; i < first + 8 && i < r->rows; i++) r->row(r, i);
+}
+
+/* x / sqrt(mean(x^2) + eps), rounded to the storage, times weight: rounded twice, as in transformers. */
+INLINE void norm_row(const Rows *r, int64_t i, const int half) {
+    const int64_t n = r->size, at = i * n;
+    vf squares = {0};
+    for (int64_t c = 0; c < n; c += LANES) {
+        vf x = load(r->x, at + c, n - c, half);
+        squares += x * x;
+    }
+    const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)n + (float)r->eps));
+    for (int64_t c = 0; c < n; c += LANES) {
+        vf x = rounded(load(r->x, at + c, n - c, half) * factor, half);
+        store(r->out, at + c, n - c, half, x * load(r->weight, c, n - c, half));
+    }
+}
+static void norm_float(const Rows *r, int64_t i) { norm_row(r, i, 0); }
+void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
+
+/* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
+   multiplied, as in torch. */
+INLINE void silu_row(const Rows *r, int64_t i, int64_t from, int64_t to, const int half) {
+    const int64_t n = r->size;
+    for (int64_t c = from; c < to; c += LANES) {
+        vf gate = load(r->x, 2 * i * n + c, to - c, half), up = load(r->x, (2 * i + 1) * n + c, to - c, half);
+        vf power = gate * splat(-1.44269504f);
+        power = select_f(power > splat(126.0f), splat(126.0f), power);
+        store(r->out, i * n + c, to - c, half, rounded(gate / (1.0f + exp2_16(power)), half) * up);
+    }
+}
+static void silu_float(const Rows *r, int64_t i) { silu_row(r, i, 0, r->size, 0); }
+static void silu_half(const Rows *r, int64_t i) { silu_row(r, i, 0, r->size, 1); }
+void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) { silu_row(r, i, from, to, 1); }
+
+/* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool. Of
+   heads [from, to). The sine comes with its sign (rope_table); rounded as `rotate` does. */
+INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half) {
+    const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, rope = i * r->rope_stride;
+    char *row = (char *)r->out + i * r->stride * width;
+    char *slot = (char *)r->kv + r->slots[i] * r->kv_heads * 2 * dim * width;
+    const int64_t turned = r->heads + r->kv_heads;
+    for (int64_t h = from_head; h < to_head && h < turned; h++) {
+        char *from = row + h * dim * width;
+        char *to = h < r->heads ? from : slot + (h - r->heads) * 2 * dim * width;
+        for (int64_t c = 0; c < mid; c += LANES) {
+            const int64_t n = mid - c;
+            vf a = load(from, c, n, half), b = load(from, mid + c, n, half);
+            vf lower = rounded(a * load(r->cos, rope + c, n, half), half);
+            vf upper = rounded(b * load(r->cos, rope + mid + c, n, half), half);
+            lower += b * load(r->sin, rope + c, n, half);
+            upper += a * load(r->sin, rope + mid + c, n, half);
+            store(to, c, n, half, lower);
+            store(to, mid + c, n, half, upper);
+        }
+    }
+    for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++)
+        memcpy(slot + (2 * (h - turned) + 1) * dim * width, row + h * dim * width, (size_t)(dim * width));
+}
+static void rope_float(const Rows *r, int64_t i) { rope_row(r, i, 0, r->heads + 2 * r->kv_heads, 0); }
+static void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 0, r->heads + 2 * r->kv_heads, 1); }
+void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to) { rope_row(r, i, from, to, 1); }
+
+/* -- attention ---------------------------------------------------------------------------------------------------- */
+
+/* Queries come in spans: a row's tree, or a chunk. A query sees `count` keys in position order: the page table's
+   entries [0, prefix), then those of its path (trees), or the positions up to its own (chunks). Keys go in blocks of
+   16 absolute positions. A tile of a span's queries shares the blocks that look the same to all of them: the whole
+   ones before a tree, all of a chunk's. */
+
+/* The keys (values: which = 1) of 16 places from `first` on, as floats [16][padded]; zeros from `end` on. */
+INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
+                     int64_t first, int64_t end, int64_t head, int which, const int half) {
+    const int64_t dim = a->dim, width = half ? 2 : 4;
+    for (int64_t j = first; j < first + LANES; j++, to += a->padded) {
+        if (j + LANES < prefix) { /* slots lie anywhere: no hardware foresees the next block's; values follow keys */
+            const int64_t at = ((table[j + LANES] * a->kv_heads + head) * 2 + which) * dim;
+            const char *ahead = (const char *)a->kv + at * width;
+            for (int64_t c = 0; c < (2 - which) * dim * width; c += 64) __builtin_prefetch(ahead + c);
+        }
+        if (j >= end) { memset(to, 0, (size_t)a->padded * 4); continue; }
+        const int64_t slot = table[j < prefix ? j : prefix + path[j - prefix]];
+        const int64_t at = ((slot * a->kv_heads + head) * 2 + which) * dim;
+        for (int64_t c = 0; c < dim; c += LANES) storef(to + c, load(a->kv, at + c, dim - c, half));
+    }
+}
+static void stage(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
+                  int64_t first, int64_t end, int64_t head, int which) {
+    if (a->half) stage_of(a, to, table, prefix, path, first, end, head, which, 1);
+    else stage_of(a, to, table, prefix, path, first, end, head, which, 0);
+}
+
+/* scores[16] = q . keys */
+INLINE void score_sized(const float *q, const float *keys, const int64_t padded, float *scores) {
+    vf acc[LANES];
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) acc[j] = (vf){0};
+    for (int64_t c = 0; c < padded; c += LANES) {
+        const vf x = loadf(q + c);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) acc[j] += x * loadf(keys + j * padded + c);
+    }
+    storef(scores, sums16(acc));
+}
+static void score_block(const float *q, const float *keys, int64_t padded, float *scores) {
+    if (padded == 64) score_sized(q, keys, 64, scores); /* constant strides: half the time */
+    else if (padded == 128) score_sized(q, keys, 128, scores);
+    else score_sized(q, keys, padded, scores);
+}
+
+/* acc[r] += weights[r][j] * values[j], one j after the other: `rows` rows, `vecs` vectors of each. */
+INLINE void value_part(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded,
+                       int64_t count, const int rows, const int vecs) {
+    vf sum[4][4];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vecs; c++) sum[r][c] = loadf(acc + r * padded + c * LANES);
+    for (int64_t j = 0; j < count; j++)
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < vecs; c++)
+                sum[r][c] += splat(weights[r * ld + j]) * loadf(values + j * padded + c * LANES);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vecs; c++) storef(acc + r * padded + c * LANES, sum[r][c]);
+}
+INLINE void value_rows(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded,
+                       int64_t count, const int rows) {
+    int64_t c = 0;
+    for (; c + 4 * LANES <= padded; c += 4 * LANES)
+        value_part(acc + c, weights, ld, values + c, padded, count, rows, 4);
+    for (; c < padded; c += LANES) value_part(acc + c, weights, ld, values + c, padded, count, rows, 1);
+}
+static void value_block(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded,
+                        int64_t count, int64_t rows) {
+    for (; rows >= 4; rows -= 4, acc += 4 * padded, weights += 4 * ld)
+        value_rows(acc, weights, ld, values, padded, count, 4);
+    if (rows == 3) value_rows(acc, weights, ld, values, padded, count, 3);
+    if (rows == 2) value_rows(acc, weights, ld, values, padded, count, 2);
+    if (rows == 1) value_rows(acc, weights, ld, values, padded, count, 1);
+}
+
+/* Scores to weights exp2(score - max), and their sum: 16 lanes, each in position order. */
+static float softmax(float *s, int64_t count) {
+    const int64_t last = (count - 1) / LANES * LANES;
+    for (int64_t j = count; j < last + LANES; j++) s[j] = -INFINITY;
+    vf most = loadf(s), sum = {0};
+    for (int64_t j = LANES; j <= last; j += LANES) {
+        vf x = loadf(s + j);
+        most = select_f(x > most, x, most);
+    }
+    float max = most[0];
+    for (int l = 1; l < LANES; l++) max = most[l] > max ? most[l] : max;
+    for (int64_t j = 0; j <= last; j += LANES) {
+        vf x = exp2_16(loadf(s + j) - splat(max));
+        sum += x;
+        storef(s + j, x);
+    }
+    return sum_lanes(sum);
+}
+
+void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) {
+    const int64_t head = item % a->kv_heads, tile = item / a->kv_heads % a->tiles;
+    const int64_t span = item / a->kv_heads / a->tiles, group = a->heads / a->kv_heads, padded = a->padded;
+    const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
+    const int64_t row = spans ? spans[0] : span, offset = spans ? spans[1] : span * a->nodes;
+    const int64_t length = spans ? spans[3] : a->nodes, first = tile * a->tile;
+    const int64_t n = length - first < a->tile ? length - first : a->tile;
+    if (n <= 0) return;
+    const int64_t *table = a->table + a->rows[row] * a->table_stride, *path = NULL;
+    const int64_t prefix = spans ? spans[2] + first + n : a->prefix[row];
+    const int64_t shared = spans ? (prefix + LANES - 1) / LANES : prefix / LANES, ld = a->keys;
+    float *q = scratch, *acc = q + n * group * padded, *staged = acc + n * group * padded;
+    float *scores = staged + LANES * padded;
+    int64_t counts[TILE_ROWS];
+    const float scale = 1.44269504f / sqrtf((float)a->dim); /* for exp2 */
+    for (int64_t i = 0; i < n; i++) {
+        counts[i] = spans ? spans[2] + first + i + 1 : prefix + a->path_len[row * a->nodes + first + i];
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t c = 0; c < padded; c += LANES) {
+                const int64_t at = (offset + first + i) * a->q_stride + (head * group + g) * a->dim + c;
+                storef(q + (i * group + g) * padded + c, load(a->q, at, a->dim - c, (int)a->half) * scale);
+            }
+    }
+    memset(acc, 0, (size_t)(n * group * padded) * 4);
+    for (int which = 0; which < 2; which++) { /* 0: scores from the keys, 1: sums of the values */
+        for (int64_t block = 0; block < shared; block++) {
+            const int64_t at = block * LANES;
+            stage(a, staged, table, prefix, NULL, at, prefix, head, which);
+            fetch(next, BLOCK_LINES);
+            for (int64_t i = 0; i < n; i++) {
+                const int64_t left = counts[i] - at, mine = i * group;
+                if (left <= 0) continue;
+                if (which)
+                    value_block(acc + mine * padded, scores + mine * ld + at, ld, staged, padded,
+                                left < LANES ? left : LANES, group);
+                else
+                    for (int64_t r = mine; r < mine + group; r++)
+                        score_block(q + r * padded, staged, padded, scores + r * ld + at);
+            }
+        }
+        for (int64_t i = 0; i < n && !spans; i++) { /* a tree's last blocks, which differ from node to node */
+            path = a->path + (row * a->nodes + first + i) * a->depth;
+            for (int64_t at = shared * LANES; at < counts[i]; at += LANES) {
+                const int64_t left = counts[i] - at, mine = i * group;
+                stage(a, staged, table, prefix, path, at, counts[i], head, which);
+                fetch(next, BLOCK_LINES);
+                if (which)
+                    value_block(acc + mine * padded, scores + mine * ld + at, ld, staged, padded,
+                                left < LANES ? left : LANES, group);
+                else
+                    for (int64_t r = mine; r < mine + group; r++)
+                        score_block(q + r * padded, staged, padded, scores + r * ld + at);
+            }
+        }
+        for (int64_t r = 0; r < n * group && !which; r++) /* q is done with: its place takes the sum */
+            q[r * padded] = softmax(scores + r * ld, counts[r / group]);
+    }
+    for (int64_t r = 0; r < n * group; r++)
+        for (int64_t c = 0; c < a->dim; c += LANES) {
+            const int64_t at = ((offset + first + r / group) * a->heads + head * group + r % group) * a->dim + c;
+            store(a->out, at, a->dim - c, (int)a->half, loadf(acc + r * padded + c) / q[r * padded]);
+        }
+}
+
+static void some_tiles(void *data) {
+    Attention *a = data;
+    float *scratch = a->scratch + take(&a->worker, 1) * a->scratch_size;
+    Ahead nothing = {0};
+    for (int64_t i; (i = take(&a->next, 1)) < a->items;) /* longest first */
+        attend_item(a, a->items - 1 - i, scratch, &nothing);
+}
+
+/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/kernels.py knows the tensors ---------------------- */
+
+static PyObject *go(Rows *r, int64_t threads, int64_t elements) {
+    Py_BEGIN_ALLOW_THREADS
+    run(some_rows, r, threads, elements / 2000);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* out, x, weight, rows, size, half, threads; eps */
+static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given - 1, 7, n)) return NULL;
+    Rows r = {.row = n[5] ? norm_half : norm_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .weight = POINTER(n[2]),
+              .rows = n[3], .size = n[4], .eps = PyFloat_AsDouble(args[7])};
+    return PyErr_Occurred() ? NULL : go(&r, n[6], n[3] * n[4]);
+}
+
+/* out, x, rows, size, half, threads */
+static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    Rows r = {.row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2],
+              .size = n[3]};
+    return go(&r, n[5], 2 * n[2] * n[3]);
+}
+
+/* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, threads */
+static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[13];
+    if (!numbers(args, given, 13, n)) return NULL;
+    Rows r = {.row = n[11] ? rope_half : rope_float, .out = POINTER(n[0]), .kv = POINTER(n[1]), .slots = POINTER(n[2]),
+              .cos = POINTER(n[3]), .sin = POINTER(n[4]), .rows = n[5], .heads = n[6], .kv_heads = n[7], .dim = n[8],
+              .stride = n[9], .rope_stride = n[10]};
+    return go(&r, n[12], n[5] * (n[6] + 2 * n[7]) * n[8]);
+}
+
+/* Scores of a query: full vectors, and one more, for powers of two would have all queries share a few cache lines. */
+INLINE int64_t keys_of(int64_t most) { return (most + LANES - 1) / LANES * LANES + LANES; }
+INLINE int64_t tile_of(int64_t group) { return group < TILE_ROWS ? TILE_ROWS / group : 1; }
+
+/* heads, kv_heads, dim, most keys of a query -> floats of scratch that a thread needs */
+static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[4];
+    if (!numbers(args, given, 4, n)) return NULL;
+    const int64_t padded = (n[2] + LANES - 1) / LANES * LANES, rows = n[0] / n[1] * tile_of(n[0] / n[1]);
+    return PyLong_FromLongLong(rows * (2 * padded + keys_of(n[3])) + LANES * padded);
+}
+
+Attention attention_of(const int64_t *n) {
+    Attention a = {.out = POINTER(n[0]), .q = POINTER(n[1]), .kv = POINTER(n[2]), .q_stride = n[3], .heads = n[4],
+                   .kv_heads = n[5], .dim = n[6], .half = n[7], .rows = POINTER(n[8]), .table = POINTER(n[9]),
+                   .table_stride = n[10], .prefix = POINTER(n[11]), .path = POINTER(n[12]), .path_len = POINTER(n[13]),
+                   .spans = POINTER(n[14]), .count = n[15], .nodes = n[16], .depth = n[17], .scratch = POINTER(n[18]),
+                   .scratch_size = n[19], .threads = n[20]};
+    a.padded = (a.dim + LANES - 1) / LANES * LANES;
+    a.tile = tile_of(a.heads / a.kv_heads);
+    a.tiles = (a.nodes + a.tile - 1) / a.tile;
+    a.tile = (a.nodes + a.tiles - 1) / a.tiles; /* all alike */
+    a.keys = keys_of(n[21]);
+    a.items = a.count * a.tiles * a.kv_heads;
+    return a;
+}
+void attend(Attention *a) {
+    int64_t pairs = 0; /* of queries and keys */
+    for (int64_t i = 0; i < a->count; i++)
+        pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)
+                          : a->nodes * (a->prefix[i] + a->depth / 2);
+    run(some_tiles, a, a->items > 1 ? a->threads : 1, pairs * a->heads * a->padded / 14000);
+}
+static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[ATTENTION];
+    if (!numbers(args, given, ATTENTION, n)) return NULL;
+    Attention a = attention_of(n);
+    Py_BEGIN_ALLOW_THREADS
+    attend(&a);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"rms_norm", (PyCFunction)(void (*)(void))py_rms_norm, METH_FASTCALL, NULL},
+    {"silu_mul", (PyCFunction)(void (*)(void))py_silu_mul, METH_FASTCALL, NULL},
+    {"rope_write", (PyCFunction)(void (*)(void))py_rope_write, METH_FASTCALL, NULL},
+    {"scratch_size", (PyCFunction)(void (*)(void))py_scratch_size, METH_FASTCALL, NULL},
+    {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL, NULL},
+    {"layers", (PyCFunction)(void (*)(void))py_layers, METH_FASTCALL, NULL},
+    {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, NULL},
+    {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
+    {"heaviest", (PyCFunction)(void (*)(void))py_heaviest, METH_FASTCALL, NULL},
+    {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
+    {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},
+    {"following", (PyCFunction)(void (*)(void))py_following, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_C", .m_size = -1, .m_methods = methods};
+
+PyMODINIT_FUNC PyInit__C(void) {
+    void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
+    if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
+    if (gomp_threads) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
+    PyObject *made = PyModule_Create(&module);
+    if (made && (PyModule_AddFunctions(made, tree_methods) || PyModule_AddFunctions(made, ngram_methods) ||
+                 PyModule_AddIntConstant(made, "has_product", has_product)))
+        Py_CLEAR(made);
+    return made;
+}

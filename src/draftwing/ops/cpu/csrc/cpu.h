@@ -1,0 +1,180 @@
+/* What the files of the C extension share: vectors, threads, arguments.
+
+   Vectors are the compiler's (GCC 12, Clang): 16 floats, one register or several as the machine has it. */
+
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+#define HIDDEN __attribute__((visibility("hidden"))) /* shared by the files, not by the module */
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef int64_t vl __attribute__((vector_size(128))); /* 16 of them */
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+/* -- vectors ------------------------------------------------------------------------------------------------------ */
+
+INLINE vf loadf(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void storef(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf select_f(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+/* To bfloat16, to the nearest and to even. */
+INLINE vh narrow(vf v) {
+    vu u = (vu)v;
+    u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    u = (vu)select_f(v == v, (vf)u, (vf)(u * 0 + 0x7fc0));
+    return __builtin_convertvector(u, vh);
+}
+INLINE vf rounded(vf v, int half) { return half ? widen(narrow(v)) : v; }
+
+/* Elements [at, at + n) of an array, zeros up to 16. */
+INLINE vf load(const void *base, int64_t at, int64_t n, int half) {
+    if (half) {
+        vh h = {0};
+        if (n >= LANES) memcpy(&h, (const uint16_t *)base + at, sizeof h);
+        else memcpy(&h, (const uint16_t *)base + at, (size_t)n * 2);
+        return widen(h);
+    }
+    vf v = {0};
+    if (n >= LANES) memcpy(&v, (const float *)base + at, sizeof v);
+    else memcpy(&v, (const float *)base + at, (size_t)n * 4);
+    return v;
+}
+INLINE void store(void *base, int64_t at, int64_t n, int half, vf v) { /* of a size that is known: no call */
+    if (half) {
+        vh h = narrow(v);
+        if (n >= LANES) memcpy((uint16_t *)base + at, &h, sizeof h);
+        else memcpy((uint16_t *)base + at, &h, (size_t)n * 2);
+    } else {
+        if (n >= LANES) memcpy((float *)base + at, &v, sizeof v);
+        else memcpy((float *)base + at, &v, (size_t)n * 4);
+    }
+}
+
+/* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
+INLINE vf exp2_16(vf x) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
+    vi normal = x >= splat(-126.0f);
+    vf y = select_f(normal, x, splat(0.0f));
+    vf r = y + magic;
+    vi n = (vi)r - (vi)magic;
+    vf f = y - (r - magic), p = splat(1.525273380e-5f); /* Taylor: ln(2)^k / k! */
+    p = p * f + splat(1.540353039e-4f);
+    p = p * f + splat(1.333355815e-3f);
+    p = p * f + splat(9.618129108e-3f);
+    p = p * f + splat(5.550410866e-2f);
+    p = p * f + splat(2.402265070e-1f);
+    p = p * f + splat(6.931471806e-1f);
+    p = p * f + splat(1.0f);
+    return select_f(normal, (vf)((vi)p + (n << 23)), splat(0.0f));
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------ */
+
+/* Calls work(data) in each of `threads` threads, or in one; cost: about the microseconds that one would take. Always
+   as many as torch uses: OpenMP makes and ends threads when the number changes. */
+HIDDEN void run(void (*work)(void *), void *data, int64_t threads, int64_t cost);
+INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
+
+/* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. */
+typedef struct { const char *at, *end, *later, *last; } Ahead;
+INLINE void fetch(Ahead *a, int64_t lines) {
+    for (; lines && a->at < a->end; lines--) {
+        __builtin_prefetch(a->at, 0, 2);
+        a->at += 64;
+        if (a->at >= a->end && a->later) *a = (Ahead){a->later, a->last, NULL, NULL};
+    }
+}
+
+/* Threads that do several things one after the other, with all of them done before the next begins: to meet costs a
+   fraction of what `run` does. */
+typedef struct { int64_t size, entered, arrived, round; } Team; /* round: meetings that were */
+typedef struct { Team *team; int64_t number, size; } Member;
+/* Calls work(data) in at most `threads` threads, each of which begins with `join`. `team` starts as zeros. */
+HIDDEN void run_team(void (*work)(void *), void *data, Team *team, int64_t threads);
+HIDDEN Member join(Team *team);
+HIDDEN void meet(const Member *me, Ahead *next);
+INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
+
+/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/kernels.py knows the tensors ---------------------- */
+
+INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "expected %zd integers, found %zd", wanted, given);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < given; i++) to[i] = PyLong_AsLongLong(args[i]);
+    return PyErr_Occurred() ? NULL : to;
+}
+#define POINTER(x) ((void *)(intptr_t)(x))
+
+/* -- what lies between the products: cpu.c ------------------------------------------------------------------------- */
+
+typedef struct Rows {
+    void (*row)(const struct Rows *, int64_t);
+    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half;
+    double eps;
+    void *out, *kv;
+    const void *x, *weight, *cos, *sin;
+    const int64_t *slots;
+} Rows;
+/* Of row i, in bfloat16: all of it, elements, or heads [from, to). */
+HIDDEN void norm_half(const Rows *r, int64_t i);
+HIDDEN void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to);
+HIDDEN void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to);
+
+typedef struct {
+    const void *q, *kv;
+    void *out;
+    const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
+    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, threads;
+    int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
+    float *scratch;
+    int64_t items, next, worker;
+} Attention;
+/* From out, q, kv, stride of q, heads, kv_heads, dim, half, rows of the table, table, its stride, prefix_len, path,
+   path_len, spans, count of rows or spans, nodes or length of the longest span, depth, scratch, its size per thread,
+   threads, most keys. */
+#define ATTENTION 22
+HIDDEN Attention attention_of(const int64_t *numbers);
+HIDDEN void attend(Attention *a);
+/* One of `items`, with scratch of a thread's own. */
+HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next);
+
+/* -- products of few rows: gemm.c ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    const uint16_t *x, *weight, *bias, *residual; /* bias, residual: or NULL */
+    uint16_t *out;
+    const float *scales;    /* of a weight in 8 bits, by output; NULL: it is in bfloat16 */
+    const int32_t *offsets; /* what the sums with it are too large by */
+    int64_t rows, inputs, outputs, block; /* block: inputs that are summed together */
+    int64_t shares, next;
+} Product;
+HIDDEN void multiply(Product *p, int64_t threads);
+HIDDEN void multiply_part(const Product *p, int64_t from, int64_t to); /* outputs, multiples of 32 */
+HIDDEN extern const int has_product; /* whether this CPU can */
+HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In layer.c. */
+HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In sampling.c. */
+HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* What tree.c and ngram.c add to the module. */
+HIDDEN extern PyMethodDef tree_methods[], ngram_methods[];

@@ -1,0 +1,609 @@
+/* The choice of tokens on the CPU: bans aside, what ops/torch/sampling.py describes, in one pass over a row's logits.
+
+   Nearly all of a vocabulary cannot be chosen. A token's noise is bounded from the hash's bits alone, tightly and
+   without a logarithm, and only where logit + temperature * bound passes the worst of the best so far is the noise
+   itself computed. So the pass costs about what the hash does.
+
+   A row's result depends on that row alone: one thread works on it, in order of the ids. Noise, and what it is added
+   to, is computed in one function that is not inlined, so that no two places may contract its sums differently. NaN
+   counts as -inf, which is never chosen while there is anything else. */
+
+#include "cpu.h"
+#include <stdlib.h>
+
+#define MOST 16   /* candidates of a row */
+#define VECTORS 4 /* that are looked at together: a block */
+#define GROUP 64  /* tokens of a set whose maximum is looked at */
+#define APART __attribute__((noinline))
+#define ALL 0x7fffffff    /* no limit: the pattern of every gap, NaN included, is at most this */
+#define MASS_ONE 0x1p40f  /* fixed-point 1.0, as in ops/torch/filters.py */
+#define LOG2E 1.44269504f
+#define LN2 0.693147181f
+
+/* -- noise: ops/torch/noise.py ------------------------------------------------------------------------------------- */
+
+typedef struct { uint32_t word[2]; } Key;
+
+static Key key_of(int64_t seed, int64_t position) {
+    uint64_t key = (uint64_t)position * 0x9E3779B97F4A7C15 + (uint64_t)seed * 0xD1342543DE82EF95;
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9;
+    key = (key ^ key >> 27) * 0x94D049BB133111EB;
+    key ^= key >> 31;
+    return (Key){{(uint32_t)key, (uint32_t)(key >> 32)}};
+}
+
+#define TOKEN_MUL 0x9E3779B1u
+/* 31 bits of 16 tokens, from their ids times TOKEN_MUL. */
+INLINE vi bits_of(vu ids, Key key) {
+    vu h = (ids ^ ids >> 16) ^ key.word[0];
+    h = h * 0x7FEB352Du + key.word[1];
+    h = (h ^ h >> 15) * 0x846CA68Bu;
+    return (vi)h ^ (vi)h >> 16; /* arithmetic: clears the sign */
+}
+INLINE vu ids_from(int64_t first) {
+    const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (lane + (uint32_t)first) * TOKEN_MUL;
+}
+
+/* ln(x) to 2 ulp for normal x > 0: x = 2^e * m with m around 1, ln(m) = 2 atanh((m - 1) / (m + 1)) by its series. */
+INLINE vf log16(vf x) {
+    const int32_t root = 0x3f3504f3; /* sqrt(1/2) */
+    vi e = ((vi)x - root) >> 23;
+    vf m = (vf)((vi)x - (e << 23)) - 1.0f, s = m / (m + 2.0f), power = __builtin_convertvector(e, vf), q = s * s;
+    vf p = q * (1.0f / 9) + 1.0f / 7;
+    p = p * q + 1.0f / 5;
+    p = p * q + 1.0f / 3;
+    p = p * q * s * 2.0f + power * 1.42860677e-6f; /* ln 2 in two parts; the first times a power is exact */
+    return (p + 2.0f * s) + power * 0.693145752f;
+}
+
+/* Standard Gumbel noise -log(-log1p(-u)) of hashed bits. The roundings of u are the reference's, whose product with
+   2^-31 * (1 - 2^-24) is the float below, scaled; log1p by the log of what is left of 1 - u, corrected for what
+   rounding took from u (Kahan; Goldberg 1991, theorem 4). */
+INLINE vf gumbel16(vi bits) {
+    vi below = (vi)__builtin_convertvector(bits, vf);
+    below += below > 0; /* a true comparison is -1 */
+    vf u = (vf)below * 0x1p-31f + 0x1p-32f, rest = 1.0f - u, taken = 1.0f - rest;
+    vi none = taken == 0.0f;
+    vf log1p = log16(rest) * (u / select_f(none, splat(1.0f), taken));
+    return -log16(select_f(none, u, -log1p));
+}
+
+typedef struct { vf noise, z; } Scored;
+static APART void score(const vf *x, const vi *bits, float temperature, Scored *to) {
+    to->noise = gumbel16(*bits) * temperature;
+    to->z = *x + to->noise;
+}
+
+/* At least the noise, in units of ln(2) * 2^-23: u <= -log1p(-u), and of log2(u) the pattern of a float is the integer
+   part with a fraction that is never too large. 2^10 units are more than all roundings here and in `gumbel16`. */
+INLINE vf bound16(vi bits) {
+    const int32_t one = ((127 + 31) << 23) + (1 << 10);
+    return __builtin_convertvector(one - (vi)__builtin_convertvector(bits, vf), vf);
+}
+#define BOUND_UNIT (LN2 * 0x1p-23f)
+
+/* -- the best few ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    float z[MOST], noise[MOST], worst; /* z of the last, or -inf */
+    int64_t id[MOST], count, held;
+    vf cutoff; /* nothing that is bounded by this can enter */
+} Best;
+
+static void begin(Best *b, int64_t count) {
+    b->count = count;
+    b->held = 0;
+    b->worst = -INFINITY;
+    b->cutoff = splat(-INFINITY);
+}
+/* Ids come in ascending order, so of equals those that are held stay. */
+static void enter_best(Best *b, int64_t id, float z, float noise, float temperature) {
+    int64_t at = b->held < b->count ? b->held++ : b->count - 1;
+    for (; at > 0 && b->z[at - 1] < z; at--) {
+        b->z[at] = b->z[at - 1];
+        b->noise[at] = b->noise[at - 1];
+        b->id[at] = b->id[at - 1];
+    }
+    b->z[at] = z;
+    b->noise[at] = noise;
+    b->id[at] = id;
+    if (b->held < b->count) return;
+    b->worst = b->z[b->count - 1];
+    /* A bound is rounded as z is, but perhaps in one step where that took two. */
+    b->cutoff = splat(b->worst - 0x1p-22f * (fabsf(b->worst) + 32.0f * temperature));
+}
+/* In ascending order of id; ids that are not held, with noise -inf, where there were too few. */
+static void finish(Best *b, int64_t *ids, float *noise) {
+    for (int64_t id = 0; b->held < b->count; id++) {
+        int64_t at = 0;
+        while (at < b->held && b->id[at] != id) at++;
+        if (at == b->held) enter_best(b, id, -INFINITY, -INFINITY, 0.0f);
+    }
+    for (int64_t i = 0; i < b->count; i++) {
+        int64_t at = i;
+        for (; at > 0 && ids[at - 1] > b->id[i]; at--) {
+            ids[at] = ids[at - 1];
+            noise[at] = noise[at - 1];
+        }
+        ids[at] = b->id[i];
+        noise[at] = b->noise[i];
+    }
+}
+
+INLINE int any(vi mask) {
+    int64_t w[8];
+    memcpy(w, &mask, sizeof w);
+    return ((w[0] | w[1]) | (w[2] | w[3]) | (w[4] | w[5]) | (w[6] | w[7])) != 0;
+}
+
+/* -- a row -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const void *logits;
+    const int64_t *positions, *depth, *seed, *top_k, *filtered; /* rows with filters; NULL: none */
+    const float *temperature, *top_p, *min_p;                   /* NULL: all are 0 */
+    int64_t *ids;
+    float *noise;
+    int64_t rows, nodes, vocab, half, count, next, worker, padded; /* padded: vocab up to 16s */
+    uint32_t *scratch; /* [threads, 2 * padded], for filters */
+} Draw;
+
+typedef struct {
+    int64_t at; /* of its logits */
+    Key key;
+    float temperature, top;
+    int32_t limit; /* pattern of the largest gap to the top that filters leave; ALL: there are none */
+} Row;
+
+/* Logits [c, c + 16) of the row at `at`, -inf past the end. */
+INLINE vf logits_of(const Draw *d, int64_t at, int64_t c, const int half) {
+    const int64_t left = d->vocab - c;
+    if (left >= LANES) return load(d->logits, at + c, LANES, half);
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return select_f(lane < (int32_t)left, load(d->logits, at + c, left, half), splat(-INFINITY));
+}
+
+INLINE void scan_block(const Draw *d, const Row *r, Best *b, int64_t first, const int vectors, const int half,
+                       const int noisy, const int filtered) {
+    vf x[VECTORS], bound[VECTORS];
+    vi bits[VECTORS], kept = {0}, over = {0};
+    for (int v = 0; v < vectors; v++) {
+        x[v] = logits_of(d, r->at, first + v * LANES, half);
+        if (filtered) {
+            vi stays = (vi)(r->top - x[v]) <= r->limit;
+            x[v] = select_f(stays, x[v], splat(-INFINITY));
+            kept |= stays;
+        }
+    }
+    if (filtered && !any(kept)) return;
+    const float unit = r->temperature * BOUND_UNIT;
+    for (int v = 0; v < vectors; v++) {
+        if (noisy) bits[v] = bits_of(ids_from(first + v * LANES), r->key);
+        bound[v] = noisy ? x[v] + bound16(bits[v]) * unit : x[v];
+        over |= bound[v] > b->cutoff;
+    }
+    if (!any(over)) return;
+    for (int v = 0; v < vectors; v++) {
+        if (!any(bound[v] > b->cutoff)) continue;
+        Scored s = {.noise = {0}, .z = x[v]};
+        if (noisy) score(&x[v], &bits[v], r->temperature, &s);
+        for (int l = 0; l < LANES; l++)
+            if (s.z[l] > b->worst) enter_best(b, first + v * LANES + l, s.z[l], s.noise[l], r->temperature);
+    }
+}
+INLINE void scan(const Draw *d, const Row *r, Best *b, const int half, const int noisy, const int filtered) {
+    int64_t c = 0;
+    for (; c + VECTORS * LANES <= d->vocab; c += VECTORS * LANES)
+        scan_block(d, r, b, c, VECTORS, half, noisy, filtered);
+    for (; c < d->vocab; c += LANES) scan_block(d, r, b, c, 1, half, noisy, filtered);
+}
+
+/* -- filters: ops/torch/filters.py --------------------------------------------------------------------------------- */
+
+/* exp(-gap / temperature) in fixed point. In one place, so that parts of a sum and the sum agree. */
+static APART void masses(const vf *gap, float scale, vl *to) {
+    *to = __builtin_convertvector(exp2_16(*gap * scale) * MASS_ONE, vl);
+}
+
+/* The largest logit. Also the largest of each of the 16 * ceil(vectors / GROUP) sets that the vocabulary is cut into. */
+INLINE float row_top(const Draw *d, int64_t at, float *sets, const int half) {
+    vf most = splat(-INFINITY);
+    for (int64_t c = 0; c < d->vocab; sets += LANES) {
+        vf part = splat(-INFINITY);
+        for (int64_t end = c + GROUP * LANES; c < end && c < d->vocab; c += LANES) {
+            vf x = logits_of(d, at, c, half);
+            part = select_f(x > part, x, part);
+        }
+        storef(sets, part);
+        most = select_f(part > most, part, most);
+    }
+    float top = most[0];
+    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
+    return top;
+}
+INLINE int64_t total_mass(const Draw *d, const Row *r, float scale, const int half) {
+    vl sum = {0}, part;
+    for (int64_t c = 0; c < d->vocab; c += LANES) {
+        vf gap = r->top - logits_of(d, r->at, c, half);
+        if (!any(gap * scale > -40.5f)) continue; /* none */
+        masses(&gap, scale, &part);
+        sum += part;
+    }
+    int64_t total = 0;
+    for (int l = 0; l < LANES; l++) total += sum[l];
+    return total;
+}
+INLINE int64_t gaps_up_to(const Draw *d, const Row *r, float cut, uint32_t *list, const int half) {
+    int64_t n = 0;
+    for (int64_t c = 0; c < d->vocab; c += LANES) {
+        vf gap = r->top - logits_of(d, r->at, c, half);
+        if (!any(gap <= cut)) continue;
+        const int64_t lanes = d->vocab - c < LANES ? d->vocab - c : LANES;
+        for (int64_t l = 0; l < lanes; l++) {
+            const float one = gap[l];
+            if (one <= cut) memcpy(&list[n++], &one, 4);
+        }
+    }
+    return n;
+}
+
+/* Sorts numbers in place, one byte after the other; spare holds n. */
+static void sort(uint32_t *list, uint32_t *spare, int64_t n) {
+    for (int shift = 0; shift < 32; shift += 8) {
+        int32_t place[256] = {0};
+        for (int64_t i = 0; i < n; i++) place[list[i] >> shift & 255]++;
+        for (int32_t digit = 0, sum = 0, count; digit < 256; digit++, sum += count) {
+            count = place[digit];
+            place[digit] = sum;
+        }
+        for (int64_t i = 0; i < n; i++) spare[place[list[i] >> shift & 255]++] = list[i];
+        uint32_t *swap = list; /* an even number of times */
+        list = spare;
+        spare = swap;
+    }
+}
+
+/* A gap up to which there are at least k tokens, and not many more: the k-th smallest of those of the sets' maxima. */
+static float gap_of_sets(const Draw *d, const Row *r, int64_t k, uint32_t *sets, uint32_t *spare) {
+    const int64_t n = (d->vocab + GROUP * LANES - 1) / (GROUP * LANES) * LANES;
+    if (k > n) return INFINITY;
+    for (int64_t i = 0; i < n; i += LANES) storef((float *)sets + i, r->top - loadf((float *)sets + i));
+    sort(sets, spare, n);
+    float cut;
+    memcpy(&cut, sets + k - 1, 4);
+    return cut;
+}
+
+/* Where the sum of the masses of sorted gaps reaches `wanted`; the last one if it does not. total: of all n. */
+static uint32_t crossing(const uint32_t *list, int64_t n, float scale, int64_t wanted, int64_t *total) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        vf gap = splat(INFINITY);
+        vl part;
+        const int64_t lanes = n - i < LANES ? n - i : LANES;
+        memcpy(&gap, list + i, (size_t)lanes * 4);
+        masses(&gap, scale, &part);
+        for (int64_t l = 0; l < lanes; l++)
+            if ((sum += part[l]) >= wanted) return list[i + l];
+    }
+    *total = sum;
+    return list[n - 1];
+}
+
+/* Sets the row's top and limit. */
+INLINE void limit_row(const Draw *d, Row *r, int64_t k, float top_p, float min_p, uint32_t *scratch, const int half) {
+    uint32_t *list = scratch, *spare = scratch + d->padded;
+    r->top = row_top(d, r->at, (float *)list, half) + 0.0f; /* never -0.0, whose gaps would sort last */
+    if (!(r->top - r->top == 0.0f)) return; /* all are -inf, or one is inf */
+    const float scale = -LOG2E / r->temperature;
+    const int by_rank = k > 0 && k < d->vocab;
+    if (by_rank || top_p < 1.0f) {
+        /* Past the cut of top-p, all tokens together have less than the mass that it drops: a third of it. */
+        const float cut = by_rank ? gap_of_sets(d, r, k, list, spare)
+                                  : r->temperature * (logf((float)d->vocab / (1.0f - top_p)) + 1.0f);
+        int64_t n = gaps_up_to(d, r, cut, list, half), kept = n, total = 0;
+        sort(list, spare, n);
+        if (by_rank && k <= n) {
+            r->limit = (int32_t)list[k - 1];
+            for (kept = k; kept < n && list[kept] == list[k - 1];) kept++;
+        }
+        if (top_p < 1.0f) {
+            if (by_rank) crossing(list, kept, scale, INT64_MAX, &total);
+            else total = total_mass(d, r, scale, half);
+            int64_t wanted = (int64_t)ceil((double)total * (double)top_p);
+            wanted = wanted < 1 ? 1 : wanted > total ? total : wanted;
+            const int32_t last = (int32_t)crossing(list, kept, scale, wanted, &total);
+            r->limit = last < r->limit ? last : r->limit;
+        }
+    }
+    if (min_p > 0.0f) { /* p >= min_p * max(p) */
+        const float widest = fmaxf(-r->temperature * logf(min_p), 0.0f) + 0.0f;
+        int32_t pattern;
+        memcpy(&pattern, &widest, 4);
+        r->limit = pattern < r->limit ? pattern : r->limit;
+    }
+}
+
+/* -- rows and threads --------------------------------------------------------------------------------------------- */
+
+INLINE void draw_row(const Draw *d, int64_t i, uint32_t *scratch, const int half) {
+    const int64_t row = i / d->nodes;
+    Row r = {.at = i * d->vocab, .limit = ALL, .temperature = d->temperature ? d->temperature[row] : 0.0f};
+    const int noisy = r.temperature > 0.0f, filtered = noisy && d->filtered && d->filtered[row];
+    Best best;
+    begin(&best, d->count);
+    if (noisy) r.key = key_of(d->seed[row], d->positions[row * d->nodes] + d->depth[i] + 1);
+    if (filtered) limit_row(d, &r, d->top_k[row], d->top_p[row], d->min_p[row], scratch, half);
+    if (r.limit != ALL) scan(d, &r, &best, half, 1, 1);
+    else if (noisy) scan(d, &r, &best, half, 1, 0);
+    else scan(d, &r, &best, half, 0, 0);
+    finish(&best, d->ids + i * d->count, d->noise + i * d->count);
+}
+static void draw_float(const Draw *d, int64_t i, uint32_t *scratch) { draw_row(d, i, scratch, 0); }
+static void draw_half(const Draw *d, int64_t i, uint32_t *scratch) { draw_row(d, i, scratch, 1); }
+
+static void draw_some(void *data) {
+    Draw *d = data;
+    uint32_t *scratch = d->scratch + take(&d->worker, 1) * 2 * d->padded;
+    for (int64_t i; (i = take(&d->next, 1)) < d->rows;)
+        if (d->half) draw_half(d, i, scratch);
+        else draw_float(d, i, scratch);
+}
+
+/* ids, noise, count, logits, half, rows, nodes, vocab, positions, depth, seed, temperature, filtered, top_k, top_p,
+   min_p, scratch, threads. ids and noise [rows, count]: the best of each row, by ascending id */
+PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[18];
+    if (!numbers(args, given, 18, n)) return NULL;
+    Draw d = {.ids = POINTER(n[0]), .noise = POINTER(n[1]), .count = n[2], .logits = POINTER(n[3]), .half = n[4],
+              .rows = n[5], .nodes = n[6], .vocab = n[7], .positions = POINTER(n[8]), .depth = POINTER(n[9]),
+              .seed = POINTER(n[10]), .temperature = POINTER(n[11]), .filtered = POINTER(n[12]),
+              .top_k = POINTER(n[13]), .top_p = POINTER(n[14]), .min_p = POINTER(n[15]), .scratch = POINTER(n[16])};
+    d.padded = (d.vocab + LANES - 1) / LANES * LANES;
+    Py_BEGIN_ALLOW_THREADS
+    run(draw_some, &d, d.rows > 1 ? n[17] : 1, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* tokens [rows], ids, noise, logits [rows, count], rows, count: of each row the id with the largest noise + logit, the
+   first of equals, or the first that is NaN */
+PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    const int64_t *ids = POINTER(n[1]), count = n[5];
+    const float *noise = POINTER(n[2]), *logits = POINTER(n[3]);
+    for (int64_t row = 0; row < n[4]; row++, ids += count, noise += count, logits += count) {
+        int64_t at = 0;
+        float most = noise[0] + logits[0];
+        for (int64_t i = 1; i < count && most == most; i++) {
+            const float z = noise[i] + logits[i];
+            if (!(z <= most)) {
+                most = z;
+                at = i;
+            }
+        }
+        ((int64_t *)POINTER(n[0]))[row] = ids[at];
+    }
+    Py_RETURN_NONE;
+}
+
+typedef struct {
+    float *out;
+    const int64_t *seed, *positions;
+    const int32_t *ids; /* NULL: 0, 1, .. */
+    int64_t rows, nodes, size, stride, next; /* stride of ids: 0 where all rows have the same */
+} Noise;
+
+static void noise_some(void *data) {
+    Noise *n = data;
+    const vf zero = {0};
+    for (int64_t i; (i = take(&n->next, 1)) < n->rows;) {
+        const Key key = key_of(n->seed[i / n->nodes], n->positions[i]);
+        for (int64_t c = 0; c < n->size; c += LANES) {
+            vu ids = {0};
+            const int64_t left = n->size - c < LANES ? n->size - c : LANES;
+            if (n->ids) memcpy(&ids, n->ids + i * n->stride + c, (size_t)left * 4);
+            const vi bits = bits_of(n->ids ? ids * TOKEN_MUL : ids_from(c), key);
+            Scored s;
+            score(&zero, &bits, 1.0f, &s);
+            store(n->out, i * n->size + c, left, 0, s.noise);
+        }
+    }
+}
+
+/* out [rows, size], seed, positions [rows], ids, rows, nodes (rows of a seed), size, stride of ids, threads */
+PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[9];
+    if (!numbers(args, given, 9, n)) return NULL;
+    Noise noise = {.out = POINTER(n[0]), .seed = POINTER(n[1]), .positions = POINTER(n[2]), .ids = POINTER(n[3]),
+                   .rows = n[4], .nodes = n[5], .size = n[6], .stride = n[7]};
+    Py_BEGIN_ALLOW_THREADS
+    run(noise_some, &noise, noise.rows > 1 ? n[8] : 1, noise.rows * noise.size / 800);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* -- drafts: ops/torch/growth.py top_tokens, with the noise of sampling --------------------------------------------------- */
+
+typedef struct {
+    int64_t *ids;
+    float *logp;
+    const void *logits;
+    const int64_t *seed, *positions; /* of each row */
+    const float *temperature;        /* NULL: no noise */
+    const int32_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
+    int64_t rows, nodes, vocab, padded, half, count, next, worker;
+    float *scratch; /* [threads, 2 * padded]: a row's noise, a node's sums */
+} Top;
+
+static void row_noise(const Top *t, int64_t row, float *noise) {
+    const Key key = key_of(t->seed[row], t->positions[row]);
+    const vf zero = {0};
+    for (int64_t c = 0; c < t->vocab; c += LANES) {
+        vu ids = {0};
+        const int64_t left = t->vocab - c < LANES ? t->vocab - c : LANES;
+        if (t->target) memcpy(&ids, t->target + c, (size_t)left * 4);
+        const vi bits = bits_of(t->target ? ids * TOKEN_MUL : ids_from(c), key);
+        Scored s;
+        score(&zero, &bits, t->temperature[row], &s);
+        storef(noise + c, s.noise);
+    }
+}
+
+INLINE void top_node(const Top *t, int64_t i, const float *noise, float *z, const int half) {
+    const Draw whole = {.logits = t->logits, .vocab = t->vocab};
+    vf most = splat(-INFINITY), sum = {0};
+    for (int64_t c = 0; c < t->vocab; c += LANES) {
+        vf x = logits_of(&whole, i * t->vocab, c, half);
+        if (noise) x += loadf(noise + c);
+        most = select_f(x > most, x, most);
+        storef(z + c, x);
+    }
+    float top = most[0];
+    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
+    Best best;
+    begin(&best, t->count);
+    for (int64_t c = 0; c < t->vocab; c += LANES) {
+        const vf x = loadf(z + c);
+        sum += exp2_16((x - top) * LOG2E);
+        if (!any(x > best.cutoff)) continue;
+        for (int l = 0; l < LANES; l++)
+            if (x[l] > best.worst) enter_best(&best, c + l, x[l], 0.0f, 0.0f);
+    }
+    float total = sum[0];
+    for (int l = 1; l < LANES; l++) total += sum[l];
+    total = top + logf(total);
+    for (int64_t j = 0; j < t->count; j++) { /* fewer where all else is -inf */
+        const int64_t at = i * t->count + j;
+        t->ids[at] = j < best.held ? best.id[j] : 0;
+        t->logp[at] = j < best.held ? best.z[j] - total : -INFINITY;
+    }
+}
+
+static void top_some(void *data) {
+    Top *t = data;
+    float *noise = t->scratch + take(&t->worker, 1) * 2 * t->padded, *z = noise + t->padded;
+    for (int64_t row; (row = take(&t->next, 1)) < t->rows;) {
+        const int noisy = t->temperature && t->temperature[row] > 0.0f;
+        if (noisy) row_noise(t, row, noise);
+        for (int64_t i = row * t->nodes; i < (row + 1) * t->nodes; i++)
+            if (t->half) top_node(t, i, noisy ? noise : NULL, z, 1);
+            else top_node(t, i, noisy ? noise : NULL, z, 0);
+    }
+}
+
+/* Of states that a product makes logits of, perhaps normed before, without noise: each thread looks for the best among
+   the outputs that it has made, which are in its cache. */
+typedef struct { float top, total; Best best; } Found;
+typedef struct {
+    Team team;
+    Product product;                      /* its x is that of thread 0, its out the logits */
+    const uint16_t *states, *norm;        /* norm: weight, or NULL */
+    const int64_t *places, *names;        /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
+    int64_t stride, count;
+    int64_t *ids;
+    float *logp;
+    uint16_t *spare; /* [threads, rows, inputs] */
+    Found *found;    /* [threads, rows] */
+    double eps;
+} Following;
+
+static void best_of(const uint16_t *logits, int64_t from, int64_t to, Found *found, int64_t count) {
+    vf most = splat(-INFINITY), sum = {0};
+    begin(&found->best, count);
+    for (int64_t c = from; c < to; c += LANES) {
+        const vf x = load(logits, c, LANES, 1);
+        most = select_f(x > most, x, most);
+        if (!any(x > found->best.cutoff)) continue;
+        for (int l = 0; l < LANES; l++)
+            if (x[l] > found->best.worst) enter_best(&found->best, c + l, x[l], 0.0f, 0.0f);
+    }
+    found->top = most[0];
+    for (int l = 1; l < LANES; l++) found->top = most[l] > found->top ? most[l] : found->top;
+    for (int64_t c = from; c < to; c += LANES) sum += exp2_16((load(logits, c, LANES, 1) - found->top) * LOG2E);
+    found->total = sum[0];
+    for (int l = 1; l < LANES; l++) found->total += sum[l];
+}
+
+/* What the threads, whose outputs ascend, have found of a row. */
+static void join_found(const Following *f, int64_t row, int64_t threads) {
+    const int64_t rows = f->product.rows;
+    float top = -INFINITY, total = 0.0f;
+    Best best;
+    begin(&best, f->count);
+    for (int64_t t = 0; t < threads; t++) {
+        const Found *part = f->found + t * rows + row;
+        if (part->top > top) top = part->top;
+        for (int64_t j = 0; j < part->best.held; j++)
+            if (part->best.z[j] > best.worst) enter_best(&best, part->best.id[j], part->best.z[j], 0.0f, 0.0f);
+    }
+    for (int64_t t = 0; t < threads; t++)
+        total += f->found[t * rows + row].total * expf(f->found[t * rows + row].top - top);
+    total = top + logf(total);
+    for (int64_t j = 0; j < f->count; j++) {
+        const int64_t at = (f->places ? f->places[row] : row) * f->count + j, id = j < best.held ? best.id[j] : 0;
+        f->ids[at] = f->names ? f->names[id] : id;
+        f->logp[at] = j < best.held ? best.z[j] - total : -INFINITY;
+    }
+}
+
+static void some_following(void *data) {
+    Following *f = data;
+    const Member me = join(&f->team);
+    Product p = f->product;
+    uint16_t *x = f->spare + me.number * p.rows * p.inputs;
+    const int64_t from = share(&me, p.outputs / 32, 0) * 32, to = share(&me, p.outputs / 32, 1) * 32;
+    Ahead nothing = {0};
+    for (int64_t i = 0; i < p.rows; i++) {
+        const uint16_t *state = f->states + (f->places ? f->places[i] : i) * f->stride;
+        const Rows r = {.out = x + i * p.inputs, .x = state, .weight = f->norm, .size = p.inputs, .eps = f->eps};
+        if (f->norm) norm_half(&r, 0);
+        else memcpy(x + i * p.inputs, state, (size_t)p.inputs * 2);
+    }
+    p.x = x;
+    multiply_part(&p, from, to);
+    for (int64_t i = 0; i < p.rows; i++)
+        best_of(p.out + i * p.outputs, from, to, f->found + me.number * p.rows + i, f->count);
+    meet(&me, &nothing);
+    for (int64_t i = me.number; i < p.rows; i += me.size) join_found(f, i, me.size);
+}
+
+/* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
+   of the product: rows, weight, bias, inputs, outputs, block, scales, offsets; spare [rows * outputs + threads * rows *
+   inputs], threads; eps */
+PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[18];
+    if (!numbers(args, given - 1, 18, n)) return NULL;
+    Following f = {.ids = POINTER(n[0]), .logp = POINTER(n[1]), .states = POINTER(n[2]), .stride = n[3],
+                   .places = POINTER(n[4]), .names = POINTER(n[5]), .count = n[6], .norm = POINTER(n[7]),
+                   .eps = PyFloat_AsDouble(args[18]),
+                   .product = {.rows = n[8], .weight = POINTER(n[9]), .bias = POINTER(n[10]), .inputs = n[11],
+                               .outputs = n[12], .block = n[13], .scales = POINTER(n[14]), .offsets = POINTER(n[15]),
+                               .out = POINTER(n[16])}};
+    f.spare = f.product.out + f.product.rows * f.product.outputs;
+    if (PyErr_Occurred()) return NULL;
+    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(n[17] * f.product.rows));
+    if (!f.found) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    run_team(some_following, &f, &f.team, n[17]);
+    Py_END_ALLOW_THREADS
+    free(f.found);
+    Py_RETURN_NONE;
+}
+
+/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, target, scratch, threads. ids and
+   logp [rows, nodes, count]: best first */
+PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[14];
+    if (!numbers(args, given, 14, n)) return NULL;
+    Top t = {.ids = POINTER(n[0]), .logp = POINTER(n[1]), .count = n[2], .logits = POINTER(n[3]), .half = n[4],
+             .rows = n[5], .nodes = n[6], .vocab = n[7], .seed = POINTER(n[8]), .positions = POINTER(n[9]),
+             .temperature = POINTER(n[10]), .target = POINTER(n[11]), .scratch = POINTER(n[12])};
+    t.padded = (t.vocab + LANES - 1) / LANES * LANES;
+    Py_BEGIN_ALLOW_THREADS
+    run(top_some, &t, t.rows > 1 ? n[13] : 1, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

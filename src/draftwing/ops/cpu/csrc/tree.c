@@ -1,0 +1,478 @@
+/* A tree step on the CPU, between the products: geometry, acceptance, growth, a head's input, candidates' logits.
+
+   All of it is small: a few hundred integers. As torch operations it is a hundred calls of some microseconds each, here
+   it is one call for each place where Python has to come in between. One thread, with the GIL. Arrays are contiguous
+   int64 (alive: bytes, scores: float32) unless stated otherwise. The references are ops/torch/tree.py, ops/torch/growth.py,
+   engine/commit.py and `Executor.verify`. */
+
+#include "cpu.h"
+
+#define ROOM "row %lld: expected room for %lld entries past %lld, found %lld in all"
+
+static int has_room(int64_t row, int64_t from, int64_t wanted, int64_t length) {
+    if (from >= 0 && from + wanted <= length) return 1;
+    PyErr_Format(PyExc_IndexError, ROOM, (long long)row, (long long)wanted, (long long)from, (long long)length);
+    return 0;
+}
+
+/* -- what a tree means for the target ----------------------------------------------------------------------------- */
+
+/* Depth, path and path length of a tree's nodes; a dead node stands alone. width: of a path, the depth's bound + 1. */
+static int derive_row(const int64_t *parent, const uint8_t *alive, int64_t nodes, int64_t width, int64_t *depth,
+                      int64_t *path, int64_t *path_len) {
+    for (int64_t i = 0; i < nodes; i++, path += width) {
+        depth[i] = 0;
+        if (i && alive[i]) {
+            const int64_t above = parent[i];
+            if (above < 0 || above >= i || depth[above] + 1 >= width) {
+                PyErr_Format(PyExc_ValueError, "node %lld: expected a parent before it, at a depth below %lld",
+                             (long long)i, (long long)(width - 1));
+                return 0;
+            }
+            depth[i] = depth[above] + 1;
+            memcpy(path, path + (above - i) * width, (size_t)depth[i] * 8);
+        }
+        for (int64_t j = depth[i]; j < width; j++) path[j] = i;
+        path_len[i] = depth[i] + 1;
+    }
+    return 1;
+}
+
+/* parent, alive, batch, nodes, depth's bound; depth, path, path_len; rows, table, kv_len, length; positions,
+   write_slots, prefix_len */
+static PyObject *py_target_inputs(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[15];
+    if (!numbers(args, given, 15, n)) return NULL;
+    const int64_t *parent = POINTER(n[0]), *rows = POINTER(n[8]), *table = POINTER(n[9]), *kv_len = POINTER(n[10]);
+    const uint8_t *alive = POINTER(n[1]);
+    const int64_t batch = n[2], nodes = n[3], width = n[4] + 1, length = n[11];
+    int64_t *depth = POINTER(n[5]), *path = POINTER(n[6]), *path_len = POINTER(n[7]), *positions = POINTER(n[12]),
+            *slots = POINTER(n[13]), *prefix = POINTER(n[14]);
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t row = rows[b], from = kv_len[row], first = b * nodes;
+        if (!has_room(row, from, nodes, length)) return NULL;
+        if (!derive_row(parent + first, alive + first, nodes, width, depth + first, path + first * width,
+                        path_len + first))
+            return NULL;
+        for (int64_t i = first; i < first + nodes; i++) positions[i] = from + depth[i];
+        memcpy(slots + first, table + row * length + from, (size_t)nodes * 8);
+        prefix[b] = from;
+    }
+    Py_RETURN_NONE;
+}
+
+/* rows, batch, table, kv_len, last, length; ids, positions, write_slots: of the rows' last tokens */
+static PyObject *py_plain_inputs(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[9];
+    if (!numbers(args, given, 9, n)) return NULL;
+    const int64_t *rows = POINTER(n[0]), *table = POINTER(n[2]), *kv_len = POINTER(n[3]), *last = POINTER(n[4]);
+    int64_t *ids = POINTER(n[6]), *positions = POINTER(n[7]), *slots = POINTER(n[8]);
+    for (int64_t b = 0; b < n[1]; b++) {
+        const int64_t row = rows[b];
+        if (!has_room(row, kv_len[row], 1, n[5])) return NULL;
+        ids[b] = last[row];
+        positions[b] = kv_len[row];
+        slots[b] = table[row * n[5] + kv_len[row]];
+    }
+    Py_RETURN_NONE;
+}
+
+/* -- acceptance and commit ---------------------------------------------------------------------------------------- */
+
+#define HEAD 2 /* columns of a packed result before the tokens: hint, count */
+
+typedef struct {
+    const int64_t *tokens, *parent, *depth, *target, *rows;
+    const uint8_t *alive;
+    int64_t *table, *text, *kv_len, *last;
+    int64_t length, dummy, hint, nodes, width; /* width: tokens committed at most */
+    int64_t *packed, *committed, *count, *path_ids, *path_positions, *path_slots, *path_nodes; /* paths: or NULL */
+} Settle;
+
+/* From the root to a child while it equals the target's token at its parent; the tokens go to `committed`, the nodes
+   to the front of `order`, followed by all others. Returns how many there are. */
+static int64_t walk(const Settle *s, int64_t first, int64_t *committed, int64_t *order) {
+    const int64_t *tokens = s->tokens + first, *parent = s->parent + first, *target = s->target + first;
+    const uint8_t *alive = s->alive + first;
+    const int64_t n = s->nodes;
+    int64_t count = 0;
+    memset(committed, 0, (size_t)s->width * 8);
+    for (int64_t node = 0; node < n && count < s->width;) {
+        const int64_t want = committed[count] = target[node], here = order[count++] = node;
+        for (node++; node < n; node++)
+            if (alive[node] && parent[node] == here && tokens[node] == want) break;
+    }
+    for (int64_t i = 0, k = 0, place = count; i < n; i++)
+        if (k < count && order[k] == i) k++;
+        else order[place++] = i;
+    return count;
+}
+
+/* moved: scratch of a tree's size */
+static int settle_row(const Settle *s, int64_t b, int64_t *moved) {
+    const int64_t n = s->nodes, width = s->width, first = b * n, row = s->rows[b], from = s->kv_len[row];
+    if (!has_room(row, from, n > width + 1 ? n : width + 1, s->length)) return 0;
+    int64_t *packed = s->packed + b * (HEAD + width + 2 * n), *order = packed + HEAD + width;
+    int64_t *table = s->table + row * s->length + from, *text = s->text + row * s->length + from;
+    const int64_t count = walk(s, first, packed + HEAD, order);
+    packed[0] = s->hint;
+    packed[1] = s->count[b] = count;
+    memcpy(order + n, s->depth + first, (size_t)n * 8);
+    memcpy(s->committed + b * width, packed + HEAD, (size_t)width * 8);
+    if (row != s->dummy) { /* which stays as it is */
+        memcpy(moved, table, (size_t)n * 8);
+        for (int64_t i = 0; i < n; i++) table[i] = moved[order[i]];
+        memcpy(text + 1, packed + HEAD, (size_t)width * 8); /* past the count: overwritten before anybody reads it */
+        s->kv_len[row] = from + count;
+        s->last[row] = packed[HEAD + count - 1];
+    }
+    if (!s->path_ids) return 1;
+    memcpy(s->path_ids + b * width, text, (size_t)width * 8);
+    memcpy(s->path_slots + b * width, table, (size_t)width * 8);
+    for (int64_t i = 0; i < width; i++) {
+        s->path_positions[b * width + i] = from + i;
+        s->path_nodes[b * width + i] = first + (i < n ? order[i] : 0);
+    }
+    return 1;
+}
+
+/* tokens, parent, alive, depth, target, rows, batch, nodes, depth's bound; table, text, kv_len, last, length, dummy,
+   hint; packed, committed, count; ids, positions, write_slots, nodes of the accepted path, or zeros */
+static PyObject *py_settle(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[23];
+    if (!numbers(args, given, 23, n)) return NULL;
+    const Settle s = {
+        .tokens = POINTER(n[0]), .parent = POINTER(n[1]), .alive = POINTER(n[2]), .depth = POINTER(n[3]),
+        .target = POINTER(n[4]), .rows = POINTER(n[5]), .nodes = n[7], .width = n[8] + 1, .table = POINTER(n[9]),
+        .text = POINTER(n[10]), .kv_len = POINTER(n[11]), .last = POINTER(n[12]), .length = n[13], .dummy = n[14],
+        .hint = n[15], .packed = POINTER(n[16]), .committed = POINTER(n[17]), .count = POINTER(n[18]),
+        .path_ids = POINTER(n[19]), .path_positions = POINTER(n[20]), .path_slots = POINTER(n[21]),
+        .path_nodes = POINTER(n[22])};
+    int64_t *moved = PyMem_Malloc((size_t)s.nodes * 8);
+    if (!moved) return PyErr_NoMemory();
+    for (int64_t b = 0; b < n[6] && settle_row(&s, b, moved); b++) {}
+    PyMem_Free(moved);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* -- growth: ops/torch/growth.py ----------------------------------------------------------------------------------------- */
+
+/* The places of the best `count` of n scores, best first; of equals the lower place. What stands where there are NaN is not said. */
+static void best_first(const float *score, int64_t n, int64_t count, int64_t *places) {
+    int64_t held = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (held == count && !(count && score[i] > score[places[count - 1]])) continue;
+        int64_t at = held < count ? held++ : count - 1;
+        for (; at && score[i] > score[places[at - 1]]; at--) places[at] = places[at - 1];
+        places[at] = i;
+    }
+}
+
+/* Candidates of all levels, [batch, size]: those of level 1, then topk * topk of each level. Beside them the nodes of
+   the level that was chosen last, [batch, topk]: their candidate numbers and scores. */
+typedef struct {
+    int64_t size, topk;
+    int64_t *ids, *above; /* the candidate that it follows, -1 the root */
+    float *score;
+    int64_t *number;
+    float *node_score;
+} Growth;
+
+#define GROWTH {.size = n[0], .topk = n[1], .ids = POINTER(n[2]), .above = POINTER(n[3]), .score = POINTER(n[4]), \
+                .number = POINTER(n[5]), .node_score = POINTER(n[6])}
+INLINE int64_t first_of(const Growth *g, int64_t level) { /* of the candidates that a level's nodes are chosen from */
+    return level > 1 ? g->topk + (level - 2) * g->topk * g->topk : 0;
+}
+
+/* growth (7); first ids, first logp (float32), their stride; rows, batch; ids, parent [batch, topk] of level 1; kv_len,
+   root_at [batch] */
+static PyObject *py_first_level(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[16];
+    if (!numbers(args, given, 16, n)) return NULL;
+    const Growth g = GROWTH;
+    const int64_t *rows = POINTER(n[10]), *kv_len = POINTER(n[14]);
+    int64_t *ids = POINTER(n[12]), *parent = POINTER(n[13]), *root_at = POINTER(n[15]);
+    for (int64_t b = 0; b < n[11]; b++) {
+        const int64_t *first = (int64_t *)POINTER(n[7]) + rows[b] * n[9];
+        const float *logp = (float *)POINTER(n[8]) + rows[b] * n[9];
+        for (int64_t k = 0, at = b * g.topk, to = b * g.size; k < g.topk; k++, at++, to++) {
+            ids[at] = g.ids[to] = first[k];
+            g.node_score[at] = g.score[to] = logp[k];
+            g.number[at] = k;
+            g.above[to] = -1;
+            parent[at] = 0;
+        }
+        root_at[b] = kv_len[rows[b]];
+    }
+    Py_RETURN_NONE;
+}
+
+/* growth (7); level, following ids, logp (float32) [batch, topk, topk] of its nodes, batch */
+static PyObject *py_add(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[11];
+    if (!numbers(args, given, 11, n)) return NULL;
+    const Growth g = GROWTH;
+    const int64_t *ids = POINTER(n[8]), square = g.topk * g.topk;
+    const float *logp = POINTER(n[9]);
+    for (int64_t b = 0; b < n[10]; b++)
+        for (int64_t i = 0, to = b * g.size + first_of(&g, n[7] + 1); i < square; i++, to++) {
+            const int64_t node = b * g.topk + i / g.topk;
+            g.ids[to] = ids[b * square + i];
+            g.score[to] = g.node_score[node] + logp[b * square + i];
+            g.above[to] = g.number[node];
+        }
+    Py_RETURN_NONE;
+}
+
+/* growth (7); level, at least 2, batch; ids, parent [batch, topk] of the nodes chosen for it */
+static PyObject *py_next_level(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[11];
+    if (!numbers(args, given, 11, n)) return NULL;
+    const Growth g = GROWTH;
+    const int64_t from = first_of(&g, n[7]);
+    for (int64_t b = 0; b < n[8]; b++) {
+        const int64_t base = b * g.size + from, at = b * g.topk;
+        int64_t *ids = (int64_t *)POINTER(n[9]) + at, *parent = (int64_t *)POINTER(n[10]) + at;
+        best_first(g.score + base, g.topk * g.topk, g.topk, parent);
+        for (int64_t k = 0; k < g.topk; k++) {
+            ids[k] = g.ids[base + parent[k]];
+            g.node_score[at + k] = g.score[base + parent[k]];
+            g.number[at + k] = from + parent[k];
+            parent[k] /= g.topk;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* level, batch, topk, tail, lookahead; rows, root_at, table, length; parent, path of the level above; positions,
+   write_slots, path_len [batch, topk], path [batch, topk, tail + level] */
+static PyObject *py_level_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[15];
+    if (!numbers(args, given, 15, n)) return NULL;
+    const int64_t level = n[0], topk = n[2], tail = n[3], width = tail + level, length = n[8];
+    const int64_t *rows = POINTER(n[5]), *root_at = POINTER(n[6]), *table = POINTER(n[7]), *parent = POINTER(n[9]),
+                  *above = POINTER(n[10]);
+    int64_t *positions = POINTER(n[11]), *slots = POINTER(n[12]), *path_len = POINTER(n[13]), *path = POINTER(n[14]);
+    for (int64_t b = 0; b < n[1]; b++) {
+        if (!has_room(rows[b], root_at[b], tail + level * topk, length)) return NULL;
+        for (int64_t k = 0, at = b * topk; k < topk; k++, at++, path += width) {
+            const int64_t own = tail + (level - 1) * topk + k; /* page-table entry past kv_len */
+            positions[at] = root_at[b] + level - n[4];
+            slots[at] = table[rows[b] * length + root_at[b] + own];
+            path_len[at] = width;
+            if (level > 1) memcpy(path, above + (b * topk + parent[at]) * (width - 1), (size_t)(width - 1) * 8);
+            else if (tail) path[0] = 0; /* the root's */
+            path[width - 1] = own;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* out; source, its stride in bytes, bytes of a row; rows or 0, parent, batch, topk: of each node the source's row
+   rows[b], or else that of its parent in b */
+static PyObject *py_features(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[8];
+    if (!numbers(args, given, 8, n)) return NULL;
+    char *out = POINTER(n[0]);
+    const int64_t *rows = POINTER(n[4]), *parent = POINTER(n[5]), topk = n[7];
+    for (int64_t i = 0; i < n[6] * topk; i++)
+        memcpy(out + i * n[3], (char *)POINTER(n[1]) + (rows ? rows[i / topk] : i / topk * topk + parent[i]) * n[2],
+               (size_t)n[3]);
+    Py_RETURN_NONE;
+}
+
+/* growth (7); batch, nodes; rows, last; tokens, parent, alive [batch, nodes] */
+static PyObject *py_draft(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[14];
+    if (!numbers(args, given, 14, n)) return NULL;
+    const Growth g = GROWTH;
+    const int64_t nodes = n[8], *rows = POINTER(n[9]), *last = POINTER(n[10]);
+    memset(POINTER(n[13]), 1, (size_t)(n[7] * nodes));
+    int64_t *place = PyMem_Malloc((size_t)(g.size + nodes) * 8), *best = place + g.size; /* of a candidate, its node */
+    if (!place) return PyErr_NoMemory();
+    for (int64_t b = 0; b < n[7]; b++) {
+        const int64_t base = b * g.size;
+        int64_t *tokens = (int64_t *)POINTER(n[11]) + b * nodes, *parent = (int64_t *)POINTER(n[12]) + b * nodes;
+        memset(place, 0, (size_t)g.size * 8);
+        best_first(g.score + base, g.size, nodes - 1, best);
+        for (int64_t i = 0; i < nodes - 1; i++) place[best[i]] = 1;
+        *tokens++ = last[rows[b]];
+        *parent++ = 0;
+        for (int64_t i = 0, node = 1; i < g.size; i++) /* in order of the candidates: parents before children */
+            if (place[i]) {
+                const int64_t above = g.above[base + i];
+                *tokens++ = g.ids[base + i];
+                *parent++ = above < 0 ? 0 : place[above];
+                place[i] = node++;
+            }
+    }
+    PyMem_Free(place);
+    Py_RETURN_NONE;
+}
+
+/* -- committed text ----------------------------------------------------------------------------------------------- */
+
+/* out, hidden, its stride in bytes, bytes of a row; count, lookahead, queries of a row, rows, batch; kept [R, size] or
+   0: the query that each row's newest token is in */
+static PyObject *py_newest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[10];
+    if (!numbers(args, given, 10, n)) return NULL;
+    const int64_t *count = POINTER(n[4]), *rows = POINTER(n[7]);
+    for (int64_t b = 0; b < n[8]; b++) {
+        const char *from = (char *)POINTER(n[1]) + (b * n[6] + count[b] - n[5]) * n[2];
+        memcpy((char *)POINTER(n[0]) + b * n[3], from, (size_t)n[3]);
+        if (n[9]) memcpy((char *)POINTER(n[9]) + rows[b] * n[3], from, (size_t)n[3]);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ids, logp (float32) [batch, topk], batch, topk; rows; first ids, first logp [R, topk] */
+static PyObject *py_keep_first(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
+    const int64_t *rows = POINTER(n[4]), topk = n[3];
+    for (int64_t b = 0; b < n[2]; b++) {
+        memcpy((int64_t *)POINTER(n[5]) + rows[b] * topk, (int64_t *)POINTER(n[0]) + b * topk, (size_t)topk * 8);
+        memcpy((float *)POINTER(n[6]) + rows[b] * topk, (float *)POINTER(n[1]) + b * topk, (size_t)topk * 4);
+    }
+    Py_RETURN_NONE;
+}
+
+/* tokens, table [R, length], length; rows, prefix, batch, width; ids, positions, write_slots, path_len [batch, width],
+   path [batch, width, width]: the chain of `width` known tokens from `prefix` on */
+static PyObject *py_chain(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[12];
+    if (!numbers(args, given, 12, n)) return NULL;
+    const int64_t length = n[2], width = n[6], *rows = POINTER(n[3]), *prefix = POINTER(n[4]);
+    int64_t *positions = POINTER(n[8]), *path_len = POINTER(n[10]), *path = POINTER(n[11]);
+    for (int64_t b = 0; b < n[5]; b++) {
+        const int64_t from = rows[b] * length + prefix[b];
+        if (!has_room(rows[b], prefix[b], width, length)) return NULL;
+        memcpy((int64_t *)POINTER(n[7]) + b * width, (int64_t *)POINTER(n[0]) + from, (size_t)width * 8);
+        memcpy((int64_t *)POINTER(n[9]) + b * width, (int64_t *)POINTER(n[1]) + from, (size_t)width * 8);
+        for (int64_t i = 0; i < width; i++) {
+            *positions++ = prefix[b] + i;
+            *path_len++ = i + 1;
+            for (int64_t j = 0; j < width; j++) *path++ = j;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* ids, how many, what each stands for: in place */
+static PyObject *py_rename(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[3];
+    if (!numbers(args, given, 3, n)) return NULL;
+    int64_t *ids = POINTER(n[0]);
+    const int64_t *names = POINTER(n[2]);
+    for (int64_t i = 0; i < n[1]; i++) ids[i] = names[ids[i]];
+    Py_RETURN_NONE;
+}
+
+/* out [count, bytes]; source [rows, bytes], rows, bytes; index [count], count: the rows of these numbers */
+static PyObject *py_take_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[6];
+    if (!numbers(args, given, 6, n)) return NULL;
+    const int64_t *index = POINTER(n[4]);
+    for (int64_t i = 0; i < n[5]; i++) {
+        if (index[i] < 0 || index[i] >= n[2])
+            return PyErr_Format(PyExc_IndexError, "expected rows below %lld, found %lld", (long long)n[2],
+                                (long long)index[i]);
+        memcpy((char *)POINTER(n[0]) + i * n[3], (char *)POINTER(n[1]) + index[i] * n[3], (size_t)n[3]);
+    }
+    Py_RETURN_NONE;
+}
+
+/* -- the input of a draft head's first product -------------------------------------------------------------------- */
+
+INLINE float sum_lanes(vf v) {
+    float s[LANES];
+    storef(s, v);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) s[i] += s[i + step];
+    return s[0];
+}
+
+/* A row of x, normed as in cpu.c where it has a weight; NULL: zeros. */
+INLINE void fuse_row(void *out, int64_t at, const void *x, int64_t from, const void *weight, int64_t size, float eps,
+                     const int half) {
+    vf squares = {0};
+    for (int64_t c = 0; weight && x && c < size; c += LANES) {
+        const vf v = load(x, from + c, size - c, half);
+        squares += v * v;
+    }
+    const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)size + eps));
+    for (int64_t c = 0; c < size; c += LANES) {
+        vf v = x ? load(x, from + c, size - c, half) : (vf){0};
+        if (weight) v = rounded(v * factor, half) * load(weight, c, size - c, half);
+        store(out, at + c, size - c, half, v);
+    }
+}
+static void fuse_half(void *out, int64_t at, const void *x, int64_t from, const void *w, int64_t size, float eps) {
+    fuse_row(out, at, x, from, w, size, eps, 1);
+}
+static void fuse_float(void *out, int64_t at, const void *x, int64_t from, const void *w, int64_t size, float eps) {
+    fuse_row(out, at, x, from, w, size, eps, 0);
+}
+
+/* out [rows, 2 * size], ids, table [vocab, size], feature, its stride, weights of the token's and the feature's norm or
+   zeros, positions or 0 (a token at position 0 counts as zeros), rows, size, half, whether the feature comes first;
+   eps */
+static PyObject *py_fuse(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[12];
+    if (!numbers(args, given - 1, 12, n)) return NULL;
+    const float eps = (float)PyFloat_AsDouble(args[12]);
+    if (PyErr_Occurred()) return NULL;
+    void (*row)(void *, int64_t, const void *, int64_t, const void *, int64_t, float) = n[10] ? fuse_half : fuse_float;
+    const int64_t *ids = POINTER(n[1]), *positions = POINTER(n[7]), size = n[9];
+    for (int64_t i = 0; i < n[8]; i++) {
+        const int64_t token = 2 * i + (n[11] != 0), feature = 2 * i + (n[11] == 0);
+        row(POINTER(n[0]), token * size, positions && !positions[i] ? NULL : POINTER(n[2]), ids[i] * size,
+            POINTER(n[5]), size, eps);
+        row(POINTER(n[0]), feature * size, POINTER(n[3]), i * n[4], POINTER(n[6]), size, eps);
+    }
+    Py_RETURN_NONE;
+}
+
+/* -- the logits of a few candidates -------------------------------------------------------------------------------- */
+
+INLINE float dot(const void *x, int64_t at, const void *weight, int64_t row, int64_t size, const int half) {
+    vf sum = {0};
+    for (int64_t c = 0; c < size; c += LANES)
+        sum += load(x, at + c, size - c, half) * load(weight, row * size + c, size - c, half);
+    return sum_lanes(sum);
+}
+static float dot_half(const void *x, int64_t at, const void *weight, int64_t row, int64_t size) {
+    return dot(x, at, weight, row, size, 1);
+}
+static float dot_float(const void *x, int64_t at, const void *weight, int64_t row, int64_t size) {
+    return dot(x, at, weight, row, size, 0);
+}
+
+#define AHEAD 3 /* rows that are fetched before they are needed: they lie anywhere */
+
+/* out [rows, count], hidden [rows, size], weight [vocab, size], ids [rows, count], rows, count, size, half */
+static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[8];
+    if (!numbers(args, given, 8, n)) return NULL;
+    float (*one)(const void *, int64_t, const void *, int64_t, int64_t) = n[7] ? dot_half : dot_float;
+    const int64_t *ids = POINTER(n[3]), all = n[4] * n[5], size = n[6], bytes = size * (n[7] ? 2 : 4);
+    float *out = POINTER(n[0]);
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = -AHEAD; i < all; i++) {
+        if (i + AHEAD < all)
+            for (int64_t c = 0; c < bytes; c += 64)
+                __builtin_prefetch((char *)POINTER(n[2]) + ids[i + AHEAD] * bytes + c);
+        if (i >= 0) out[i] = one(POINTER(n[1]), i / n[5] * size, POINTER(n[2]), ids[i], size);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+PyMethodDef tree_methods[] = {
+    METHOD(target_inputs), METHOD(plain_inputs), METHOD(settle), METHOD(first_level), METHOD(add), METHOD(next_level),
+    METHOD(level_rows), METHOD(features), METHOD(draft), METHOD(newest), METHOD(keep_first), METHOD(chain),
+    METHOD(rename), METHOD(take_rows), METHOD(fuse), METHOD(exact_logits), {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,134 @@
+"""Products of few rows: ops/cpu/csrc/gemm.c, where this CPU can run it. With a weight that oneDNN has packed, or one
+in 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cpu.kernels import MOST, load
+
+_INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
+_BYTE_INPUTS, BYTE_ROWS = 4096, 8  # at most, as in ops/cpu/csrc/gemm.c
+_SLICE = 1024  # outputs that are rounded to bytes at a time, a multiple of _OUTPUTS
+
+
+class PackedProduct:
+    """x @ weight.T + bias + residual, rounded once, for a weight [outputs, inputs] in bfloat16."""
+
+    def __init__(self, raw: Any, packed: Tensor, block: int) -> None:
+        """packed: what `_reorder_linear_weight` gave; block: inputs that are summed together, a multiple of 2."""
+        assert takes(packed) and block > 0 and block % 2 == 0
+        self.raw, self.block = raw, block
+        self.outputs, self.inputs = packed.shape
+        self._packed = packed  # whose memory this is
+        self.address: int = torch.ops.mkldnn.data_ptr(packed)
+        self.scales = 0, 0  # addresses, see `ByteProduct`
+
+    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """x [M, inputs], bias [outputs], residual [M, outputs] -> [M, outputs], all bfloat16 on the CPU."""
+        rows, outputs = x.shape[0], self.outputs
+        assert x.shape[1] == self.inputs and x.dtype == torch.bfloat16
+        x = x.contiguous()
+        out = x.new_empty(rows, outputs)
+        if residual is not None:
+            assert residual.shape == out.shape and residual.dtype == out.dtype
+            residual = residual.contiguous()
+        self.raw.product(
+            out.data_ptr(), x.data_ptr(), self.address, 0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(), rows, self.inputs, outputs, self.block, *self.scales,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+class ByteProduct(PackedProduct):
+    """The same of at most 8 rows, with weight and rows rounded to 8 bits: half the memory to read, and an error of
+    about 1% of the result's size. Each output's weights have a scale, and so has each row."""
+
+    def __init__(self, raw: Any, weight: Tensor) -> None:
+        """weight [outputs, inputs], copied."""
+        self.raw, self.block = raw, 0
+        self.outputs, self.inputs = weight.shape
+        panels, fours = self.outputs // _OUTPUTS, self.inputs // 4
+        self._packed = torch.empty(panels, fours, _OUTPUTS, 4, dtype=torch.int8)
+        self._scales = torch.empty(self.outputs, dtype=torch.float32)
+        self._offsets = torch.empty(self.outputs, dtype=torch.int32)
+        for start in range(0, self.outputs, _SLICE):  # all of it in float32 would be four times what is kept
+            wide = weight.detach()[start : start + _SLICE].float()
+            end = start + wide.shape[0]
+            scales = wide.abs().amax(1).clamp(min=1e-30) / 127
+            whole = (wide / scales.unsqueeze(1)).round().to(torch.int8)
+            self._packed[start // _OUTPUTS : end // _OUTPUTS] = whole.view(-1, _OUTPUTS, fours, 4).transpose(1, 2)
+            self._scales[start:end], self._offsets[start:end] = scales, 128 * whole.sum(1)
+        self.address = self._packed.data_ptr()
+        self.scales = self._scales.data_ptr(), self._offsets.data_ptr()
+
+    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        assert x.shape[0] <= BYTE_ROWS
+        return super().__call__(x, bias, residual)
+
+
+class NativeReadout:
+    """The end of a draft head for few rows, in one call: norm, product, and the best of its outputs, without noise."""
+
+    def __init__(
+        self, product: PackedProduct, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+    ) -> None:
+        """norm: weight and eps, None where states come normed; names [outputs] int64: what the outputs are called,
+        None: 0, 1, .."""
+        assert names is None or (names.is_contiguous() and names.shape == (product.outputs,))
+        own = [None if part is None else part.detach() for part in (bias, names, norm[0] if norm else None)]
+        self._held = own, product  # addresses go stale where a module's weights are moved
+        bias_at, self._names, self._norm = (0 if part is None else part.data_ptr() for part in own)
+        self._product, self._eps = product, norm[1] if norm else 0.0
+        self._numbers = (
+            product.address, bias_at, product.inputs, product.outputs, product.block, *product.scales
+        )  # fmt: skip
+
+    def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
+        """states [.., inputs] bfloat16 with adjacent columns -> ids [.., K] int64 and their log probabilities [.., K]
+        float32, contiguous, K at most 16: best first, of equals the earlier output.
+
+        places [M] int64: the rows of all three that are worked on, None: all. At most 8.
+        """
+        (every, inputs), count, threads = states.shape, ids.shape[1], torch.get_num_threads()
+        rows = every if places is None else places.shape[0]
+        assert rows <= BYTE_ROWS and inputs == self._product.inputs and count <= min(MOST, self._product.outputs)
+        assert states.dtype == torch.bfloat16 and states.stride(1) == 1
+        assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
+        places = None if places is None else places.contiguous()
+        spare = states.new_empty(rows * (self._product.outputs + threads * inputs))
+        self._product.raw.following(
+            ids.data_ptr(), logp.data_ptr(), states.data_ptr(), states.stride(0),
+            0 if places is None else places.data_ptr(), self._names, count, self._norm, rows, *self._numbers,
+            spare.data_ptr(), threads, self._eps,
+        )  # fmt: skip
+
+
+def takes(packed: Tensor) -> bool:
+    """Whether this may be the layout that the kernel reads; that it is one has to be tried."""
+    outputs, inputs = packed.shape
+    if packed.dtype != torch.bfloat16 or outputs % _OUTPUTS or inputs % _INPUTS:
+        return False
+    return bool(torch.ops.mkldnn._nbytes(packed) == 2 * outputs * inputs)
+
+
+def packed_product(packed: Tensor, block: int) -> PackedProduct | None:
+    """For a weight that oneDNN has packed; None where the kernel does not run, or the weight is none of its."""
+    kernels = load()
+    if kernels is None or not kernels.raw.has_product or not takes(packed):
+        return None
+    return PackedProduct(kernels.raw, packed, block)
+
+
+def byte_product(weight: Tensor) -> ByteProduct | None:
+    """For a weight [outputs, inputs] as it was loaded; None where the kernel does not run or does not take it."""
+    kernels = load()
+    outputs, inputs = weight.shape
+    fits = not outputs % _OUTPUTS and not inputs % _INPUTS and inputs <= _BYTE_INPUTS
+    if kernels is None or not kernels.raw.has_product or weight.dtype != torch.bfloat16 or not fits:
+        return None
+    return ByteProduct(kernels.raw, weight)

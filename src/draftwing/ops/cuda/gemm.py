@@ -1,0 +1,183 @@
+"""Products of few rows with a large weight on CUDA: the Python side of gemm.cu.
+
+A row's result has the same bits whatever other rows are in the batch, for any number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_SHARES, _CHUNK = 8, 64  # of gemm.cu: K comes in chunks, of which each share has every eighth
+_SMALL = (8, 16, 32, 64)  # rows of x that a block takes
+_LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
+_LONG = 8192  # K from which on `add` may be cut otherwise
+_BLOCKS = 2  # that `product` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
+_CLUSTERS = (9, 0)  # compute capability that has them
+KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}  # and what gemm.cu calls them
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel of gemm.cu cuts its work, which has no influence on the result."""
+
+    tokens: int  # rows of x that a block takes
+    features: int  # rows of the weight that a block takes, and with it the others of its cluster
+    warps: int
+    blocks: int  # of a multiprocessor, for which there are to be registers
+    room: int  # blocks of a multiprocessor for which shared memory is set aside
+    shared: int  # bytes
+    call: str  # a template of gemm.cu and what it is called with, up to the kind
+    cluster: int = 1  # blocks
+    tokens_first: bool = False  # blocks side by side have the same weights, not the same rows of x
+
+    def grid(self, kind: str, rows: int, width: int) -> tuple[int, int]:
+        """Blocks. width: of the result."""
+        outputs = self.features // (2 if kind == "silu" else 1)  # of a block
+        features, tokens = -(-width // outputs) * self.cluster, -(-rows // self.tokens)
+        return (tokens, features) if self.tokens_first else (features, tokens)
+
+
+def _product(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
+    features = row_tiles * 16
+    call = f"product, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
+    return Shape(tokens, features, _SHARES, blocks, _BLOCKS, _SHARES * _sums(tokens, features), call)
+
+
+def _shared_product(
+    tokens: int, warps: tuple[int, int], row_tiles: int, ahead: int, stages: int, blocks: int, cluster: int = 1
+) -> Shape:
+    """warps: by features and by K."""
+    by_features, by_k = warps
+    features = by_features * row_tiles * 16
+    call = f"shared_product, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {stages}, {cluster}"
+    shared = by_k * max(stages * tokens * _CHUNK * 2, _sums(tokens, features))
+    return Shape(tokens, features, by_features * by_k, blocks, blocks, shared, call, cluster)
+
+
+def _tiled_product() -> Shape:
+    shared = max(_STAGES * 2 * _LARGE * _CHUNK * 2, _sums(_LARGE, _LARGE))
+    call = f"tiled_product, 2, 4, 4, 4, {_STAGES}"
+    # Blocks that run at the same time share weights, since x is the larger part of what they read.
+    return Shape(_LARGE, _LARGE, 8, 1, _BLOCKS, shared, call, tokens_first=True)
+
+
+def _sums(tokens: int, features: int) -> int:
+    """Bytes, as in gemm.cu. Of 16 features the pitch has some bank conflicts, which saves a block of 16 rows of x a
+    kilobyte: three then fit into the 32 KB that are set aside for two."""
+    return tokens * (features + (4 if features > 16 else 2)) * 4
+
+
+# By kind and rows of x that a block takes, as measured best on one H200: what needs no clusters, and what takes the
+# place of it, or is there beside it, where there are clusters.
+_ANYWHERE = {
+    ("plain", 8): _product(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("add", 8): _product(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
+    ("silu", 8): _product(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("plain", 16): _product(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
+    ("add", 16): _product(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
+    ("silu", 16): _product(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+    ("plain", 32): _product(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+    ("add", 32): _product(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+    ("silu", 32): _shared_product(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
+    ("plain", 64): _product(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("add", 64): _product(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("silu", 64): _shared_product(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2),
+    ("plain", 128): _tiled_product(),
+    ("add", 128): _tiled_product(),
+    ("silu", 128): _tiled_product(),
+}
+_WITH_CLUSTERS = _ANYWHERE | {
+    ("add_long", 16): _shared_product(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
+    ("silu", 16): _shared_product(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
+    ("add", 32): _shared_product(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
+    ("plain", 64): _shared_product(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
+}
+
+
+def shapes_for(capability: tuple[int, int]) -> dict[tuple[str, int], Shape]:
+    """By kind and tile, for devices of this compute capability. Without an entry, `add_long` is `add`."""
+    return _WITH_CLUSTERS if capability >= _CLUSTERS else _ANYWHERE
+
+
+def tile_of(rows: int, features: int, processors: int) -> int:
+    """Rows of x that a block takes, which has no influence on the result. features: rows of the weight."""
+    if rows <= _SMALL[-1]:
+        return next(tile for tile in _SMALL if tile >= rows)
+    # The largest needs a lot of work to be faster: blocks for half of the processors.
+    return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
+
+
+class SkinnyProducts:
+    """The kernels of one dtype on one device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, source: str | None = None) -> None:
+        """source: in place of `read_source`, to try variants of it."""
+        capability = torch.cuda.get_device_capability(device)
+        module = Module(source or read_source(capability), _options(dtype), device)
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
+            (kind, tile): (module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared, blocks=shape.room), shape)
+            for (kind, tile), shape in shapes_for(capability).items()
+        }
+        for tile in (*_SMALL, _LARGE):
+            self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
+        kind = "plain" if residual is None else "add_long" if weight.shape[1] >= _LONG else "add"
+        return self._run(kind, x, weight, bias, residual, weight.shape[0])
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
+        return self._run("silu", x, weight, bias, None, weight.shape[0] // 2)
+
+    def _run(
+        self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, width: int
+    ) -> Tensor:
+        x = x.contiguous()
+        rows, depth = x.shape
+        assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
+        kernel, shape = self._kernels[kind, tile_of(rows, weight.shape[0], self._processors)]
+        out = x.new_empty(rows, width)
+        kernel(shape.grid(kind, rows, width), x, weight, bias, residual, out, rows, width, depth)
+        return out
+
+
+def compile_ahead(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Puts what `SkinnyProducts` compiles into the user's cache folder, for devices of this compute capability."""
+    if dtype in _DTYPES:
+        compile_source(read_source(capability), _options(dtype), capability)
+
+
+def _options(dtype: torch.dtype) -> list[str]:
+    return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]
+
+
+def read_source(capability: tuple[int, int]) -> str:
+    """What is compiled for devices of this compute capability."""
+    folder = resources.files("draftwing.ops.cuda")
+    parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("gemm.cu", "gemm_shared.cu")]
+    for (kind, tile), shape in shapes_for(capability).items():
+        bounds = f"{shape.warps * 32}, {shape.blocks}, {shape.cluster}"
+        parts.append(f"KERNEL({kind}_{tile}, {bounds}, {shape.call}, {KINDS[kind]})\n")
+    return "".join(parts)
+
+
+@functools.cache
+def skinny_products(device: torch.device, dtype: torch.dtype) -> SkinnyProducts:
+    """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
+    return SkinnyProducts(device, dtype)
+
+
+def takes(weight: Tensor) -> bool:
+    """Whether the kernels multiply with this weight, which they read 16 bytes at a time."""
+    fits = weight.dtype in _DTYPES and weight.shape[1] % _CHUNK == 0
+    return weight.is_cuda and fits and weight.is_contiguous() and weight.data_ptr() % 16 == 0

@@ -1,0 +1,254 @@
+// Follows gemm.cu: the products whose rows of x the warps of a block share by way of shared memory.
+
+// As `product`, with the same bits, for more rows: x goes by way of shared memory, so that a block of more features, and
+// with it fewer reads of x, needs no more registers. WARPS_F * ROW_TILES * 16 features a block, for each of WARPS_K parts
+// of K. A part is one share, and the blocks of a cluster have them all; or a block has one part, and its warps sum all
+// shares, one after the other. AHEAD chunks of weights in flight, in registers, and STAGES - 1 of x, in shared memory,
+// in units of 16 bytes in the order in which the lanes of a warp need them.
+template <int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int STAGES, int CLUSTER, int KIND>
+__device__ __forceinline__ void shared_product(const u16* __restrict__ x, const u16* __restrict__ w,
+                                               const u16* __restrict__ bias, const u16* __restrict__ extra,
+                                               u16* __restrict__ y, int M, int N, int K) {
+    constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
+    constexpr int THREADS = WARPS_F * WARPS_K * 32;
+    constexpr bool ONE_PART = WARPS_K * CLUSTER == 1;
+    static_assert(ONE_PART || WARPS_K * CLUSTER == SHARES, "a warp sums one share, or all");
+    constexpr int PART = TOKENS * CHUNK, STAGE = WARPS_K * PART;  // of x, u16
+    extern __shared__ float sums[];  // first [STAGES][STAGE] of u16, then [WARPS_K][TOKENS][PITCH]
+    u16* const stages = (u16*)sums;
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int part = WARPS_K > 1 ? warp / WARPS_F : 0, warp_row = warp % WARPS_F * (ROW_TILES * 16);
+    const int row0 = blockIdx.x / CLUSTER * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
+    // A round has chunk c + p for part p, as far as there is one. A cluster's ranks are in the order of blockIdx.x.
+    const int chunks = K / CHUNK, first = blockIdx.x % CLUSTER * WARPS_K;
+    const int rounds = ONE_PART ? chunks : (chunks - first + SHARES - 1) / SHARES;
+    auto after = [&](int c) {  // ONE_PART: chunks 0, 8, 16, ..., then 1, 9, 17, ...
+        if (!ONE_PART || c + SHARES < chunks) return c + SHARES;
+        return c < chunks && c % SHARES + 1 < SHARES ? c % SHARES + 1 : chunks;  // no more once there is none
+    };
+
+    const u16* weight[ROW_TILES][2];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = warp_row + r * 16;
+            const int row = KIND == SILU_MUL ? min(row0 + at / 2 + g, N - 1) + half * N
+                                             : min(row0 + at + half * 8 + g, N - 1);
+            weight[r][half] = w + (size_t)row * K + part * CHUNK + t * 8;
+        }
+    uint4 a[AHEAD][ROW_TILES][4];
+    auto load_weights = [&](uint4(&into)[ROW_TILES][4], int c, int j) {  // half j of a chunk
+        if (c + part < chunks)
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    into[r][j * 2 + half] = load_weight(weight[r][half] + c * CHUNK + j * 32);
+    };
+    int weights_ahead = first, x_ahead = first;  // of the round to ask for next
+    for (auto& chunk : a)  // where a part has no chunk left, x is zeros, and this must be numbers
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) chunk[r][0] = chunk[r][1] = chunk[r][2] = chunk[r][3] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int p = 0; p < AHEAD; ++p, weights_ahead = after(weights_ahead))
+#pragma unroll
+        for (int j = 0; j < 2; ++j) load_weights(a[p], weights_ahead, j);
+
+    wait_for_earlier_kernels();
+    constexpr int UNITS = STAGE / (32 * 8), COPIES = (UNITS + THREADS / 32 - 1) / (THREADS / 32);
+    constexpr bool EVEN = UNITS % (THREADS / 32) == 0;
+    const u16* from[COPIES];
+    bool live[COPIES];
+#pragma unroll
+    for (int q = 0; q < COPIES; ++q) {  // this lane's unit of half u % 2 of a chunk, of 8 rows, of one part
+        const int u = warp + q * (THREADS / 32), row = token0 + u / 2 % TOKEN_TILES * 8 + g;
+        live[q] = row < M && u < UNITS;
+        from[q] = x + (size_t)row * K + u / 2 / TOKEN_TILES * CHUNK + u % 2 * 32 + t * 8;
+    }
+    auto copy_x = [&](int stage) {
+#pragma unroll
+        for (int q = 0; q < COPIES; ++q) {
+            const int u = warp + q * (THREADS / 32);
+            const bool there = live[q] && x_ahead + u / 2 / TOKEN_TILES < chunks;
+            if (EVEN || u < UNITS)
+                copy_async(stages + stage * STAGE + (u * 32 + lane) * 8, from[q] + x_ahead * CHUNK, there);
+        }
+        x_ahead = after(x_ahead);
+        end_copies();
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) copy_x(s);
+
+    float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+
+    int c = first, stage = 0;
+    for (int i = 0; i < rounds; i += AHEAD) {
+#pragma unroll
+        for (int p = 0; p < AHEAD; ++p) {
+            if (i + p >= rounds) break;
+            const int next = stage + 1 < STAGES ? stage + 1 : 0;
+            wait_for_copies<STAGES - 2>();
+            __syncthreads();  // the chunk is there for all, and nobody reads the one that is overwritten now
+            copy_x(stage > 0 ? stage - 1 : STAGES - 1);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int m = 0; m < TOKEN_TILES; ++m) {
+                    const int u = (part * TOKEN_TILES + m) * 2 + j;
+                    const uint4 in = load_shared(stages + stage * STAGE + (u * 32 + lane) * 8);
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r) {
+                        const uint4 top = a[p][r][j * 2], bottom = a[p][r][j * 2 + 1];
+                        mma(d[r][m], top.x, bottom.x, top.y, bottom.y, in.x, in.y);
+                        mma(d[r][m], top.z, bottom.z, top.w, bottom.w, in.z, in.w);
+                    }
+                }
+                load_weights(a[p], weights_ahead, j);
+            }
+            if (ONE_PART && c + SHARES >= chunks)  // a share ends here
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                    for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                        for (int k = 0; k < 4; ++k) {
+                            sum[r][m][k] += d[r][m][k];
+                            d[r][m][k] = 0.f;
+                        }
+            c = after(c);
+            weights_ahead = after(weights_ahead);
+            stage = next;
+        }
+    }
+
+    wait_for_copies<0>();
+    __syncthreads();
+    keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
+    if constexpr (CLUSTER > 1)
+        sync_cluster();
+    else
+        __syncthreads();
+    store_results<WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    if constexpr (CLUSTER > 1) sync_cluster();  // nobody ends while others read what it has
+}
+
+// As `product`, with the same bits, for more rows: WARPS_F * WF * 16 features and WARPS_T * WT * 8 rows of x a block, of
+// which each warp has WF * 16 and WT * 8. A warp sums all shares, one after the other: chunks 0, 8, 16, ..., then 1, 9,
+// 17, ...
+//
+// A chunk in shared memory has 8 units of 16 bytes a row; odd rows have their halves swapped, so that the threads of a
+// quarter warp, which read 64 bytes of two rows each, meet no bank twice.
+template <int WARPS_F, int WARPS_T, int WF, int WT, int STAGES, int KIND>
+__device__ __forceinline__ void tiled_product(const u16* __restrict__ x, const u16* __restrict__ w,
+                                              const u16* __restrict__ bias, const u16* __restrict__ extra,
+                                              u16* __restrict__ y, int M, int N, int K) {
+    constexpr int ROWS = WARPS_F * WF * 16, TOKENS = WARPS_T * WT * 8, PITCH = pitch_of(ROWS);
+    constexpr int THREADS = WARPS_F * WARPS_T * 32;
+    constexpr int STAGE = (ROWS + TOKENS) * CHUNK, UNITS = CHUNK / 8, STRIDE = THREADS / UNITS;
+    static_assert(ROWS % STRIDE == 0 && TOKENS % STRIDE == 0, "");
+    extern __shared__ float sums[];  // first [STAGES][ROWS + TOKENS][CHUNK] of u16, then [TOKENS][PITCH]
+    u16* const stages = (u16*)sums;
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int chunks = K / CHUNK;
+    const int row0 = blockIdx.y * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.x * TOKENS;
+
+    // This thread copies one unit of every STRIDE-th row.
+    const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
+    const int to = first * CHUNK + (unit ^ ((first & 1) << 2)) * 8;
+    auto copy_weights = [&](int stage, int chunk) {
+#pragma unroll
+        for (int p = 0; p < ROWS / STRIDE; ++p) {
+            const int i = first + p * STRIDE;
+            const int row = KIND == SILU_MUL ? min(row0 + i / 16 * 8 + i % 8, N - 1) + i % 16 / 8 * N : min(row0 + i, N - 1);
+            copy_async(stages + stage * STAGE + to + p * STRIDE * CHUNK, w + (size_t)row * K + chunk * CHUNK + unit * 8);
+        }
+    };
+    auto copy_x = [&](int stage, int chunk) {
+#pragma unroll
+        for (int p = 0; p < TOKENS / STRIDE; ++p) {
+            const int row = min(token0 + first + p * STRIDE, M - 1);
+            copy_async(stages + stage * STAGE + (ROWS + p * STRIDE) * CHUNK + to,
+                       x + (size_t)row * K + chunk * CHUNK + unit * 8);
+        }
+    };
+    auto after = [&](int chunk) { return chunk + SHARES < chunks ? chunk + SHARES : chunk % SHARES + 1; };
+
+    int ahead = 0;  // the chunk to copy next
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s, ahead = after(ahead))
+        if (s < chunks) copy_weights(s, ahead);
+    wait_for_earlier_kernels();
+    ahead = 0;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s, ahead = after(ahead)) {
+        if (s < chunks) copy_x(s, ahead);
+        end_copies();
+    }
+
+    float d[WF][WT][4], sum[WF][WT][4];
+#pragma unroll
+    for (int r = 0; r < WF; ++r)
+#pragma unroll
+        for (int m = 0; m < WT; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+
+    const int warp_row = warp % WARPS_F * (WF * 16), warp_token = warp / WARPS_F * (WT * 8);
+    for (int i = 0, c = 0; i < chunks; ++i) {
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();  // the chunk is there for all, and nobody reads the one that is overwritten now
+        if (i + STAGES - 1 < chunks) {
+            const int stage = (i + STAGES - 1) % STAGES;
+            copy_weights(stage, ahead);
+            copy_x(stage, ahead);
+            ahead = after(ahead);
+        }
+        end_copies();
+        const u16* const stage = stages + i % STAGES * STAGE;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int at = ((t + j * 4) ^ ((g & 1) << 2)) * 8;
+            uint4 a[WF][2], b[WT];
+#pragma unroll
+            for (int r = 0; r < WF; ++r)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    a[r][half] = load_shared(stage + (warp_row + r * 16 + half * 8 + g) * CHUNK + at);
+#pragma unroll
+            for (int m = 0; m < WT; ++m) b[m] = load_shared(stage + (ROWS + warp_token + m * 8 + g) * CHUNK + at);
+#pragma unroll
+            for (int r = 0; r < WF; ++r)
+#pragma unroll
+                for (int m = 0; m < WT; ++m) {
+                    mma(d[r][m], a[r][0].x, a[r][1].x, a[r][0].y, a[r][1].y, b[m].x, b[m].y);
+                    mma(d[r][m], a[r][0].z, a[r][1].z, a[r][0].w, a[r][1].w, b[m].z, b[m].w);
+                }
+        }
+        if (c + SHARES >= chunks)  // a share ends here
+#pragma unroll
+            for (int r = 0; r < WF; ++r)
+#pragma unroll
+                for (int m = 0; m < WT; ++m)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        sum[r][m][k] += d[r][m][k];
+                        d[r][m][k] = 0.f;
+                    }
+        c = after(c);
+    }
+
+    wait_for_copies<0>();
+    __syncthreads();
+    keep_sums<WF, WT, PITCH>(sum, sums + warp_token * PITCH + warp_row);
+    __syncthreads();
+    store_results<1, 1, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+}

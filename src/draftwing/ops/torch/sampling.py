@@ -1,0 +1,154 @@
+"""One token per node: the largest of logits + temperature * noise, after bans and filters.
+
+The same call serves a prefill's last position, plain decoding and every node of a tree. Which rows need which work is
+known on the host and comes as index tensors, whose sizes decide what runs; their values are never read there.
+
+On a CPU with the C kernels, these draw (`ops/cpu/csrc/sampling.c`), for all batches of the process: their noise differs
+from torch's in its last bits. What is here in torch is their reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cpu.kernels import DTYPES, Kernels, kernels_for
+from draftwing.ops.torch.argmax import first_argmax, top_candidates
+from draftwing.ops.torch.filters import keep_mask
+from draftwing.ops.torch.noise import gumbel
+
+CANDIDATES = 8
+# (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
+Exact = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class SamplingRows(NamedTuple):
+    """What the sampler needs to know of each row of a batch."""
+
+    seed: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32, 0 = greedy
+    top_k: Tensor  # [B] int64, <= 0 = off
+    top_p: Tensor  # [B] float32, 1 = off
+    min_p: Tensor  # [B] float32, 0 = off
+    ban_until: Tensor  # [B] int64: tokens at positions below it may not be in ban_ids
+    ban_ids: Tensor  # [B, S] int64, padded with -1
+
+
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    depth: Tensor,
+    depth_max: int,
+    params: SamplingRows | None,
+    noisy: Tensor,
+    filtered: Tensor,
+    banning: Tensor,
+    exact: Exact | None = None,
+) -> Tensor:
+    """The next token of every node; the lowest id wins a tie.
+
+    logits [B, N, V] of any float type, not changed; positions [B, N] int64, the absolute position of each node, whose
+    sampled token will stand one further; depth [B, N] int64, at most `depth_max`, 0 for node 0.
+    noisy [Bn] int64: batch indices of the rows with temperature > 0; filtered [Bf]: those of them with top-k, top-p or
+    min-p; banning [Bb]: rows that may still be below `ban_until`; params may be None where there are no such rows.
+    No index occurs twice in one of these tensors.
+    exact: gives logits of chosen ids in float32, where `logits` are rounded to a half type; the last choice, among the
+    `CANDIDATES` best, is made with it.
+    Returns [B, N] int64. Nodes of a row at the same depth share their noise, as the same position must.
+    """
+    assert params is not None or (not noisy.shape[0] and not banning.shape[0])
+    if params is not None and banning.shape[0]:
+        logits = _ban(logits, positions, params, banning)
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        drawn_with = params if noisy.shape[0] else None
+        return _drawn(kernels, logits, positions, depth, drawn_with, filtered, exact)
+    if params is None or not noisy.shape[0]:
+        return _choose(logits, logits, exact)
+    if noisy.shape[0] == logits.shape[0]:  # every row, so batch order serves and nothing needs selecting
+        return _choose(_noised(logits, positions, depth, depth_max, params, filtered), logits, exact)
+    place = torch.zeros_like(params.seed).index_copy_(0, noisy, torch.arange(noisy.shape[0], device=noisy.device))
+    drawn = logits.index_select(0, noisy)
+    z = _noised(
+        drawn,
+        positions.index_select(0, noisy),
+        depth.index_select(0, noisy),
+        depth_max,
+        SamplingRows(*(field.index_select(0, noisy) for field in params)),
+        place.index_select(0, filtered),
+    )
+    return _choose(logits, logits, exact).index_copy_(0, noisy, _choose(z, drawn, exact, noisy))
+
+
+def _drawn(
+    kernels: Kernels,
+    logits: Tensor,
+    positions: Tensor,
+    depth: Tensor,
+    params: SamplingRows | None,
+    filtered: Tensor,
+    exact: Exact | None,
+) -> Tensor:
+    """The next token of every node, [B, N]; params None where all rows are greedy."""
+    x = logits if logits.dtype in DTYPES else logits.float()
+    count = 1 if exact is None else min(CANDIDATES, x.shape[-1])
+    ids, noise = kernels.draw(x, positions, depth, params, filtered, count)
+    if exact is None:
+        return ids.squeeze(-1)
+    return kernels.heaviest(ids, noise, exact(ids, None))  # the noise of what was removed is -inf
+
+
+def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None = None) -> Tensor:
+    """Argmax of z [B, N, V], which is `logits` with noise added and tokens removed; rows: which rows of the batch these
+    are, None for all. With `exact` the best few are weighed again by their true logits."""
+    if exact is None:
+        return first_argmax(z)
+    ids = top_candidates(z, min(CANDIDATES, z.shape[-1]))  # [B, N, K], ascending
+    at = z.gather(-1, ids).float()
+    value = at - logits.gather(-1, ids).float() + exact(ids, rows)  # noise + true logit
+    value = torch.where(at == -math.inf, at, value)  # what was removed stays so
+    return ids.gather(-1, value.max(-1).indices.unsqueeze(-1)).squeeze(-1)
+
+
+def _noised(
+    logits: Tensor, positions: Tensor, depth: Tensor, depth_max: int, params: SamplingRows, filtered: Tensor
+) -> Tensor:
+    """Logits plus noise [B, N, V] float32, -inf where a filter removes; all rows have a temperature above 0."""
+    batch, nodes, vocab = logits.shape
+    assert depth_max or nodes == 1, f"depth 0 has 1 node, found {nodes}"
+    x = logits.float()
+    levels = torch.arange(1, depth_max + 2, device=logits.device)
+    noise = gumbel(params.seed, positions[:, :1] + levels, vocab).mul_(params.temperature[:, None, None])
+    if depth_max:  # [B, D + 1, V] -> [B, N, V]
+        first = torch.arange(0, batch * (depth_max + 1), depth_max + 1, device=logits.device)
+        noise = noise.view(-1, vocab).index_select(0, (depth + first[:, None]).view(-1)).view_as(x)
+    z = noise.add_(x)
+    if filtered.shape[0] == batch:
+        z.masked_fill_(_removed(x, params), -math.inf)
+    elif filtered.shape[0]:
+        chosen = SamplingRows(*(field.index_select(0, filtered) for field in params))
+        removed = _removed(x.index_select(0, filtered), chosen)
+        z.index_copy_(0, filtered, z.index_select(0, filtered).masked_fill_(removed, -math.inf))
+    return z
+
+
+def _removed(x: Tensor, params: SamplingRows) -> Tensor:
+    """Complement of `keep_mask` for x [B, N, V] and parameters [B]."""
+    nodes, vocab = x.shape[1:]
+    rows = (field.repeat_interleave(nodes) for field in (params.temperature, params.top_k, params.top_p, params.min_p))
+    return keep_mask(x.reshape(-1, vocab), *rows).logical_not_().view_as(x)
+
+
+def _ban(logits: Tensor, positions: Tensor, params: SamplingRows, banning: Tensor) -> Tensor:
+    """A copy of the logits in which the ban ids of rows below `ban_until` are -inf."""
+    ids = params.ban_ids.index_select(0, banning)[:, None, :]  # [Bb, 1, S]
+    active = positions.index_select(0, banning) + 1 < params.ban_until.index_select(0, banning)[:, None]  # [Bb, N]
+    # Padding aims at token 0, which may also be a ban id: a minimum with +inf changes nothing in either order.
+    limit = torch.where(active[:, :, None] & (ids >= 0), -math.inf, math.inf).to(logits.dtype)  # [Bb, N, S]
+    rows = logits.index_select(0, banning)
+    rows.scatter_reduce_(-1, ids.clamp(min=0).expand_as(limit), limit, "amin")
+    return logits.index_copy(0, banning, rows)

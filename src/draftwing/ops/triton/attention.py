@@ -1,0 +1,161 @@
+"""Attention of decode, chains and trees over the paged pool; `attention_common` says what it promises about bits.
+
+A tree that fills several tiles is read in two launches: what all nodes read whole in large tiles, each node's own keys
+in small ones. Where bits may differ, the window's keys are read by all rows under a mask instead, in one launch.
+
+The host never knows lengths: programs find out on the device which splits are theirs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from draftwing.ops.triton.attention_common import ROUNDING, Tiling, padded, pick_tiling, scale_of, warps_of
+from draftwing.ops.triton.attention_tree import tree_kernel
+from draftwing.ops.triton.common import keep_cache, launch_options
+
+WINDOW_BYTES = 16 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
+WINDOW_DEPTH = 32  # longest path that is looked for in a masked window: the search is unrolled
+PARTIAL_BYTES = 256 << 20  # most memory for partial results; where they need more, a tile is one program's work
+
+
+class Workspace:
+    """Partial results and tickets of `tree_attention`: made once, shared by all layers and graphs. Launches that share
+    one must follow each other on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # captured graphs still name their addresses
+
+    def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """[size or more], zeros at first. Tickets are zero between launches, everything else is what was left."""
+        kept = self._kept.get(name)
+        if kept is None or kept.shape[0] < size:
+            if kept is not None:
+                self._outgrown.append(kept)
+            kept = self._kept[name] = torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=self.device)
+        return kept
+
+
+class Plan(NamedTuple):
+    """How a batch of trees is run; all of it is known on the host."""
+
+    exact: bool  # else under a mask, in one launch
+    two_launches: bool
+    rows: int  # of a tile of the first launch
+    lanes: int  # programs that share a tile of the first launch; one merges in registers
+    parts: int  # partial results of each row
+
+
+def plan(
+    batch: int, queries: int, depth: int, heads: int, kv: Tensor, positions: int, window: int, exact: bool,
+    tiling: Tiling,
+) -> Plan:  # fmt: skip
+    """positions: of a page table. exact: its bits are wanted; what it gives is exact also where that is as fast, and
+    where there is no room for a masked window."""
+    _, kv_heads, _, dim = kv.shape
+    rows_all = queries * heads // kv_heads  # of a key head
+
+    def programs(rows: int) -> int:
+        return batch * kv_heads * triton.cdiv(rows_all, rows)
+
+    exact = (
+        exact
+        or queries == depth == 1
+        or depth > WINDOW_DEPTH
+        or padded(window) * padded(dim) * kv.itemsize > WINDOW_BYTES
+    )
+    two = exact and queries > 1 and rows_all > tiling.rows and tiling.context_rows > tiling.rows
+    large = tiling.context_rows if two else tiling.window_rows
+    rows = min(large, padded(rows_all))
+    if not two and (exact or programs(tiling.rows) <= tiling.programs):
+        rows = tiling.rows
+    splits = split_count(positions, tiling)
+    # Of tiles of 64 rows a multiprocessor holds one.
+    most = tiling.context_programs if two or rows >= 64 else tiling.programs
+    lanes = max(1, min(most // programs(rows), splits))
+    if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
+        lanes = 1
+    return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
+
+
+def split_count(length: int, tiling: Tiling) -> int:
+    """Splits that [0, length) touches."""
+    near, far = min(length, tiling.tier), max(length - tiling.tier, 0)
+    return -(-near // tiling.short) + -(-far // tiling.long)
+
+
+def _own_tiling(queries: int, depth: int, group: int, tiling: Tiling) -> tuple[int, int, int]:
+    """(FRONT, STEP, STEPS): positions of a node's own chunks, nodes gathered at a time, how often."""
+    front = min(tiling.unit, padded(-(-(15 + depth) // 16) * 16))
+    if tiling.rows % group == 0:
+        nodes = tiling.rows // group
+    elif group % tiling.rows == 0:
+        nodes = 1
+    else:  # a tile may begin and end inside a node's group
+        nodes = (tiling.rows - 2) // group + 2
+    nodes = min(nodes, queries)
+    step = min(triton.next_power_of_2(nodes), max(1, tiling.own // front))
+    return front, step, -(-nodes // step)
+
+
+def tree_attention(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    prefix_len: Tensor,
+    path: Tensor,
+    path_len: Tensor,
+    out: Tensor,
+    workspace: Workspace,
+    exact: bool = True,
+    window: int = 0,
+    tiling: Tiling | None = None,
+) -> None:
+    """Decode, chains and trees; see `ops.attention.Batch` for what a query reads.
+
+    q [B * Q, heads or more, head_dim], of which the first heads are read, its last two axes dense; kv [slots, kv_heads,
+    2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
+    head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q.
+    """
+    tiling = tiling or pick_tiling(kv)
+    batch, queries, depth = path.shape
+    _, kv_heads, _, dim = kv.shape
+    heads = out.shape[1] // dim
+    group = heads // kv_heads
+    assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
+    assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and q.dtype == kv.dtype
+    assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
+    window = window or queries
+    how = plan(batch, queries, depth, heads, kv, table.shape[1], window, exact, tiling)
+    front, step, steps = _own_tiling(queries, depth, group, tiling) if how.exact else (padded(window), 1, 1)
+    partials = batch * queries * heads * how.parts
+    parts = workspace.take("parts", max(1, partials * dim), torch.float32)
+    stats = workspace.take("stats", max(1, partials * 2), torch.float32)
+    tickets = workspace.take("tickets", batch * kv_heads * triton.cdiv(queries * group, how.rows), torch.int32)
+
+    def launch(phase: int, lanes: int, tile: int, stages: int) -> None:
+        tiles = triton.cdiv(queries * group, tile)
+        merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
+        launched = tree_kernel[(lanes, kv_heads * tiles, batch)](
+            q, kv, table, rows, prefix_len, path, path_len, out, parts, stats, tickets, scale_of(dim), q.stride(0),
+            table.stride(0), how.parts, window,
+            QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile,
+            TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long, FRONT=front,
+            STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase, ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
+            MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, num_warps=warps_of(tile, tiling),
+            **ROUNDING, **launch_options(q.device),
+        )  # fmt: skip
+        keep_cache(launched)
+
+    if how.two_launches:
+        launch(1, how.lanes, how.rows, tiling.context_stages)
+        launch(2, 1, tiling.rows, tiling.stages)
+    else:
+        launch(0, how.lanes, how.rows, tiling.stages)

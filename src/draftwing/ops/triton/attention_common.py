@@ -1,0 +1,192 @@
+"""What the attention kernels share, and what it promises about bits.
+
+A query's result depends on its own path alone: it has the same bits as a plain decode, a node of any tree, or a row of
+a prefill chunk, alone or in a batch. Like `ops.torch.attention` it sums in position order:
+
+- Positions are cut at fixed places into splits, splits into units. A unit's keys share one running maximum; each
+  split starts a softmax of its own, and splits are merged one after the other, by the same code wherever they meet.
+- Inside a unit keys are summed in chunks of 16, the depth of one tensor core instruction, in order. A key or a chunk
+  of weight 0 adds an exact zero.
+- The softmax's denominator is summed by the same instruction, as a product with ones.
+- Products and sums are rounded where the source says: fused are those only that it writes so. Float32 products are
+  made of single multiplications and additions, and what the compiler would fuse differs from loop to loop.
+- Tiles below 64 rows are one kind of instruction (mma.sync) everywhere. On compute capability 9.0, and there only,
+  larger ones become warp group products (wgmma). These gave the same bits on an H200 (2026-11-20): every element of
+  sums of 64 and 128 products, in bfloat16 and float16, of factors of one size and spread over 2^24 (float16: 2^16),
+  added to nothing and to numbers up to 4096 times as large; and the order of products inside a chunk made no
+  difference. Other devices were not measured and keep to small tiles where bits are promised.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+
+from draftwing.ops.triton.common import INTERPRETED
+
+
+class Tiling(NamedTuple):
+    """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only."""
+
+    unit: int = 64  # positions that share one maximum
+    short: int = 128  # positions of a split below `tier`
+    tier: int = 2048
+    long: int = 512  # positions of a split from `tier` on
+    rows: int = 16  # rows (nodes x group) of a tile of decode, chains, and the second launch of trees
+    warps: int = 4  # of tiles up to 64 rows
+    stages: int = 3  # units under way, of decode, chains and masked trees
+    own: int = 64  # most keys that a tile gathers at a time for its nodes alone
+    programs: int = 264  # splits are spread over lanes until there are about as many
+    context_rows: int = 32  # of the first launch of trees, which reads what all nodes share; 0: one launch
+    context_stages: int = 2
+    context_programs: int = 132
+    window_rows: int = 32  # where many trees read a masked window; few take tiles of `rows`
+    prefill_rows: int = 32
+    prefill_stages: int = 3
+    fast_rows: int = 128  # prefill where bits may differ from decode's
+
+
+TILING = Tiling()
+TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
+    stages=5, context_rows=128, context_stages=5, window_rows=64, prefill_rows=128, prefill_stages=5
+)
+# Products in float32 run without tensor cores, on operands in registers.
+TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)
+TILING_WIDE = Tiling(  # heads of more than 128
+    unit=32, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=64
+)
+ROUNDING = {"enable_fp_fusion": False}  # else `den * fade` is rounded before a zero is added, not before a weight
+ANY_ALIGNMENT = ["rows", "prefix_len", "path", "path_len"]  # they may be parts of larger tensors
+
+
+def pick_tiling(kv: Tensor) -> Tiling:
+    """For a layer of the pool."""
+    if kv.dtype == torch.float32:
+        return TILING_FLOAT32
+    if kv.shape[3] > 128:
+        return TILING_WIDE
+    return TILING_HOPPER if kv.device.type != "cpu" and _is_hopper() else TILING
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    if INTERPRETED:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch == 90
+
+
+def warps_of(rows: int, tiling: Tiling) -> int:
+    """A warp takes 16 rows, and small tiles are shared by several."""
+    return max(tiling.warps, rows // 16)
+
+
+def padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def scale_of(dim: int) -> float:
+    return dim**-0.5 * math.log2(math.e)  # of scores in powers of 2
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def splits_of(length, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr):
+    """How many splits [0, length) touches."""
+    near, far = tl.minimum(length, TIER), tl.maximum(length - TIER, 0)
+    return (near + SHORT - 1) // SHORT + (far + LONG - 1) // LONG
+
+
+@triton.jit
+def split_start(split, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr):
+    near = TIER // SHORT
+    return tl.where(split < near, split * SHORT, TIER + (split - near) * LONG)
+
+
+@triton.jit
+def begins_split(at, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr):
+    return tl.where(at < TIER, at % SHORT, (at - TIER) % LONG) == 0
+
+
+# -- sums: a state is (top [ROWS], the maximum so far; den [ROWS, 16], equal columns; acc [ROWS, DIM_PAD]) ------------
+
+
+@triton.jit
+def load_kv(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """slot [K] int64, dim [DIM_PAD] -> keys, values [K, DIM_PAD], 0 where not ok"""
+    at = kv + (slot * (KV_HEADS * 2 * DIM) + head * (2 * DIM))[:, None] + dim[None, :]
+    mask = ok[:, None] & (dim < DIM)[None, :]
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + DIM, mask=mask, other=0.0)
+
+
+@triton.jit
+def scores(q, k):
+    return tl.dot(q, tl.trans(k), input_precision="ieee")
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The state before the first key of a split"""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([ROWS, 16], tl.float32), tl.zeros([ROWS, DIM_PAD], tl.float32)
+
+
+@triton.jit
+def raised(top, best, scale):
+    """The running maximum after scores up to best: (new maximum, what to subtract, factor of what was summed)."""
+    new = tl.maximum(top, best * scale)
+    base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: keeps -inf - -inf out
+    return new, base, tl.exp2(top - base)
+
+
+@triton.jit
+def added(s, scale, base, v, den, acc):
+    """Adds the weighted values of one block of keys: s [ROWS, K], -inf where a key is not the row's; v [K, DIM_PAD]."""
+    p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(v.dtype)  # an explicit fma: the same rounding in every kernel
+    ones = tl.full([s.shape[1], 16], 1.0, tl.float32).to(v.dtype)
+    den = tl.dot(p, ones, den, input_precision="ieee")
+    acc = tl.dot(p, v, acc, input_precision="ieee")
+    return den, acc
+
+
+@triton.jit
+def with_unit(s, scale, v, top, den, acc):
+    """The state after a unit that is one block of keys."""
+    top, base, fade = raised(top, tl.max(s, 1), scale)
+    den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
+    return top, den, acc
+
+
+@triton.jit
+def merged(top_a, den_a, acc_a, top_b, den_b, acc_b):
+    """Splits a (all before) and b (the next); den [ROWS], acc [ROWS, DIM_PAD]."""
+    new = tl.maximum(top_a, top_b)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    a, b = tl.exp2(top_a - base), tl.exp2(top_b - base)
+    den = tl.fma(den_b, b, den_a * a)
+    acc = tl.fma(acc_b, tl.broadcast_to(b[:, None], acc_b.shape), acc_a * a[:, None])
+    return new, den, acc
+
+
+@triton.jit
+def column(den):
+    """[ROWS, 16] of equal columns -> [ROWS]"""
+    return tl.max(den, 1)
+
+
+@triton.jit
+def store_mean(out, row, den, acc, valid, dim, DIM: tl.constexpr):
+    """row [ROWS] int64: rows of out [M * heads, head_dim]"""
+    den = tl.where(den > 0.0, den, 1.0)  # padding rows of the tile
+    mask = valid[:, None] & (dim < DIM)[None, :]
+    tl.store(out + row[:, None] * DIM + dim[None, :], (acc / den[:, None]).to(out.dtype.element_ty), mask=mask)

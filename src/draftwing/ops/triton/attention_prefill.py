@@ -1,0 +1,114 @@
+"""Causal attention of prefill chunks over the paged pool; `attention_common` says what it promises about bits."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.ops.triton.attention_common import (
+    ROUNDING,
+    Tiling,
+    begins_split,
+    column,
+    load_kv,
+    merged,
+    nothing,
+    padded,
+    pick_tiling,
+    scale_of,
+    scores,
+    store_mean,
+    warps_of,
+    with_unit,
+)
+from draftwing.ops.triton.common import keep_cache, launch_options, start
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "tiles"])
+def _prefill_kernel(
+    q, kv, table, rows, tiles, out, scale, q_stride, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
+    UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, EXACT: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, KV_HEADS). tiles [T, 5] int32: batch row, first query of the chunk in q, its position, the chunk's
+    length, first row of the tile; rows are (query of the chunk, head of the group). EXACT: in splits, as decode."""
+    start(PDL)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    tiles += tl.program_id(0) * 5
+    head = tl.program_id(1)
+    table_row = table + tl.load(rows + tl.load(tiles)) * table_stride
+    first, position, length = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+    flat = tl.load(tiles + 4) + tl.arange(0, ROWS)
+    query = flat // GROUP
+    valid = query < length
+    dim = tl.arange(0, DIM_PAD)
+    row = (first + query).to(tl.int64)
+    at = row * q_stride + (head * GROUP + flat % GROUP) * DIM
+    q_tile = tl.load(q + at[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    last = position + query
+    end = tl.max(tl.where(valid, last, 0), 0) + 1
+
+    top, den, acc = nothing(ROWS, DIM_PAD)
+    all_top, all_den, all_acc = top, tl.zeros([ROWS], tl.float32), acc  # of the splits before
+    for unit in tl.range(0, end, UNIT, num_stages=STAGES):
+        if EXACT:  # noqa: SIM102 (known when compiled; the other is not)
+            if (unit > 0) & begins_split(unit, SHORT, TIER, LONG):
+                all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
+                top, den, acc = nothing(ROWS, DIM_PAD)
+        place = unit + tl.arange(0, UNIT)
+        ok = place < end
+        k, v = load_kv(kv, tl.load(table_row + place, mask=ok, other=0), head, ok, dim, KV_HEADS, DIM)
+        s = tl.where(place[None, :] <= last[:, None], scores(q_tile, k), float("-inf"))
+        top, den, acc = with_unit(s, scale, v, top, den, acc)
+    all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
+    store_mean(out, row * HEADS + head * GROUP + flat % GROUP, all_den, all_acc, valid, dim, DIM)
+
+
+def prefill_tiles(spans: list[tuple[int, int, int, int]], group: int, rows: int) -> Tensor:
+    """spans: (batch row, first query, start, length) of each chunk -> the tiles of `prefill_attention`, [T, 5] int32
+    on the CPU, those with most keys first: they take longest."""
+    tiles = [
+        (row, offset, at, length, first)
+        for row, offset, at, length in spans
+        for first in range(0, length * group, rows)
+    ]
+    tiles.sort(key=lambda tile: tile[2] + tile[4] // group, reverse=True)
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 5)
+
+
+def prefill_rows(kv: Tensor, exact: bool, tiling: Tiling | None = None) -> int:
+    """Rows of a tile of `prefill_attention` over this layer of the pool."""
+    tiling = tiling or pick_tiling(kv)
+    return tiling.prefill_rows if exact else tiling.fast_rows
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    exact: bool = True,
+    tiling: Tiling | None = None,
+) -> None:
+    """Causal attention of chunks. q [M, heads or more, head_dim] and out [M, heads * head_dim] as for
+    `attention.tree_attention`; rows [B] int64; tiles [T, 5] int32 from `prefill_tiles`, on the device, made for
+    `prefill_rows`."""
+    tiling = tiling or pick_tiling(kv)
+    _, kv_heads, _, dim = kv.shape
+    heads = out.shape[1] // dim
+    tile = prefill_rows(kv, exact, tiling)
+    assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
+    assert table.stride(1) == 1 and tiles.is_contiguous() and q.dtype == kv.dtype
+    launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
+        q, kv, table, rows, tiles, out, scale_of(dim), q.stride(0), table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short,
+        TIER=tiling.tier, LONG=tiling.long, EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling),
+        **ROUNDING, **launch_options(q.device),
+    )  # fmt: skip
+    keep_cache(launched)

@@ -1,0 +1,343 @@
+"""The kernel of decode, chains and trees: what `attention` launches.
+
+A tile's rows belong to several nodes. It reads the chunks below the committed length once for all rows, and each node's
+own chunks (the end of the committed positions, then its path) side by side, with weight 0 where node and row differ.
+What is not a key of any row is never loaded.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from draftwing.ops.triton.attention_common import (
+    ANY_ALIGNMENT,
+    added,
+    begins_split,
+    column,
+    load_kv,
+    merged,
+    nothing,
+    raised,
+    scores,
+    split_start,
+    splits_of,
+    store_mean,
+    with_unit,
+)
+from draftwing.ops.triton.common import start
+
+# -- partial results: a state with den [ROWS]; at [ROWS]: rows of parts and stats -------------------------------------
+
+
+@triton.jit
+def _store_part(parts, stats, at, top, den, acc, valid, dim, DIM: tl.constexpr):
+    tl.store(stats + at * 2, top, mask=valid)
+    tl.store(stats + at * 2 + 1, den, mask=valid)
+    tl.store(parts + at[:, None] * DIM + dim[None, :], acc, mask=valid[:, None] & (dim < DIM)[None, :])
+
+
+@triton.jit
+def _load_part(parts, stats, at, valid, dim, DIM: tl.constexpr):
+    top = tl.load(stats + at * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    den = tl.load(stats + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+    mask = valid[:, None] & (dim < DIM)[None, :]
+    acc = tl.load(parts + at[:, None] * DIM + dim[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    return top, den, acc
+
+
+@triton.jit
+def _merge_parts(
+    parts, stats, at, stride, splits, valid, dim,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """The first `splits` parts, in order; at [ROWS]: of split 0"""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    den = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    for first in range(0, splits, MERGE):
+        for i in tl.static_range(MERGE):  # unrolled, so that their loads are under way together
+            ok = valid & (first + i < splits)
+            top_b, den_b, acc_b = _load_part(parts, stats, at + (first + i) * stride, ok, dim, DIM)
+            top, den, acc = merged(top, den, acc, top_b, den_b, acc_b)
+    return top, den, acc
+
+
+@triton.jit
+def _merge_rows(
+    out, parts, stats, first_part, splits, b, head, tile, dim,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """Merges a tile's splits and stores its result, MERGE_ROWS rows at a time: those of a tile that can be real."""
+    for first in tl.static_range(0, ROWS, MERGE_ROWS):
+        flat = tile * ROWS + first + tl.arange(0, MERGE_ROWS)
+        node = flat // GROUP
+        valid = node < QUERIES
+        if first < QUERIES * GROUP:
+            _, den, acc = _merge_parts(
+                parts, stats, first_part + flat, QUERIES * GROUP, splits, valid, dim, DIM, DIM_PAD, MERGE_ROWS, MERGE
+            )
+            row = (b * QUERIES + node) * HEADS + head * GROUP + flat % GROUP
+            store_mean(out, row, den, acc, valid, dim, DIM)
+
+
+@triton.jit
+def _end_split(
+    parts, stats, at, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM: tl.constexpr, KEEP: tl.constexpr
+):
+    """KEEP: into the state of all splits so far, which is returned; else to memory."""
+    if KEEP:
+        all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
+    else:
+        _store_part(parts, stats, at, top, column(den), acc, valid, dim, DIM)
+    return all_top, all_den, all_acc
+
+
+@triton.jit
+def _store_context(
+    parts, stats, at, split, stride, left, valid, dim, top, den, acc, all_top, all_den, all_acc,
+    DIM: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """What a lane of the first launch ends in. KEEP: part 0 is all finished splits, part 1 one that is not, if there
+    is one (left), and the only part where nothing is finished; else parts are splits."""
+    if not KEEP:
+        _store_part(parts, stats, at + split * stride, top, column(den), acc, valid, dim, DIM)
+    elif left:
+        if split > 0:
+            _store_part(parts, stats, at, all_top, all_den, all_acc, valid, dim, DIM)
+        at += tl.minimum(split, 1) * stride
+        _store_part(parts, stats, at, top, column(den), acc, valid, dim, DIM)
+    else:
+        all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
+        _store_part(parts, stats, at, all_top, all_den, all_acc, valid, dim, DIM)
+
+
+# -- a node's own keys ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _own_keys(
+    kv, table_row, path, path_len, prefix, head, node, dim, first, start_at, stop,
+    QUERIES: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """STEP nodes from node `first` on, each one's keys at positions [start_at, start_at + FRONT) below `stop`, on its
+    own path -> keys, values [STEP * FRONT, DIM_PAD], whose they are [ROWS, STEP * FRONT]. path, path_len: of the batch
+    row"""
+    lane = tl.arange(0, STEP * FRONT)
+    own_node = first + lane // FRONT
+    at = start_at + lane % FRONT
+    ok = own_node < QUERIES
+    length = prefix + tl.load(path_len + own_node, mask=ok, other=0).to(tl.int32)
+    ok = ok & (at < tl.minimum(length, stop))
+    step = at - prefix
+    entry = tl.load(path + own_node * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
+    slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
+    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM)
+    return k, v, (node[:, None] == own_node[None, :]) & ok[None, :]
+
+
+@triton.jit
+def _window_keys(
+    kv, table_row, path, path_len, prefix, head, node, valid, dim, window,
+    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
+):  # fmt: skip
+    """-> keys, values [FRONT, DIM_PAD] of the window, which are on the path of a row's node [ROWS, FRONT]"""
+    entry = tl.arange(0, FRONT)
+    length = tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
+    on = (node[:, None] < 0) & (entry[None, :] < 0)
+    for i in tl.static_range(DEPTH):
+        here = valid & (i < length)
+        named = tl.load(path + node * DEPTH + i, mask=here, other=-1).to(tl.int32)
+        on = on | (here[:, None] & (named[:, None] == entry[None, :]))
+    on = on & (entry < window)[None, :]
+    ok = tl.max(on.to(tl.int32), 0) > 0
+    slot = tl.load(table_row + prefix + entry, mask=ok, other=0)
+    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM)
+    return k, v, on
+
+
+@triton.jit
+def _with_mixed_unit(
+    q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, valid, dim, scale, window,
+    top, den, acc,
+    QUERIES: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
+    place = at + tl.arange(0, UNIT)
+    common = place < shared
+    k, v = load_kv(kv, tl.load(table_row + place, mask=common, other=0), head, common, dim, KV_HEADS, DIM)
+    front, first, stop = tl.maximum(at, shared), tile * ROWS // GROUP, at + UNIT
+    if STEPS == 1:
+        if EXACT:
+            own_k, own_v, mine = _own_keys(
+                kv, table_row, path, path_len, prefix, head, node, dim, first, front, stop, QUERIES, DEPTH, KV_HEADS,
+                DIM, FRONT, STEP,
+            )  # fmt: skip
+        else:
+            own_k, own_v, mine = _window_keys(
+                kv, table_row, path, path_len, prefix, head, node, valid, dim, window, DEPTH, KV_HEADS, DIM, FRONT
+            )
+        s = tl.where(common[None, :], scores(q_tile, k), float("-inf"))
+        own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
+        top, base, fade = raised(top, tl.maximum(tl.max(s, 1), tl.max(own_s, 1)), scale)
+        den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
+        den, acc = added(own_s, scale, base, own_v, den, acc)
+    else:
+        s = tl.where(common[None, :], scores(q_tile, k), float("-inf"))
+        best = tl.max(s, 1)
+        for step in range(STEPS):
+            own_k, _, mine = _own_keys(
+                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, QUERIES,
+                DEPTH, KV_HEADS, DIM, FRONT, STEP,
+            )  # fmt: skip
+            best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k), float("-inf")), 1))
+        top, base, fade = raised(top, best, scale)
+        den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
+        for step in range(STEPS):
+            own_k, own_v, mine = _own_keys(
+                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, QUERIES,
+                DEPTH, KV_HEADS, DIM, FRONT, STEP,
+            )  # fmt: skip
+            own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
+            den, acc = added(own_s, scale, base, own_v, den, acc)
+    return top, den, acc
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["splits_max", "window"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
+def tree_kernel(
+    q, kv, table, rows, prefix_len, path, path_len, out, parts, stats, tickets, scale, q_stride, table_stride,
+    splits_max, window,
+    QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr,
+    TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
+    EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
+    programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
+
+    PHASE 0 does everything. PHASE 1 the units that all nodes read whole, and stores the states it ends in: of each
+    split, or with ONE_LANE of all finished splits together, and of the last. PHASE 2 goes on from there, in one lane.
+
+    EXACT: FRONT, STEP, STEPS say how a node's own chunks are gathered. Else FRONT is the window, padded, whose keys
+    all rows read under a mask, as part of the unit that the committed positions end in.
+    """
+    start(PDL)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SINGLE: tl.constexpr = QUERIES == 1 and DEPTH == 1  # no unit has keys that rows do not share
+    KEEP: tl.constexpr = ONE_LANE or PHASE == 2
+    lane, lanes = tl.program_id(0), tl.num_programs(0)
+    head, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
+    b = tl.program_id(2).to(tl.int64)
+    prefix = tl.load(prefix_len + b).to(tl.int32)
+    table_row = table + tl.load(rows + b) * table_stride
+    path += b * (QUERIES * DEPTH)
+    path_len += b * QUERIES
+
+    flat = tile * ROWS + tl.arange(0, ROWS)  # (node, head of the group)
+    node = flat // GROUP
+    valid = node < QUERIES
+    dim = tl.arange(0, DIM_PAD)
+    query = (b * QUERIES + node) * q_stride + (head * GROUP + flat % GROUP) * DIM
+    q_tile = tl.load(q + query[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    out_row = (b * QUERIES + node) * HEADS + head * GROUP + flat % GROUP
+    stride = QUERIES * GROUP  # parts of a split
+    first_part = (b * KV_HEADS + head) * splits_max * stride
+    part = first_part + flat
+
+    if PHASE == 1:
+        shared = prefix // UNIT * UNIT
+        end = shared
+    elif EXACT:
+        length = prefix + tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
+        end = tl.max(tl.where(valid, length, 0), 0)
+        shared = prefix // 16 * 16  # whole chunks that every row reads
+    else:
+        end = prefix + 1
+        shared = prefix
+    splits = splits_of(end, SHORT, TIER, LONG)
+    top, den, acc = nothing(ROWS, DIM_PAD)
+    all_top, all_den, all_acc = top, tl.zeros([ROWS], tl.float32), acc  # of the splits before, where KEEP
+
+    # A lane has the splits that begin in its part of the positions.
+    split = splits_of((end.to(tl.int64) * lane // lanes).to(tl.int32), SHORT, TIER, LONG)
+    next_lane = splits_of((end.to(tl.int64) * (lane + 1) // lanes).to(tl.int32), SHORT, TIER, LONG)
+    low = split_start(split, SHORT, TIER, LONG)
+    high = tl.minimum(split_start(next_lane, SHORT, TIER, LONG), end)
+    own_slot = tl.load(table_row + prefix + tl.load(path)) if SINGLE else 0
+    whole = high if SINGLE else tl.minimum(shared // UNIT * UNIT, high)
+
+    if PHASE == 2:
+        low = whole
+        split = splits_of(low + 1, SHORT, TIER, LONG) - 1
+        begun = low > split_start(split, SHORT, TIER, LONG)
+        finished = tl.minimum(split, 1) if ONE_LANE else split
+        all_top, all_den, all_acc = _merge_parts(
+            parts, stats, part, stride, finished, valid, dim, DIM, DIM_PAD, ROWS, MERGE
+        )
+        top, old_den, acc = _load_part(parts, stats, part + finished * stride, valid & begun, dim, DIM)
+        den += old_den[:, None]
+    else:
+        for at in tl.range(low, whole, UNIT, num_stages=STAGES):  # units that every row reads whole
+            if (at > low) & begins_split(at, SHORT, TIER, LONG):
+                all_top, all_den, all_acc = _end_split(
+                    parts, stats, part + split * stride, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
+                )
+                split += 1
+                top, den, acc = nothing(ROWS, DIM_PAD)
+            place = at + tl.arange(0, UNIT)
+            if SINGLE:
+                slot = tl.load(table_row + place, mask=place < prefix, other=0)
+                slot = tl.where(place < prefix, slot, own_slot)
+                k, v = load_kv(kv, slot, head, place < end, dim, KV_HEADS, DIM)
+                s = tl.where((place < end)[None, :], scores(q_tile, k), float("-inf"))
+            else:
+                k, v = load_kv(kv, tl.load(table_row + place), head, place >= 0, dim, KV_HEADS, DIM)
+                s = scores(q_tile, k)
+            top, den, acc = with_unit(s, scale, v, top, den, acc)
+
+    if PHASE != 1 and not SINGLE:
+        for at in tl.range(tl.maximum(low, whole), high, UNIT, num_stages=1):
+            if (at > low) & begins_split(at, SHORT, TIER, LONG):
+                all_top, all_den, all_acc = _end_split(
+                    parts, stats, part + split * stride, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
+                )
+                split += 1
+                top, den, acc = nothing(ROWS, DIM_PAD)
+            top, den, acc = _with_mixed_unit(
+                q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, valid, dim, scale, window,
+                top, den, acc, QUERIES, DEPTH, KV_HEADS, GROUP, DIM, ROWS, UNIT, FRONT, STEP, STEPS, EXACT,
+            )  # fmt: skip
+
+    if PHASE == 1:
+        if low < whole:
+            left = not begins_split(whole, SHORT, TIER, LONG)
+            _store_context(
+                parts, stats, part, split, stride, left, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
+            )
+    elif KEEP:
+        all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
+        store_mean(out, out_row, all_den, all_acc, valid, dim, DIM)
+    else:
+        if low < high:
+            if splits == 1:
+                store_mean(out, out_row, column(den), acc, valid, dim, DIM)
+            else:
+                _store_part(parts, stats, part + split * stride, top, column(den), acc, valid, dim, DIM)
+        if splits > 1:
+            tl.debug_barrier()  # all threads have stored before one of them takes the ticket
+            ticket = tickets + b * (KV_HEADS * TILES) + tl.program_id(1)
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == lanes - 1:
+                _merge_rows(
+                    out, parts, stats, first_part, splits, b, head, tile, dim, QUERIES, HEADS, GROUP, DIM, DIM_PAD,
+                    ROWS, MERGE_ROWS, MERGE,
+                )  # fmt: skip
+                tl.store(ticket, 0)

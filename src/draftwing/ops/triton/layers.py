@@ -1,0 +1,284 @@
+"""Triton kernels for what a layer does beside products and attention; one row per program, float32 inside.
+
+A row's bits depend on that row only: how a sum is split follows from the row's size, never from the number of rows
+(nor from where a row lies, as long as rows begin at multiples of 16 bytes).
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.ops.triton.common import launch_options, start
+
+_SHORT = 1024  # elements of a program for rows shorter than that, and of a chunk where a row can be cut
+
+
+@triton.jit
+def _normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
+    """x, weight [ROWS, BLOCK] float32, zero past SIZE -> the same, normed; rounded once when it is stored, as
+    torch's own kernel does."""
+    mean = tl.sum(x * x, 1) / SIZE
+    return x * tl.rsqrt(mean + EPS)[:, None] * weight
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(
+    out,
+    x,
+    weight,
+    rows,
+    x_outer,
+    x_inner,
+    INNER: tl.constexpr,
+    SIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (col < SIZE)[None, :]
+    w = tl.load(weight + col, mask=col < SIZE, other=0.0).to(tl.float32)  # no kernel writes weights
+    start(PDL)
+    row64 = row.to(tl.int64)
+    source = (row64 // INNER) * x_outer + (row64 % INNER) * x_inner
+    value = tl.load(x + source[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    result = _normed(value, w[None, :], SIZE, EPS)
+    tl.store(out + row64[:, None] * SIZE + col[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_rms_norm_kernel(
+    total,
+    out,
+    x,
+    delta,
+    weight,
+    rows,
+    x_stride,
+    delta_stride,
+    SIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (col < SIZE)[None, :]
+    w = tl.load(weight + col, mask=col < SIZE, other=0.0).to(tl.float32)
+    start(PDL)
+    row64 = row.to(tl.int64)[:, None]
+    a = tl.load(x + row64 * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(delta + row64 * delta_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    stream = (a + b).to(total.dtype.element_ty)
+    tl.store(total + row64 * SIZE + col[None, :], stream, mask=mask)
+    result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS)
+    tl.store(out + row64 * SIZE + col[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(
+    out,
+    x,
+    x_stride,
+    FFN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < FFN
+    start(PDL)
+    gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fuse_kernel(
+    out,
+    ids,
+    table,
+    feature,
+    feature_stride,
+    token_weight,
+    feature_weight,
+    positions,
+    rows,
+    SIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    BLANK_FIRST: tl.constexpr,
+    TOKEN_AT: tl.constexpr,
+    FEATURE_AT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles are those of `_rms_norm_kernel`: how threads share a tile decides the order of a row's sum."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    there = row < rows
+    mask = there[:, None] & (col < SIZE)[None, :]
+    row64 = row.to(tl.int64)
+    target = out + row64[:, None] * (2 * SIZE) + col[None, :]
+    dtype = out.dtype.element_ty
+    if tl.program_id(1) == 0:
+        if NORM:
+            w = tl.load(token_weight + col, mask=col < SIZE, other=0.0).to(tl.float32)
+        start(PDL)
+        token = tl.load(ids + row64, mask=there, other=0).to(tl.int64)
+        x = tl.load(table + token[:, None] * SIZE + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if BLANK_FIRST:
+            first = tl.load(positions + row64, mask=there, other=0) == 0
+            x = tl.where(first[:, None], 0.0, x)
+        if NORM:
+            x = _normed(x, w[None, :], SIZE, EPS)
+        tl.store(target + TOKEN_AT, x.to(dtype), mask=mask)
+    else:
+        if NORM:
+            w = tl.load(feature_weight + col, mask=col < SIZE, other=0.0).to(tl.float32)
+        start(PDL)
+        x = tl.load(feature + row64[:, None] * feature_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            x = _normed(x, w[None, :], SIZE, EPS)
+        tl.store(target + FEATURE_AT, x.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def _chosen_logits_kernel(
+    out,
+    hidden,
+    hidden_stride,
+    weight,
+    ids,
+    SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (M, COUNT). A sum per column of STEP, then over the columns: in an order that follows from SIZE alone."""
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = row * COUNT + tl.program_id(1)
+    source = weight + tl.load(ids + place).to(tl.int64) * SIZE
+    total = tl.zeros([STEP], tl.float32)
+    for first in tl.static_range(0, SIZE, STEP):
+        col = first + tl.arange(0, STEP)
+        x = tl.load(hidden + row * hidden_stride + col, mask=col < SIZE, other=0.0).to(tl.float32)
+        w = tl.load(source + col, mask=col < SIZE, other=0.0).to(tl.float32)
+        total = tl.fma(w, x, total)
+    tl.store(out + place, tl.sum(total, 0))
+
+
+def _row_blocks(size: int) -> tuple[int, int, int]:
+    """(rows per program, padded size of a row, warps), by the size of a row alone."""
+    block = triton.next_power_of_2(size)
+    rows = max(1, _SHORT // block)
+    return rows, block, min(16, max(4, rows * block // 512))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., size] of any strides but for the last, at most three axes; weight [size] -> [..., size]
+
+    As F.rms_norm does it on CUDA, which rounds once, after the weight."""
+    size = weight.shape[0]
+    assert x.dim() in (2, 3) and x.shape[-1] == size and x.stride(-1) == 1 and x.dtype == weight.dtype
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    inner, x_inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    rows = x.shape[0] * inner
+    if rows == 0:
+        return out
+    per_program, block, warps = _row_blocks(size)
+    _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
+        out, x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block,
+        num_warps=warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, delta [M, size], weight [size] -> x + delta [M, size], rounded to their dtype, and its norm [M, size]."""
+    # Sizes of weights are constants to torch.compile, those of x are not, and a kernel's tiles must be.
+    rows, size = x.shape[0], weight.shape[0]
+    assert delta.shape == x.shape and x.shape[1] == size and x.dtype == delta.dtype == weight.dtype
+    assert x.stride(1) == delta.stride(1) == 1
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if rows == 0:
+        return total, out
+    per_program, block, warps = _row_blocks(size)
+    _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
+        total, out, x, delta, weight, rows, x.stride(0), delta.stride(0),
+        SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
+    )  # fmt: skip
+    return total, out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]; silu(gate) is rounded before it is multiplied, as in torch"""
+    rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty(rows, ffn, dtype=gate_up.dtype, device=gate_up.device)
+    if rows == 0:
+        return out
+    _silu_mul_kernel[(rows, triton.cdiv(ffn, _SHORT))](
+        out, gate_up, gate_up.stride(0), FFN=ffn, BLOCK=_SHORT, num_warps=4, **launch_options(gate_up.device)
+    )
+    return out
+
+
+def fuse_inputs(
+    ids: Tensor,
+    table: Tensor,
+    feature: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    positions: Tensor | None = None,
+    feature_first: bool = False,
+) -> Tensor:
+    """What a draft head's first product reads: the embedding of a token beside a feature, each perhaps normed.
+
+    ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
+    feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero.
+    """
+    rows, size = ids.shape[0], table.shape[1] if norms is None else norms[0].shape[0]
+    assert feature.shape == (rows, size) and feature.stride(1) == 1 and table.is_contiguous()
+    assert table.dtype == feature.dtype
+    out = torch.empty(rows, 2 * size, dtype=feature.dtype, device=feature.device)
+    if rows == 0:
+        return out
+    # No tensor twice, which torch's compiler does not take.
+    token_weight, feature_weight = norms or (None, None)
+    per_program, block, warps = _row_blocks(size)
+    _fuse_kernel[(triton.cdiv(rows, per_program), 2)](
+        out, ids, table, feature, feature.stride(0), token_weight, feature_weight, positions, rows,
+        SIZE=size, EPS=eps, NORM=norms is not None, BLANK_FIRST=positions is not None,
+        TOKEN_AT=size if feature_first else 0, FEATURE_AT=0 if feature_first else size,
+        ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(feature.device),
+    )  # fmt: skip
+    return out
+
+
+def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """hidden [M, size], weight [vocab, size], ids [M, K] int64 -> hidden @ weight[ids], [M, K] float32
+
+    A logit's bits depend on its row of `hidden` and its id alone, and no row of the weight is copied."""
+    rows, size = hidden.shape
+    count = ids.shape[1]
+    assert hidden.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == size and ids.shape[0] == rows
+    out = torch.empty(rows, count, dtype=torch.float32, device=hidden.device)
+    if out.numel() == 0:
+        return out
+    _chosen_logits_kernel[(rows, count)](
+        out, hidden, hidden.stride(0), weight, ids.contiguous(), SIZE=size, COUNT=count,
+        STEP=min(triton.next_power_of_2(size), _SHORT), num_warps=4, **launch_options(hidden.device),
+    )  # fmt: skip
+    return out

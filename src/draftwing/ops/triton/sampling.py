@@ -1,0 +1,229 @@
+"""One token per node in Triton: the rule of `ops.torch.sampling.sample`, with every row's parameters read on the device.
+
+Two launches, whatever mix of greedy, noisy and banned rows a batch is, so one captured graph serves them all; filters
+take four more. The first finds the largest value of each group of neighbouring tokens. The groups with the largest of
+these hold all candidates, and the second looks at no other.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.ops.torch.sampling import CANDIDATES
+from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.filters import Limits, Parameters, limits, load_logits, without_bans
+from draftwing.ops.triton.noise import gumbel, position_words
+
+_GROUP = 128  # tokens; 8 groups of it are about as many values as a vocabulary has groups
+_FEW = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
+_FAN = 16  # groups of a block of groups, and tokens of a block of tokens
+_DOT_STEP = 1024
+_PICK_WARPS = 8
+_LEAST = tl.constexpr(-(2**63))
+_ID_MASK = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _state(place, positions, depth, rows, seed, floats, ban_until, nodes):
+    """What a program needs to know of its query, in two rounds of loads."""
+    index = place // nodes
+    position = tl.load(positions + place) + 1
+    drawn = tl.load(positions + index * nodes) + tl.load(depth + place) + 1
+    row = tl.load(rows + index)
+    temperature = tl.load(floats + row * 3)
+    banned = position < tl.load(ban_until + row)
+    word0, word1 = position_words(tl.load(seed + row), drawn)
+    return row, temperature, banned, word0, word1
+
+
+@triton.jit
+def _scores(
+    x, ids, place, row, temperature, banned, word0, word1, ban_ids, tops, limit,
+    BANS: tl.constexpr, FILTERED: tl.constexpr,
+):  # fmt: skip
+    """Logits x of the ids, plus noise; -inf for what is removed and for NaN."""
+    x = without_bans(x, ids, banned, row, ban_ids, BANS)
+    z = x
+    if temperature > 0.0:
+        z = tl.fma(gumbel(word0, word1, ids), temperature, x)  # not left to the compiler: both kernels must agree
+        if FILTERED:
+            gap = tl.load(tops + place) - x
+            z = tl.where(gap.to(tl.int32, bitcast=True) <= tl.load(limit + place), z, float("-inf"))
+    return tl.where(z > float("-inf"), z, float("-inf")) + 0.0  # -0 is made 0, with which it ties
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _peaks_kernel(
+    peaks, logits, positions, depth, rows, seed, floats, ban_until, ban_ids, tops, limit, nodes,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BANS: tl.constexpr,
+    FILTERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Largest score of each group: peaks [M, GROUPS]; a program takes TILE groups."""
+    start(PDL)
+    place = tl.program_id(1)
+    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = load_logits(logits, place, ids, VOCAB)  # on its way before anything that must be waited for
+    row, temperature, banned, word0, word1 = _state(place, positions, depth, rows, seed, floats, ban_until, nodes)
+    z = _scores(x, ids, place, row, temperature, banned, word0, word1, ban_ids, tops, limit, BANS, FILTERED)
+    tl.store(peaks + place * GROUPS + group, tl.max(z, 1), mask=group < GROUPS)
+
+
+@triton.jit
+def _keys(value, index):
+    """int64, ordered as the float32 values (no NaN, no -0) and, among equals, with the lowest index (int32) first."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits ^= (bits >> 31) & _ID_MASK
+    return (bits.to(tl.int64) << 32) | (index ^ _ID_MASK).to(tl.int64)
+
+
+@triton.jit
+def _index(key):
+    return (key & _ID_MASK).to(tl.int32) ^ _ID_MASK
+
+
+@triton.jit
+def _value(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & _ID_MASK)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest(keys, COUNT: tl.constexpr):
+    """The COUNT largest of distinct keys [n], descending: [COUNT] int64. Each key's rank is a count over all pairs: for
+    a hundred keys that takes as long as two of the rounds that would find one after the other."""
+    rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    lane = tl.arange(0, COUNT)
+    return tl.max(tl.where(rank[:, None] == lane[None, :], keys[:, None], _LEAST), 0)
+
+
+@triton.jit
+def _largest_in_rounds(keys, COUNT: tl.constexpr):
+    """As `_largest`, one after the other. Before `_dots`, whose layout the compiler would spread the pairs over."""
+    lane = tl.arange(0, COUNT)
+    found = tl.full([COUNT], _LEAST, tl.int64)
+    for i in tl.static_range(COUNT):
+        best = tl.max(keys)
+        found = tl.where(lane == i, best, found)
+        keys = tl.where(keys == best, _LEAST, keys)
+    return found
+
+
+@triton.jit
+def _best_groups(peaks, GROUPS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, COUNT: tl.constexpr):
+    """The COUNT groups with the largest peaks [GROUPS], those in the best COUNT of blocks of FAN: [COUNT] int32."""
+    block = tl.arange(0, BLOCK)
+    inside = tl.arange(0, FAN)[None, :]
+    group = block[:, None] * FAN + inside
+    peak = tl.max(tl.load(peaks + group, mask=group < GROUPS, other=float("-inf")), 1)
+    group = _index(_largest(_keys(peak, block), COUNT))[:, None] * FAN + inside
+    peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
+    return _index(_largest(tl.reshape(_keys(peak, group), [COUNT * FAN]), COUNT))
+
+
+@triton.jit
+def _dots(hidden, weight, place, ids, HIDDEN: tl.constexpr, STEP: tl.constexpr):
+    """ids [K] int32 -> their logits from hidden [M, HIDDEN] and weight [V, HIDDEN], [K] float32; the order of summation
+    follows from HIDDEN alone."""
+    total = tl.zeros([ids.shape[0], STEP], tl.float32)
+    for first in tl.static_range(0, HIDDEN, STEP):
+        column = first + tl.arange(0, STEP)
+        x = tl.load(hidden + place.to(tl.int64) * HIDDEN + column, mask=column < HIDDEN, other=0.0)
+        w = tl.load(
+            weight + ids.to(tl.int64)[:, None] * HIDDEN + column[None, :], mask=(column < HIDDEN)[None, :], other=0.0
+        )  # fmt: skip
+        total = tl.fma(w.to(tl.float32), x.to(tl.float32)[None, :], total)
+    return tl.sum(total, 1)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _pick_kernel(
+    tokens, peaks, hidden, weight, logits, positions, depth, rows, seed, floats, ban_until, ban_ids, tops, limit,
+    nodes,
+    VOCAB: tl.constexpr, HIDDEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    FAN: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, SETTLED: tl.constexpr, BANS: tl.constexpr,
+    FILTERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best token of the COUNT best groups; SETTLED: of the COUNT best tokens, by exact logits."""
+    start(PDL)
+    place = tl.program_id(0)
+    row, temperature, banned, word0, word1 = _state(place, positions, depth, rows, seed, floats, ban_until, nodes)
+    group = _best_groups(peaks + place * GROUPS, GROUPS, BLOCK, FAN, COUNT)  # a padding group is past VOCAB
+    # Inside the groups as outside: blocks of FAN tokens, then the tokens of the best of these.
+    inside = tl.arange(0, FAN)[None, :]
+    first = group[:, None] * GROUP + tl.arange(0, GROUP // FAN)[None, :] * FAN
+    first = tl.reshape(first, [COUNT * (GROUP // FAN)])
+    ids = first[:, None] + inside
+    x = load_logits(logits, place, ids, VOCAB)
+    z = _scores(x, ids, place, row, temperature, banned, word0, word1, ban_ids, tops, limit, BANS, FILTERED)
+    ids = _index(_largest(_keys(tl.max(z, 1), first), COUNT))[:, None] + inside
+    x = load_logits(logits, place, ids, VOCAB)
+    z = _scores(x, ids, place, row, temperature, banned, word0, word1, ban_ids, tops, limit, BANS, FILTERED)
+    keys = tl.reshape(_keys(z, ids), [COUNT * FAN])
+    if SETTLED:
+        best = _largest_in_rounds(keys, COUNT)
+        chosen, score = _index(best), _value(best)
+        inside = tl.minimum(chosen, VOCAB - 1)
+        rounded = tl.load(logits + place.to(tl.int64) * VOCAB + inside).to(tl.float32)
+        value = score - rounded + _dots(hidden, weight, place, inside, HIDDEN, STEP)  # noise + true logit
+        value = tl.where((score > float("-inf")) & (value > float("-inf")), value, float("-inf")) + 0.0
+        token = _index(tl.max(_keys(value, chosen)))
+    else:
+        token = _index(tl.max(keys))
+    tl.store(tokens + place, token.to(tl.int64))
+
+
+def draw(
+    logits: Tensor,
+    positions: Tensor,
+    depth: Tensor,
+    rows: Tensor,
+    params: Parameters,
+    filtered: bool,
+    hidden: Tensor | None = None,
+    weight: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The next token of every node; the lowest id wins a tie. See `ops.torch.sampling.sample`.
+
+    logits [B, N, V] of any float type; positions [B, N] int64; depth [B, N] int64, 0 for node 0; rows [B] int64, the
+    rows of `params`, which may occur more than once. filtered: whether any row has a filter; every other choice is
+    made on the device, by value: a row is greedy at temperature 0, and banned from ids below its `ban_until`.
+    hidden [B, N, H], weight [V, H]: what the logits are the product of. With them the last choice, among the
+    `CANDIDATES` best, is made by products in float32: for logits rounded to a half type.
+    Returns [B, N] int64, in `out` if there is one.
+    """
+    batch, nodes, vocab = logits.shape
+    device, count = logits.device, batch * nodes
+    for tensor in (logits, positions, depth, rows, params.floats, params.ban_ids):
+        assert tensor.is_contiguous()
+    found = limits(logits, positions, rows, params) if filtered else Limits(params.floats, params.floats)  # none read
+    product, size = (logits, logits), 1  # not read
+    if weight is not None:
+        assert hidden is not None and hidden.is_contiguous() and weight.is_contiguous()
+        size = hidden.shape[-1]
+        assert weight.shape == (vocab, size)
+        product = (hidden, weight)
+    groups = triton.cdiv(vocab, _GROUP)
+    tile, warps = (8, 4) if count <= _FEW else (32, 8)
+    peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
+    tokens = out if out is not None else torch.empty(batch, nodes, dtype=torch.int64, device=device)
+    assert tokens.shape == (batch, nodes) and tokens.is_contiguous()
+    state = (
+        logits, positions, depth, rows, params.seed, params.floats, params.ban_until, params.ban_ids, *found, nodes,
+    )  # fmt: skip
+    sizes = {
+        "VOCAB": vocab, "GROUPS": groups, "GROUP": _GROUP, "BANS": params.ban_ids.shape[1], "FILTERED": filtered,
+        **launch_options(device),
+    }  # fmt: skip
+    _peaks_kernel[(triton.cdiv(groups, tile), count)](peaks, *state, TILE=tile, **sizes, num_warps=warps)
+    blocks = max(CANDIDATES, triton.next_power_of_2(triton.cdiv(groups, _FAN)))
+    _pick_kernel[(count,)](
+        tokens, peaks, *product, *state, HIDDEN=size, BLOCK=blocks, FAN=_FAN, COUNT=CANDIDATES, STEP=_DOT_STEP,
+        SETTLED=weight is not None, **sizes, num_warps=_PICK_WARPS,
+    )  # fmt: skip
+    return tokens

@@ -1,0 +1,301 @@
+"""Bodies of /v1/messages, and the conversation that they hold. Fields are typed as in `draftwing.server.openai.schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from draftwing.core import SamplingParams
+from draftwing.errors import RequestError
+from draftwing.requests import sampling_params as sampling
+from draftwing.requests.sampling_params import show
+from draftwing.server.body import Body, Bookkeeping, NotBuilt, Priority, Speculative, documented
+from draftwing.server.chat import AUTO, Chat, checked_choice, checked_functions
+from draftwing.server.parsers.grammars import Function, ToolChoice
+
+# The API's names of what the engine and the parameters call otherwise.
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "max_tokens",
+    "input_ids": "messages",
+    "prompt": "messages",
+    "response_format": "output_config.format",
+}
+
+
+class TextBlock(Body):
+    type: str
+    text: str | None = None
+    cache_control: Bookkeeping = None
+
+    # Of other kinds of blocks, to say that they are not built rather than that they are unknown.
+    source: NotBuilt = None
+    title: NotBuilt = None
+    context: NotBuilt = None
+    citations: NotBuilt = None
+    data: NotBuilt = None
+
+
+class Block(TextBlock):
+    """A part of a message; which fields it has depends on its type."""
+
+    thinking: str | None = None
+    signature: Bookkeeping = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+    caller: NotBuilt = None
+    toolset_name: NotBuilt = None
+
+
+class AnthropicMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Body):
+    """A function of the client's. Tools that a server would run are not supported."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Bookkeeping = None
+    eager_input_streaming: Bookkeeping = None  # inputs always stream as they come
+
+    allowed_callers: NotBuilt = None
+    defer_loading: NotBuilt = None
+    input_examples: NotBuilt = None
+
+
+class AnthropicChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = documented(minimum=1)
+    display: NotBuilt = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] | None = None
+
+    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    effort: NotBuilt = None
+
+
+class CountRequest(Body):
+    """Body of /v1/messages/count_tokens: what the prompt is made of."""
+
+    model: str
+    messages: list[AnthropicMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Bookkeeping = None
+    speed: NotBuilt = None
+    mcp_servers: NotBuilt = None
+    context_management: NotBuilt = None
+
+    def chat(self) -> Chat:
+        """The conversation. Raises RequestError for what it cannot be."""
+        _refuse(self, ("speed", "mcp_servers", "context_management"))
+        messages = list(_conversation(self.messages, _texts(self.system, "system")))
+        if not self.messages:
+            raise RequestError("messages must hold at least one message", "messages")
+        if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
+            name = f"messages.{len(self.messages) - 1}"
+            raise RequestError(f"{name}: a message with tool_use blocks cannot be the last one", name)
+        functions = checked_functions([_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])])
+        given = self.tool_choice
+        choice = AUTO if given is None else checked_choice(_choice(given), functions)
+        kind = None if self.thinking is None else self.thinking.type
+        return Chat(
+            messages,
+            functions,
+            choice,
+            parallel=not (given is not None and given.disable_parallel_tool_use),
+            continued=self.messages[-1].role == "assistant",
+            thinking={"enabled": True, "disabled": False}.get(kind or ""),
+        )
+
+
+class MessagesRequest(CountRequest):
+    """Body of /v1/messages."""
+
+    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = documented(minimum=0, maximum=100)
+    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    top_k: int | None = documented(minimum=-1)
+    metadata: Bookkeeping = None
+    service_tier: Bookkeeping = None
+
+    # Beyond Anthropic's, as in the other APIs.
+    seed: int | None = None
+    speculative: Speculative | None = None
+    rid: str | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+
+    container: NotBuilt = None
+    inference_geo: NotBuilt = None
+    diagnostics: NotBuilt = None
+
+    def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Checked parameters. Raises RequestError. defaults: of the model, for fields that are not given."""
+        _refuse(self, ("container", "inference_geo", "diagnostics"))
+        fields: dict[str, Any] = {**(defaults or {}), "max_new_tokens": self.max_tokens}
+        for name in ("temperature", "top_p", "top_k", "seed"):
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
+        if self.stop_sequences:
+            fields["stop"] = self.stop_sequences
+        if self.output_config is not None:
+            _refuse(self.output_config, ("effort",), "output_config.")
+            if self.output_config.format is not None:
+                inner = {"schema": self.output_config.format.schema_}
+                fields["response_format"] = {"type": "json_schema", "json_schema": inner}
+        self._check_thinking()
+        return sampling.sampling_params(fields, NAMES | {"stop": "stop_sequences"})
+
+    def _check_thinking(self) -> None:
+        thinking = self.thinking
+        if thinking is not None:
+            _refuse(thinking, ("display",), "thinking.")
+        if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
+            raise RequestError(
+                "thinking.budget_tokens is not supported: reasoning has no bound of its own beside max_tokens; use "
+                "thinking {'type': 'adaptive'}",
+                "thinking.budget_tokens",
+            )
+
+
+def _refuse(body: Body, names: tuple[str, ...], where: str = "") -> None:
+    for name in names:
+        if getattr(body, name) not in (None, [], {}):
+            raise RequestError(f"{where}{name} is not supported by this version; leave it out", f"{where}{name}")
+
+
+def _function(tool: AnthropicTool, where: str) -> tuple[Function, str]:
+    if tool.type not in (None, "custom"):
+        raise RequestError(f"{where}.type must be 'custom'; found {show(tool.type)}", f"{where}.type")
+    _refuse(tool, ("allowed_callers", "defer_loading", "input_examples"), f"{where}.")
+    if tool.input_schema is None:
+        raise RequestError(f"{where}.input_schema is missing", f"{where}.input_schema")
+    return Function(tool.name, tool.description, tool.input_schema, bool(tool.strict)), where
+
+
+def _choice(given: AnthropicChoice) -> ToolChoice:
+    if (given.name is not None) != (given.type == "tool"):
+        raise RequestError("tool_choice.name is for tool_choice.type 'tool', which needs it", "tool_choice.name")
+    if given.type == "tool":
+        return ToolChoice("named", given.name or "")
+    return ToolChoice("required" if given.type == "any" else given.type)
+
+
+def _texts(content: str | Sequence[TextBlock] | None, where: str) -> str:
+    """The text of a content that may hold nothing else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_text(block, f"{where}.{i}") for i, block in enumerate(content))
+
+
+def _text(block: TextBlock, where: str) -> str:
+    if block.type != "text" or block.text is None:
+        raise RequestError(
+            f"{where} must be {{'type': 'text', 'text': ...}}; found the type {show(block.type)}", f"{where}.type"
+        )
+    _only(block, ("text",), where)
+    return block.text
+
+
+def _only(block: TextBlock, names: tuple[str, ...], where: str) -> None:
+    """Raises RequestError for fields that a block of its type does not have."""
+    for name, value in block.__dict__.items():
+        # Null is what responses hold where there is nothing.
+        if value is not None and name not in (*names, "type", "cache_control", "signature"):
+            raise RequestError(f"{where}.{name} is not supported in a {block.type!r} block", f"{where}.{name}")
+
+
+def _conversation(messages: list[AnthropicMessage], system: str) -> Iterator[dict[str, Any]]:
+    """As chat templates want it: results of tools are messages of their own."""
+    if system:
+        yield {"role": "system", "content": system}
+    called: dict[str, str] = {}  # names of functions by call id
+    for i, message in enumerate(messages):
+        where = f"messages.{i}.content"
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "assistant":
+            yield _assistant(message.content, where, called)
+        elif message.role == "system":
+            yield {"role": "system", "content": _texts(message.content, where)}
+        else:
+            yield from _user(message.content, where, called)
+
+
+def _assistant(content: list[Block], where: str, called: dict[str, str]) -> dict[str, Any]:
+    text, thoughts, calls = "", "", []
+    for i, block in enumerate(content):
+        here = f"{where}.{i}"
+        if block.type == "thinking" and block.thinking is not None:
+            _only(block, ("thinking",), here)
+            thoughts += block.thinking
+        elif block.type == "tool_use":
+            _only(block, ("id", "name", "input", "caller", "toolset_name"), here)
+            if block.id is None or block.name is None or block.input is None:
+                raise RequestError(f"{here} must have id, name and input", here)
+            called[block.id] = block.name
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            text += _text(block, here)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    return message | ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _user(content: list[Block], where: str, called: dict[str, str]) -> Iterator[dict[str, Any]]:
+    texts: list[str] = []
+    for i, block in enumerate(content):
+        here = f"{where}.{i}"
+        if block.type != "tool_result":
+            texts.append(_text(block, here))
+            continue
+        if texts:
+            yield {"role": "user", "content": "".join(texts)}
+            texts = []
+        _only(block, ("tool_use_id", "content", "is_error", "toolset_name"), here)
+        if block.tool_use_id not in called:
+            raise RequestError(
+                f"{here}.tool_use_id must be the id of a tool_use block before it; found {show(block.tool_use_id)}",
+                f"{here}.tool_use_id",
+            )
+        result = _texts(block.content, f"{here}.content")
+        yield {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "name": called[block.tool_use_id],
+            # Chat templates have no other way to say it.
+            "content": f"Error: {result}" if block.is_error else result,
+        }
+    if texts or not content:
+        yield {"role": "user", "content": "".join(texts)}

@@ -1,0 +1,210 @@
+"""The endpoints beside OpenAI's: /generate, and those of operators."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shlex
+import sys
+import time
+import uuid
+from typing import Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+import draftwing
+from draftwing.core import GenRequest, SamplingParams
+from draftwing.engine.process.link import EngineDead
+from draftwing.errors import RequestError
+from draftwing.requests.sampling_params import check_text, fit_default
+from draftwing.server.generation import Prompt
+from draftwing.server.http import EventStream, read_body, schema, unless_disconnected
+from draftwing.server.messages import conversation
+from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from draftwing.server.openai import rendering as responses
+from draftwing.server.service import Service
+
+HEALTH_SECONDS = 20  # how long /health_generate waits for its token
+
+
+def add_native_routes(app: FastAPI, service: Service) -> None:
+    _add_generate(app, service)
+    _add_operations(app, service)
+    _add_tokenizer(app, service)
+
+
+def _add_generate(app: FastAPI, service: Service) -> None:
+    @app.put("/generate", include_in_schema=False)
+    @app.post("/generate", openapi_extra=schema(GenerateRequest))
+    async def generate(request: Request) -> Response:
+        body = await read_body(request, GenerateRequest)
+        every, batched = await service.encode(*body.prompt())
+        info, names = service.engine.info, _names(body.rid, len(every))
+        asked = body.sampling(len(every), info.defaults)
+        await service.check_grammars([(one, _grammar_field(one)) for one, _ in asked])
+        prompts = [
+            Prompt(ids, one if given else fit_default(one, info.context_length - len(ids)), name, logprobs)
+            for ids, (one, given), name, logprobs in zip(
+                every, asked, names, body.wanted_logprobs(len(every)), strict=True
+            )
+        ]
+        generation = await service.submit(prompts, body)
+        many = batched or len(generation.answers) > 1
+        texts = service.texts if body.return_text_in_logprobs else None
+        if body.stream:
+            events = responses.generated_events(generation, many, texts)
+            return EventStream(request.url.path, events, generation.close)
+        try:
+            answers = await unless_disconnected(request, generation.finish())
+        finally:
+            generation.close()
+        results = [responses.generated(generation, answer, texts) for answer in answers]
+        return JSONResponse(results if many else results[0])
+
+    @app.post("/abort_request", openapi_extra=schema(AbortRequest))
+    async def abort_request(request: Request) -> Response:
+        body = await read_body(request, AbortRequest)
+        if body.rid is None and not body.abort_all:
+            raise RequestError("give rid, or abort_all: true", "rid")
+        service.engine.abort(None if body.abort_all else body.rid)
+        return Response(status_code=200)
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    engine = service.engine
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if engine.healthy else 503)
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        """As /health, but the engine has to give a token."""
+        probe = GenRequest(uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                async for _ in engine.generate(probe):
+                    pass
+        except (EngineDead, TimeoutError):
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    @app.get("/get_model_info", include_in_schema=False)
+    @app.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        options, architecture = service.options, engine.info.architecture
+        return {
+            "model_path": options.model,
+            "served_model_name": service.model,
+            "tokenizer_path": options.tokenizer_path or options.model,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "load_format": options.load_format,
+            "reasoning_parser": options.reasoning_parser,
+            "tool_call_parser": options.tool_call_parser,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": architecture.removesuffix("ForCausalLM").lower(),
+            "architectures": [architecture],
+        }
+
+    @app.get("/get_server_info", include_in_schema=False)
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        return await _server_info(service)
+
+    @app.get("/flush_cache", include_in_schema=False)
+    @app.post("/flush_cache")
+    async def flush_cache(timeout: float = Query(0.0, ge=0, le=3600, allow_inf_nan=False)) -> Response:
+        """timeout: seconds to wait for running requests to end."""
+        end = time.monotonic() + timeout
+        while not await engine.flush_cache():
+            if time.monotonic() >= end:
+                message = "The cache is in use: requests are running or waiting.\n"
+                return PlainTextResponse(message, status_code=400)
+            await asyncio.sleep(0.05)
+        return PlainTextResponse("Cache flushed.\n")
+
+
+async def _server_info(service: Service) -> dict[str, Any]:
+    info, stats = service.engine.info, await service.engine.stats()
+    options = dataclasses.asdict(info.options)
+    key = options.pop("api_key")
+    # Masked before it is quoted: quotes inside a key would hide it from the search.
+    words = sys.argv if key is None else [word.replace(key, "***") for word in sys.argv]
+    return {
+        **options,
+        **info.options.label,
+        "model_path": info.options.model,
+        "served_model_name": service.model,
+        "launch_command": shlex.join(words),
+        "dtype": info.dtype,
+        "device": info.device,
+        "context_length": info.context_length,
+        "max_total_num_tokens": info.max_total_tokens,
+        "max_req_input_len": info.context_length - 1,
+        "custom_logit_processors": list(info.processors),
+        "sampling_defaults": dict(info.defaults),
+        "avg_spec_accept_length": stats["accept_length"],
+        "internal_states": [
+            {
+                "avg_spec_accept_length": stats["accept_length"],
+                "num_running_reqs": stats["running"],
+                "num_waiting_reqs": stats["waiting"],
+                "memory_usage": {
+                    "token_capacity": info.max_total_tokens,
+                    "free_tokens": stats["free_tokens"],
+                    "cached_tokens": stats["cached_tokens"],
+                },
+                "num_verified_rows": stats["verified_rows"],
+                "num_committed_tokens": stats["committed_tokens"],
+            }
+        ],
+        "startup_time": service.started,
+        "version": draftwing.__version__,
+    }
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/tokenize", include_in_schema=False)
+    @app.post("/tokenize", openapi_extra=schema(TokenizeRequest))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, TokenizeRequest)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give exactly one of prompt and messages", "prompt")
+        if body.messages is not None:
+            text = service.tokenizer.render_chat(conversation(body.messages))
+            every = await service.tokenize([text], add_special_tokens=False)
+        else:
+            every = await service.tokenize(body.prompts(), body.add_special_tokens is not False)
+        batched = isinstance(body.prompt, list)
+        return {
+            "tokens": every if batched else every[0],
+            "count": [len(ids) for ids in every] if batched else len(every[0]),
+            "max_model_len": service.engine.info.context_length,
+        }
+
+    @app.post("/v1/detokenize", include_in_schema=False)
+    @app.post("/detokenize", openapi_extra=schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, DetokenizeRequest)
+        every, batched = body.batch(service.engine.info.vocab_size)
+        texts = [service.tokenizer.decode(ids, body.skip_special_tokens is not False) for ids in every]
+        return {"text": texts if batched else texts[0]}
+
+
+def _names(rid: str | list[str] | None, prompts: int) -> list[str]:
+    """The id of each prompt: distinct ones unless the client chose one for all, which is the job's."""
+    if isinstance(rid, list) and len(rid) != prompts:
+        raise RequestError(f"rid must hold one id per prompt; found {len(rid)} for {prompts}", "rid")
+    if isinstance(rid, list):
+        return [check_text(name, "rid") for name in rid]
+    return [""] * prompts if isinstance(rid, str) else [uuid.uuid4().hex for _ in range(prompts)]
+
+
+def _grammar_field(params: SamplingParams) -> str | None:
+    kind = params.grammar.kind if params.grammar is not None else None
+    return kind and f"sampling_params.{'response_format' if kind == 'json_object' else kind}"

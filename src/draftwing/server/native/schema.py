@@ -1,0 +1,139 @@
+"""Bodies of /generate and of the endpoints beside it; see `draftwing.server.openai.schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftwing.core import LogprobParams, SamplingParams
+from draftwing.errors import RequestError
+from draftwing.requests import sampling_params as sampling
+from draftwing.requests.options import logprob_params
+from draftwing.server.body import MAX_PROMPTS, Body, NotBuilt, Priority, Speculative, TokenIds
+from draftwing.server.messages import Message
+
+
+class GenerateRequest(Body):
+    """Body of /generate: one of `text` and `input_ids`, single or batched."""
+
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    rid: str | list[str] | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+    speculative: Speculative | None = None
+
+    # One for all prompts, or a list of one for each.
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_text_in_logprobs: bool | None = None
+    custom_logit_processor: str | list[str | None] | None = None
+
+    input_embeds: NotBuilt = None
+    image_data: NotBuilt = None
+    audio_data: NotBuilt = None
+    video_data: NotBuilt = None
+    return_hidden_states: NotBuilt = None
+    return_prompt_token_ids: NotBuilt = None
+    return_entropy: NotBuilt = None
+    lora_path: NotBuilt = None
+    session_params: NotBuilt = None
+    session_id: NotBuilt = None
+    extra_key: NotBuilt = None
+
+    def sampling(self, prompts: int, defaults: Mapping[str, Any] | None = None) -> list[tuple[SamplingParams, bool]]:
+        """Checked parameters of each of the prompts, and whether they say how long the answer may be. defaults: of
+        the model, for fields that are not given."""
+        sampling.refuse_not_built(self.__dict__)
+        processors = self._each("custom_logit_processor", prompts)
+        given = self.sampling_params or {}
+        if not isinstance(given, list):
+            if len(set(processors)) < 2:
+                return [self._checked(given, "sampling_params.", processors[0], defaults)] * prompts
+            given = [given] * prompts
+        if len(given) != prompts:
+            raise RequestError(
+                f"sampling_params must hold one entry per prompt; found {len(given)} for {prompts}", "sampling_params"
+            )
+        return [
+            self._checked(fields, f"sampling_params.{i}.", name, defaults)
+            for i, (fields, name) in enumerate(zip(given, processors, strict=True))
+        ]
+
+    def _checked(
+        self, fields: dict[str, Any], where: str, processor: str | None, defaults: Mapping[str, Any] | None
+    ) -> tuple[SamplingParams, bool]:
+        if processor is not None:
+            if fields.get("custom_logit_processor") is not None:
+                raise RequestError(f"{where}custom_logit_processor is given twice", "custom_logit_processor")
+            fields = fields | {"custom_logit_processor": processor}
+        known = {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
+        params = sampling.sampling_params({**(defaults or {}), **known}, where=where)
+        return params, "max_new_tokens" in fields
+
+    def wanted_logprobs(self, prompts: int) -> list[LogprobParams | None]:
+        """The log probabilities that are asked for each of the prompts. Raises RequestError."""
+        columns = [self._each(name, prompts) for name in ("return_logprob", "logprob_start_len", "top_logprobs_num")]
+        ids = self.token_ids_logprob
+        nested = ids is not None and any(not isinstance(one, int) for one in ids)
+        columns.append(self._each("token_ids_logprob", prompts) if nested else [ids] * prompts)
+        return [logprob_params(*values) for values in zip(*columns, strict=True)]
+
+    def _each(self, name: str, prompts: int) -> list[Any]:
+        value = getattr(self, name)
+        if not isinstance(value, list):
+            return [value] * prompts
+        if len(value) != prompts:
+            raise RequestError(f"{name} must hold one entry per prompt; found {len(value)} for {prompts}", name)
+        return value
+
+    def prompt(self) -> tuple[str, Any]:
+        """Name and value of the field that holds the prompts."""
+        if (self.text is None) == (self.input_ids is None):
+            raise RequestError("give exactly one of text and input_ids", "text")
+        return ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
+
+
+class AbortRequest(Body):
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class TokenizeRequest(Body):
+    """Body of /tokenize: one of `prompt`, a text or several, and `messages`, a conversation."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str]:
+        every = self.prompt if isinstance(self.prompt, list) else [self.prompt or ""]
+        if len(every) > MAX_PROMPTS or not every:
+            raise RequestError(f"prompt takes from 1 to {MAX_PROMPTS} texts; found {len(every)}", "prompt")
+        for text in every:
+            sampling.check_text(text, "prompt")
+        return every
+
+
+class DetokenizeRequest(Body):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds | list[TokenIds]
+    skip_special_tokens: bool | None = None
+
+    def batch(self, vocab_size: int) -> tuple[list[list[int]], bool]:
+        """Lists of token ids, and whether they came as several."""
+        batched = bool(self.tokens) and isinstance(self.tokens[0], list)
+        every: list[Any] = self.tokens if batched else [self.tokens]
+        if len(every) > MAX_PROMPTS:
+            raise RequestError(f"tokens takes at most {MAX_PROMPTS} lists; found {len(every)}", "tokens")
+        for token in (token for ids in every for token in ids):
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"tokens: id {token} is outside of the vocabulary [0, {vocab_size})", "tokens")
+        return every, batched

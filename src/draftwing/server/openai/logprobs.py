@@ -1,0 +1,68 @@
+"""Log probabilities as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from draftwing.core import TokenLogprobs
+from draftwing.requests.answer import Answer
+from draftwing.requests.logprobs import finite
+from draftwing.text.detok import IncrementalDetokenizer
+from draftwing.text.token_text import TokenTexts
+from draftwing.text.tokenizer import Tokenizer
+
+
+def chat_logprobs(answer: Answer, tokens: Iterable[int], texts: TokenTexts) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat; tokens: indices into the answer's."""
+
+    def entry(value: float, token: int) -> dict[str, Any]:
+        raw = texts.raw(token)
+        return {"token": raw.decode(errors="replace"), "logprob": finite(value), "bytes": list(raw)}
+
+    content = []
+    for i in tokens:
+        one = answer.logprobs[i]
+        best = [entry(*pair) for pair in one.top]
+        content.append({**entry(one.value, answer.token_ids[i]), "top_logprobs": best})
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(answer: Answer, tokens: Sequence[int], texts: TokenTexts, offset: int = 0) -> dict[str, Any]:
+    """`choices[].logprobs` of a text completion; offset: characters of the echoed prompt."""
+    ids = [answer.token_ids[i] for i in tokens]
+    return _columns(ids, [answer.logprobs[i] for i in tokens], [offset + answer.starts[i] for i in tokens], texts)
+
+
+def prompt_logprobs(
+    answer: Answer, prompt: Sequence[int], tokenizer: Tokenizer, texts: TokenTexts, skip_special_tokens: bool
+) -> dict[str, Any]:
+    """The same of an echoed prompt."""
+    detok = IncrementalDetokenizer(tokenizer, skip_special_tokens, track=True)
+    detok.push(prompt, final=True)
+    assert detok.starts is not None
+    return _columns(prompt, answer.prompt_logprobs, detok.starts, texts)
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Columns of two pieces of a text completion, one after the other."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def _columns(
+    ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: list[int], texts: TokenTexts
+) -> dict[str, Any]:
+    best: list[dict[str, float] | None] = []
+    for token, one in zip(ids, entries, strict=True):
+        if one is None:
+            best.append(None)
+            continue
+        # The token itself is there even if it is none of the best.
+        found = {texts.key(other): finite(value) for value, other in one.top}
+        best.append(found | {texts.key(token): finite(one.value)})
+    return {
+        "tokens": [texts.key(token) for token in ids],
+        "token_logprobs": [one and finite(one.value) for one in entries],
+        "top_logprobs": best,
+        "text_offset": offsets,
+    }

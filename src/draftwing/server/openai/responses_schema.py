@@ -1,0 +1,343 @@
+"""Body of /v1/responses, and the conversation that it holds. Fields are typed as in `draftwing.server.openai.schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from draftwing.core import SamplingParams
+from draftwing.errors import RequestError
+from draftwing.requests import sampling_params as sampling
+from draftwing.requests.sampling_params import show
+from draftwing.server.body import Body, Bookkeeping, NotBuilt, Priority, Speculative, documented
+from draftwing.server.chat import AUTO, Chat, checked_choice, checked_functions
+from draftwing.server.parsers.grammars import Function, ToolChoice
+from draftwing.server.tool_messages import template_call
+
+# The API's names of what the engine and the parameters call otherwise.
+NAMES = {
+    "max_new_tokens": "max_output_tokens",
+    "min_new_tokens": "max_output_tokens",
+    "input_ids": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+# Fields that ask for something which is not built, each with the values that ask for nothing.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+
+class Content(Body):
+    """A part of an item: input_text, output_text, reasoning_text or summary_text."""
+
+    type: str
+    text: str | None = None
+    annotations: Bookkeeping = None
+    logprobs: Bookkeeping = None
+
+    # Of other kinds of parts, to say that they are not built rather than that they are unknown.
+    image_url: NotBuilt = None
+    file_id: NotBuilt = None
+    file_data: NotBuilt = None
+    file_url: NotBuilt = None
+    filename: NotBuilt = None
+    detail: NotBuilt = None
+    input_audio: NotBuilt = None
+    refusal: NotBuilt = None
+    prompt_cache_breakpoint: Bookkeeping = None
+
+
+class Item(Body):
+    """An item of the input; which fields it has depends on its type. Ids and states are those of earlier responses."""
+
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Content] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Content] | None = None
+    summary: list[Content] | None = None
+    id: Bookkeeping = None
+    status: Bookkeeping = None
+    phase: Bookkeeping = None
+
+    encrypted_content: NotBuilt = None
+    namespace: NotBuilt = None
+    caller: NotBuilt = None
+
+
+class ResponsesTool(Body):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    defer_loading: NotBuilt = None
+    allowed_callers: NotBuilt = None
+    output_schema: NotBuilt = None
+
+
+class NamedChoice(Body):
+    type: str
+    name: str | None = None
+
+
+class TextFormat(Body):
+    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class StreamOptions(Body):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(Body):
+    """Body of /v1/responses. Nothing is stored. Without max_output_tokens an answer runs to the
+    context limit."""
+
+    model: str | None = None
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = documented(minimum=1)
+    temperature: float | None = documented(minimum=0, maximum=100)
+    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Beyond OpenAI's, as in the other APIs.
+    seed: int | None = None
+    speculative: Speculative | None = None
+    rid: str | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: Bookkeeping = None
+    service_tier: Bookkeeping = None
+    prompt_cache_key: Bookkeeping = None
+    prompt_cache_retention: Bookkeeping = None
+
+    access_programs: NotBuilt = None
+    background: NotBuilt = None
+    context_management: NotBuilt = None
+    conversation: NotBuilt = None
+    image: NotBuilt = None
+    include: NotBuilt = None
+    max_tool_calls: NotBuilt = None
+    moderation: NotBuilt = None
+    prompt: NotBuilt = None
+    prompt_cache_options: NotBuilt = None
+    top_logprobs: NotBuilt = None
+    truncation: NotBuilt = None
+
+    def chat(self) -> Chat:
+        """The conversation. Raises RequestError for what it cannot be."""
+        self._refuse_not_built()
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += _conversation(self.input)
+        functions = checked_functions([_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])])
+        return Chat(
+            messages,
+            functions,
+            checked_choice(_choice(self.tool_choice), functions),
+            parallel=self.parallel_tool_calls is not False,
+            thinking=False if self.reasoning is not None and self.reasoning.effort == "none" else None,
+        )
+
+    def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Checked parameters. Raises RequestError. defaults: of the model, for fields that are not given."""
+        fields: dict[str, Any] = {**(defaults or {}), "max_new_tokens": self.max_output_tokens}
+        for name in ("temperature", "top_p", "seed"):
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
+        form = None if self.text is None else self.text.format
+        if form is not None:
+            fields["response_format"] = _response_format(form)
+        return sampling.sampling_params(fields, NAMES)
+
+    def _refuse_not_built(self) -> None:
+        if self.previous_response_id is not None:
+            raise RequestError(
+                "previous_response_id is not supported: responses are not stored; send the conversation as input",
+                "previous_response_id",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for stream: true", "stream_options")
+        for name, neutral in _NOT_BUILT.items():
+            value = getattr(self, name)
+            if value is not None and not any(value == n and type(value) is type(n) for n in neutral):
+                raise RequestError(f"{name} is not supported by this version; leave it out", name)
+        reasoning, text = self.reasoning or Reasoning(), self.text or TextConfig()
+        if reasoning.effort not in (None, "none", "medium"):
+            raise RequestError(
+                f"reasoning.effort must be 'none' or 'medium', the model's own; found {show(reasoning.effort)}",
+                "reasoning.effort",
+            )
+        for name in ("summary", "generate_summary"):
+            if getattr(reasoning, name) is not None:
+                raise RequestError(
+                    f"reasoning.{name} is not supported: reasoning is not summarised", f"reasoning.{name}"
+                )
+        if self.store:
+            raise RequestError("store is not supported: responses are not stored; leave it out or send false", "store")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise RequestError(f"{name} is not supported by this version; leave it out", name)
+        if text.verbosity not in (None, "medium"):
+            raise RequestError("text.verbosity is not supported by this version; leave it out", "text.verbosity")
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    """As of chat completions, which has the parts of a schema in an object of its own."""
+    if form.type != "json_schema":
+        for name in ("name", "description", "schema_", "strict"):
+            if getattr(form, name) is not None:
+                name = f"text.format.{name.removesuffix('_')}"
+                raise RequestError(f"{name} is for text.format.type 'json_schema'", name)
+        return {"type": form.type}
+    if form.schema_ is None:
+        raise RequestError("text.format.schema is missing", "text.format.schema")
+    return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+
+
+def _function(tool: ResponsesTool, where: str) -> tuple[Function, str]:
+    if tool.type != "function":
+        raise RequestError(f"{where}.type must be 'function'; found {show(tool.type)}", f"{where}.type")
+    for name in ("defer_loading", "allowed_callers", "output_schema"):
+        if getattr(tool, name) not in (None, False, []):
+            raise RequestError(f"{where}.{name} is not supported by this version; leave it out", f"{where}.{name}")
+    return Function(tool.name or "", tool.description, tool.parameters, bool(tool.strict)), where
+
+
+def _choice(given: str | NamedChoice | None) -> ToolChoice:
+    if given is None:
+        return AUTO
+    if isinstance(given, str):
+        return ToolChoice(given)  # type: ignore[arg-type]
+    if given.type != "function" or given.name is None:
+        raise RequestError(
+            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice"
+        )
+    return ToolChoice("named", given.name)
+
+
+def _conversation(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+    """As chat templates want it: what the assistant thought, said and called in a row is one message."""
+    if not items:
+        raise RequestError("input must hold at least one item", "input")
+    turn: dict[str, Any] | None = None  # of the assistant
+    called: dict[str, str] = {}  # names of functions by call id
+    for i, item in enumerate(items):
+        where = f"input.{i}"
+        kind = item.type or "message"
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.role == "assistant"):
+            turn = turn or {"role": "assistant", "content": ""}
+            _add(turn, kind, item, where)
+            if kind == "function_call":
+                called[str(item.call_id)] = str(item.name)
+            continue
+        if turn is not None:
+            yield turn
+            turn = None
+        if kind == "function_call_output":
+            _only(item, ("call_id", "output"), where)
+            if item.call_id not in called:
+                raise RequestError(
+                    f"{where}.call_id must be that of a function_call before it; found {show(item.call_id)}",
+                    f"{where}.call_id",
+                )
+            output = _text(item.output, f"{where}.output", "input_text")
+            yield {"role": "tool", "content": output, "tool_call_id": item.call_id, "name": called[item.call_id or ""]}
+        elif kind == "message" and item.role is not None:
+            _only(item, ("role", "content"), where)
+            role = "system" if item.role == "developer" else item.role
+            yield {"role": role, "content": _text(item.content, f"{where}.content", "input_text")}
+        else:
+            name = f"{where}.{'role' if kind == 'message' else 'type'}"
+            raise RequestError(f"{name} is missing or not supported; found the type {show(kind)}", name)
+    if turn is not None:
+        yield turn
+
+
+def _add(turn: dict[str, Any], kind: str, item: Item, where: str) -> None:
+    """Adds an item of the assistant's to its message."""
+    if kind == "message":
+        _only(item, ("role", "content"), where)
+        turn["content"] += _text(item.content, f"{where}.content", "output_text", "input_text")
+    elif kind == "reasoning":
+        _only(item, ("content", "summary"), where)
+        if item.content is None and item.summary:
+            raise RequestError(f"{where}.content is missing: summaries are not supported", f"{where}.content")
+        thought = _text(item.content or "", f"{where}.content", "reasoning_text")
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+    else:
+        _only(item, ("call_id", "name", "arguments"), where)
+        if item.call_id is None or item.name is None or item.arguments is None:
+            raise RequestError(f"{where} must have call_id, name and arguments", where)
+        turn.setdefault("tool_calls", []).append(template_call(item.call_id, item.name, item.arguments))
+
+
+def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise RequestError(f"{where} must be a string or a list of text parts", where)
+    for i, part in enumerate(content):
+        if part.type not in kinds or part.text is None:
+            raise RequestError(
+                f"{where}.{i} must be {{'type': {kinds[0]!r}, 'text': ...}}; found the type {show(part.type)}",
+                f"{where}.{i}",
+            )
+    return "".join(part.text or "" for part in content)
+
+
+def _only(item: Item, names: tuple[str, ...], where: str) -> None:
+    """Raises RequestError for fields that an item of its type does not have."""
+    for name, value in item.__dict__.items():
+        if value not in (None, []) and name not in (*names, "type", "id", "status", "phase"):
+            raise RequestError(
+                f"{where}.{name} is not supported in a {item.type or 'message'!r} item", f"{where}.{name}"
+            )

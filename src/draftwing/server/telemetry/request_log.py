@@ -1,0 +1,123 @@
+"""One line of JSON for each HTTP request, when its response is complete (`--log-requests`).
+
+What is in it depends on the level, as in SGLang: 0 sizes, times and how it ended; 1 the sampling parameters too; 2 the
+beginnings of request and answers; 3 all of them. Below 2 nothing that a user or the model wrote is in a line: of stop
+strings, bad words and grammars there is the number or the kind. The server's API key is in none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from draftwing.core import SamplingParams
+from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Idle
+
+BEGINNING = 2048  # characters of a text at level 2
+_MOST = 200  # characters of what a client chooses: paths and ids
+_TEXTS = ("stop", "stop_regex", "bad_words")  # of the sampling parameters
+
+
+class RequestLog(Idle):
+    """A watcher that writes lines."""
+
+    def __init__(self, level: int = 0, api_key: str | None = None, stream: TextIO | None = None) -> None:
+        """stream: standard error if not given."""
+        self._level, self._key = level, api_key
+        # At level 2 more than is shown: a key that is cut off at the end would not be recognised.
+        self.body_bytes = (0, 0, 4 * BEGINNING + len((api_key or "").encode()), None)[level]
+        # A logger of its own, for its handling of streams that fail; it is not among those that have names.
+        self._log = logging.Logger("draftwing.requests", logging.INFO)
+        self._log.addHandler(logging.StreamHandler(stream or sys.stderr))
+
+    def responded(self, record: HttpRecord) -> None:
+        line = metadata(record)
+        if self._level >= 1:
+            line["sampling"] = _unless_repeated([sampling(answer.request.params) for answer in record.answers])
+        if self._level >= 2:
+            line["request"] = record.body.decode(errors="replace")
+            line["output"] = [answer.answer.text if answer.answer is not None else "" for answer in record.answers]
+        self._log.info("%s", json.dumps(self._clean(line), ensure_ascii=False))
+
+    def _clean(self, value: Any) -> Any:
+        """Without the API key, and with texts cut to what the level allows."""
+        if isinstance(value, str):
+            value = value.replace(self._key, "***") if self._key else value
+            return value if self._level > 2 or len(value) <= BEGINNING else value[:BEGINNING] + "..."
+        if isinstance(value, dict):
+            return {key: self._clean(one) for key, one in value.items()}
+        return [self._clean(one) for one in value] if isinstance(value, list) else value
+
+
+def metadata(record: HttpRecord) -> dict[str, Any]:
+    """What a line of level 0 says. Seconds are from the arrival of the request."""
+    answers = record.answers
+    line: dict[str, Any] = {
+        "time": datetime.fromtimestamp(record.arrived_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
+        "id": record.id[:_MOST],
+        "method": record.method,
+        "path": record.path[:_MOST],
+        "status": record.status,
+        "seconds": round(record.ended - record.arrived, 6),
+        "request_bytes": record.received,
+        "response_bytes": record.sent,
+    }
+    if answers:
+        line |= {
+            "prompt_tokens": prompt_tokens(answers),
+            "completion_tokens": sum(answer.tokens for answer in answers),
+            "first_token_seconds": first_token_seconds(record),
+            # What is unfinished when the response ends is aborted.
+            "finish_reasons": [answer.reason or "abort" for answer in answers],
+            "cached_tokens": sum(answer.meta.get("cached_tokens", 0) for answer in answers),
+            "retractions": sum(answer.meta.get("num_retractions", 0) for answer in answers),
+            "accept_length": accept_length(answers),
+        }
+    return line
+
+
+def prompt_tokens(answers: list[AnswerRecord]) -> int:
+    """As in `usage`: n answers to one prompt count it once."""
+    return sum(
+        len(ids) for ids in {id(answer.request.prompt_ids): answer.request.prompt_ids for answer in answers}.values()
+    )
+
+
+def first_token_seconds(record: HttpRecord) -> float | None:
+    """Until the first token of any answer."""
+    first = min((answer.first for answer in record.answers if answer.first is not None), default=None)
+    return round(first - record.arrived, 6) if first is not None else None
+
+
+def accept_length(answers: list[AnswerRecord]) -> float | None:
+    """Tokens per verify step; None where none ran to its end."""
+    steps = sum(answer.meta.get("spec_verify_ct", 0) for answer in answers)
+    drafts = sum(answer.meta.get("spec_num_correct_drafts", 0) for answer in answers)
+    return round(1 + drafts / steps, 3) if steps else None
+
+
+def sampling(params: SamplingParams) -> dict[str, Any]:
+    """Parameters that were set, without the texts among them."""
+    out: dict[str, Any] = {}
+    for spec in dataclasses.fields(params):
+        value = getattr(params, spec.name)
+        if value == spec.default and spec.name not in ("temperature", "max_new_tokens"):
+            continue
+        if spec.name in _TEXTS:
+            value = len(value)
+        elif spec.name == "grammar":
+            value = value.kind
+        elif spec.name == "logit_processor":
+            value = value.name
+        elif isinstance(value, tuple):
+            value = len(value)  # token ids: they spell a text as well
+        out[spec.name] = value
+    return out
+
+
+def _unless_repeated(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return every[:1] if all(one == every[0] for one in every) else every

@@ -1,0 +1,300 @@
+"""The command line, from --help to a server that answers and drains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from draftwing.cli.main import main
+
+# The real command, but for the model: no weights, a tokenizer of bytes, and the worker of fake_engine.py.
+# A test runner in the background hands an ignored SIGINT on to its children.
+SERVER = """
+import signal
+import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from functools import partial
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import draftwing.server.run as run
+from fake_engine import byte_tokenizer
+run.EngineLink = partial(run.EngineLink, module={worker!r})
+run.resolve_model = lambda *args, **options: Path()
+run.load_tokenizer = lambda *args: byte_tokenizer()
+from draftwing.cli.main import main
+sys.exit(main(["serve", "--port", "0", "--random_seed=5", "--speculative-algorithm=none", *{argv!r}]))
+"""
+
+
+def script(*argv: str, worker: str = "fake_engine") -> str:
+    return SERVER.format(folder=str(Path(__file__).parent / "server"), argv=list(argv), worker=worker)
+
+
+def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(["serve", "--help"])
+    assert info.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("model:", "server:", "memory and scheduling:", "speculation:", "--speculative-ngram-capacity"):
+        assert part in text
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--speculative-algorithm", "STANDALONE"], "STANDALONE needs speculative_draft_model_path"),
+        (["--speculative_algorithm", "NGRAM", "--speculative_num_draft_tokens", "1"], "at least 2"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--host", "no such host"], "is not an address"),
+    ],
+)
+def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("draftwing: error: ") and message in error and "Traceback" not in error
+
+
+def test_unknown_and_abbreviated_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--bogus", "--spec"):
+        with pytest.raises(SystemExit) as info:
+            main(["serve", flag, "1"])
+        assert info.value.code == 2 and flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage", "message"),
+    [
+        (["serve", "--max_runing_requests=3"], "draftwing serve [options]", "nearest option is --max-running-requests"),
+        (["bench", "--concurency", "2"], "draftwing bench [", "argument --concurency; the nearest option is --concurr"),
+        (["chat", "word"], "draftwing chat [", "unrecognised arguments: word"),
+        (["--versoin"], "draftwing [-h]", "the nearest option is --version"),
+    ],
+)
+def test_unknown_arguments(argv: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(argv)
+    error = capsys.readouterr().err
+    assert info.value.code == 2 and error.startswith(f"usage: {usage}") and message in error
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_help_of_tools_leaves_out_what_concerns_a_server(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert "--api-key" in text and "--model" in text and "--speculative-algorithm" in text
+    for gone in ("--port", "--drain-timeout", "refused", "--quantization", "--tp-size"):
+        assert gone not in text
+
+
+def test_a_port_in_use_is_known_before_weights_load(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        # Loading this model would fail with another message.
+        assert main(["serve", "--port", str(port), "--model", "/no/such/model"]) == 2
+    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["draftwing", "draftwing.launch_server"])
+def test_modules_are_the_command(module: str) -> None:
+    argv = ["serve"] if module == "draftwing" else []
+    run = subprocess.run(
+        [sys.executable, "-m", module, *argv, "--port", "-1"], capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 2 and run.stderr == "draftwing: error: port must be at least 0; found -1\n"
+
+
+def test_serve_says_where_it_is_answers_and_ends() -> None:
+    code = script()
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if "try: curl" in line:
+                break
+        ready = next((line for line in log if "ready: " in line), None)
+        assert ready is not None, "".join(log)
+        url = ready.split("ready: ")[1].strip()
+        assert url.startswith("http://127.0.0.1:") and url.endswith("/v1")
+        assert "Authorization" not in line
+        body = line.split("-d '")[1].rstrip().removesuffix("'")  # what the log says to try
+        request = urllib.request.Request(f"{url}/chat/completions", body.encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            assert json.load(response)["choices"][0]["message"]["content"] == "user:Hello\n"
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with a fake engine, and its URL. Afterwards neither it nor its engine is left."""
+    code = script(*argv)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "ready: " in line:
+                break
+        yield process, line.split("ready: ")[1].strip().removesuffix("/v1")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while (there := alive(pid)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not there
+
+
+def alive(pid: int) -> bool:
+    """A process whose parent is gone may wait for ever to be reaped where process 1 does not care: that counts not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Streamed(threading.Thread):
+    """A client of an answer that takes a while. `text`: what came until the stream ended; `error`: how it broke."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.body = {"prompt": "abc", "ignore_eos": True, "max_tokens": tokens, "stream": True}
+        self.url, self.text, self.began = url, "", threading.Event()
+        self.error: Exception | None = None
+        self.start()
+        assert self.began.wait(10)
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, timeout=30) as response:
+                for part in response.iter_text():
+                    self.text += part
+                    self.began.set()
+        except httpx.HTTPError as error:
+            self.error = error
+
+
+def test_sigterm_lets_running_requests_end() -> None:
+    with serving() as (process, url):
+        (engine,) = children(process.pid)
+        client = Streamed(url, 1500)
+        process.send_signal(signal.SIGTERM)
+        client.join(20)
+        assert process.wait(10) == 0 and gone(engine)
+    assert '"finish_reason":"length"' in client.text and client.text.endswith("data: [DONE]\n\n")
+
+
+def test_the_drain_ends_with_an_abort() -> None:
+    with serving("--drain-timeout", "0.2") as (process, url):
+        client = Streamed(url, 1900)
+        process.send_signal(signal.SIGTERM)
+        client.join(10)
+        assert process.wait(10) == 0
+    assert '"finish_reason":"abort"' in client.text and client.text.endswith("data: [DONE]\n\n")
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    with serving() as (process, url):
+        (engine,) = children(process.pid)
+        client = Streamed(url, 1900)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(1) == 128 + signal.SIGTERM and gone(engine, 1)
+        client.join(5)
+    assert client.error is not None
+
+
+def test_ctrl_c_ends_server_and_engine() -> None:
+    with serving() as (process, _):
+        (engine,) = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == 130 and gone(engine) and "Traceback" not in log
+
+
+def test_a_killed_server_takes_its_engine_along() -> None:
+    with serving() as (process, _):
+        (engine,) = children(process.pid)
+        process.kill()
+        process.wait()
+        assert gone(engine, 2)
+
+
+def test_the_server_ends_when_its_engine_died_twice() -> None:
+    with serving() as (process, url):
+        for deaths in (1, 2):
+            (engine,) = children(process.pid)
+            client = Streamed(url, 1900)
+            os.kill(engine, signal.SIGKILL)
+            client.join(10)
+            assert "killed by SIGKILL" in client.text and client.text.endswith("data: [DONE]\n\n")
+            assert ("it is not restarted" in client.text) == (deaths == 2)
+            end = time.monotonic() + 20
+            while deaths == 1 and httpx.get(f"{url}/health").status_code != 200:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == 1
+    assert "is not restarted again: the server ends" in log and "Traceback" not in log
+
+
+def test_the_key_is_in_no_log_and_no_answer() -> None:
+    key = "it's $secret"  # which a shell has to quote
+    code = script("--api-key", key)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if "try: curl" in line:
+                break
+        assert "-H 'Authorization: Bearer YOUR_API_KEY'" in line and "secret" not in "".join(log)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_while_the_engine_loads(number: int) -> None:
+    code = script(worker="endless_start")
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        end = time.monotonic() + 20
+        while not (found := children(process.pid)) and time.monotonic() < end:
+            time.sleep(0.02)
+        os.killpg(process.pid, number)
+        _, log = process.communicate(timeout=10)
+        assert process.returncode == (130 if number == signal.SIGINT else 143), log
+        assert gone(found[0]) and "Traceback" not in log
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,229 @@
+"""chat, pull and bench: against a live server, and in this process with a tiny model."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
+
+from fake_engine import FakeEngine, local
+from tiny_checkpoint import write_checkpoint
+
+from draftwing import LLM
+from draftwing.cli.bench import PROMPTS, Local, load_prompts, measure
+from draftwing.cli.chat import in_process
+from draftwing.cli.client import Client, ServerError
+from draftwing.cli.main import main
+from draftwing.cli.sweep import Grid, flags, points
+from draftwing.config.options import Options
+from draftwing.errors import ConfigError
+from draftwing.server.app import create_app
+from draftwing.server.run import bind
+
+
+@pytest.fixture
+def echo() -> FakeEngine:
+    return FakeEngine(Options(api_key="key", random_seed=1))
+
+
+@pytest.fixture
+def url(echo: FakeEngine) -> Iterator[str]:
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(local(echo), echo.tokenizer), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+    sock.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+
+
+def test_chat_with_a_server(
+    url: str, echo: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_in(monkeypatch, "héllo", "", "again", "/reset", "new", "bad", "/exit", "never read")
+    assert main(["chat", "--url", f"{url}/v1", "--api-key", "key", "--system", "be brief"]) == 0
+    out, error = capsys.readouterr()
+    # The stand-in answers with the whole conversation: so the history is seen, and that it can be forgotten.
+    first = "system:be brief\nuser:héllo\n"
+    assert out.startswith(first + "\n" + first + f"assistant:{first}\nuser:again\n\n")
+    assert out.rstrip("\n").endswith("system:be brief\nuser:new") and "never" not in out
+    assert error == "error: the chat template refuses these messages: no bad words\n" or "no bad words" in error
+    assert [r.params.max_new_tokens for r in echo.requests] == [None] * 3
+
+
+def test_chat_in_process(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(model, max_total_tokens=2000, max_running_requests=4) as llm:
+        expected = llm.chat([{"role": "user", "content": "hello"}], {"temperature": 0, "max_new_tokens": 12})
+        pieces = in_process(llm.engine, {"temperature": 0})([{"role": "user", "content": "hello"}])
+        assert next(pieces) is not None
+        pieces.close()  # type: ignore[attr-defined]
+        assert llm.engine.idle()
+    type_in(monkeypatch, "hello")
+    argv = ["chat", "--model", model, "--temperature", "0", "--max-tokens", "12", "--max-total-tokens", "2000"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.strip("\n") == expected[0].text.strip("\n")
+
+
+def test_pull_prints_where_the_model_is(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", model]) == 0
+    assert capsys.readouterr().out.strip() == model
+    assert main(["pull", "/no/such/model"]) == 2
+
+
+def test_bench_of_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('"abc"\n{"prompt": "de"}\n\n{"turns": ["f", "g"]}\n')
+    argv = ["bench", "--url", url, "--api-key", "key", "--prompts", str(prompts), "--concurrency", "1,4"]
+    assert main([*argv, "--num-prompts", "6", "--max-tokens", "5", "--output", str(output)]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert records == [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r["concurrency"] for r in records] == [1, 4]
+    for record in records:
+        # Each question is rendered as "user:abc\n", and every answer is cut to five tokens.
+        assert (record["requests"], record["completion_tokens"]) == (6, 30)
+        assert record["prompt_tokens"] == 2 * (9 + 8 + 7)
+        assert record["throughput"] == pytest.approx(30 / record["seconds"], rel=0.01)
+        assert 0 < record["ttft_ms"]["p50"] <= record["ttft_ms"]["p99"] and record["accept_length"] == 1.0
+        assert record["latency_ms"]["mean"] >= record["ttft_ms"]["mean"]
+
+
+def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000"]
+    assert main([*argv, "--num-prompts", "3", "--max-tokens", "20", "--ignore-eos", "--concurrency", "2"]) == 0
+    (record,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (record["requests"], record["completion_tokens"]) == (3, 60) and record["accept_length"] >= 1.0
+    assert set(record["step_ms"]) == {"draft", "verify", "settle", "host"}
+    assert all(value > 0 for value in record["step_ms"].values())
+
+
+def test_stage_times_add_up(model: str) -> None:
+    with LLM(model, max_total_tokens=2000, max_running_requests=4) as llm:
+        target = Local(llm.engine)
+        steps, step = 0, llm.engine.step
+
+        def counted(block: bool = False) -> object:
+            nonlocal steps
+            steps += 1
+            return step(block)
+
+        llm.engine.step = counted  # type: ignore[method-assign,assignment]
+        record = measure(target, [[1, 2, 3]], {"max_new_tokens": 30, "ignore_eos": True}, 1)
+    assert 0.5 < sum(record["step_ms"].values()) * steps / 1e3 / record["seconds"] <= 1.0
+
+
+def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "--sweep", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000",
+            "--concurrency", "1,2", "--steps", "2", "--topk", "1,2", "--draft-tokens", "3,4",
+            "--num-prompts", "2", "--max-tokens", "8"]  # fmt: skip
+    assert main(argv) == 0
+    *lines, best_one, best_two = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in lines]
+    shapes = [(r["batch_size"], r["steps"], r["topk"], r["num_draft_tokens"]) for r in records]
+    assert shapes == [(batch, *shape) for shape in [(0, 1, 1), (2, 1, 3), (2, 2, 3), (2, 2, 4)] for batch in (1, 2)]
+    assert best_one.startswith("best for 1 requests at once: ") and best_two.startswith("best for 2 requests")
+    fastest = max((r for r in records if r["batch_size"] == 2), key=lambda r: r["throughput"])
+    assert ("--speculative-algorithm none" in best_two) == (fastest["steps"] == 0)
+
+
+def test_points_leave_out_what_cannot_be() -> None:
+    options = {"model": "x", "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "d"}
+    grid = Grid(steps=[1, 3], topk=[1, 2], draft_tokens=[2, 4, 12], batch=[1])
+    first, *rest = points(options, grid)
+    assert first.speculative_algorithm == "none"
+    # (1, 2): nodes 2 to 3. (3, 2): 4 to 11.
+    assert [point.speculative_shape for point in rest] == [(1, 1, 2), (1, 2, 2), (3, 1, 4), (3, 2, 4)]
+    assert flags(rest[-1]) == (
+        "--speculative-algorithm STANDALONE --speculative-draft-model-path d --speculative-num-steps 3 "
+        "--speculative-eagle-topk 2 --speculative-num-draft-tokens 4"
+    )
+    more = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_token_map": "my map.pt",
+        "speculative_aux_layer_ids": "output",
+    }
+    first, rest_of_all = itertools.islice(points(options | more, Grid([3], [2], [4], [1])), 2)
+    # nothing of speculation is left
+    assert first == Options(model="x", random_seed=first.random_seed, speculative_algorithm="none")
+    assert flags(first) == "--speculative-algorithm none"
+    assert flags(rest_of_all) == (
+        "--speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-token-map 'my map.pt' "
+        "--speculative-aux-layer-ids output --speculative-num-steps 3 --speculative-eagle-topk 2 "
+        "--speculative-num-draft-tokens 4"
+    )
+    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+        list(points({"model": "x"}, grid))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["bench", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
+        (["chat", "--url", "http://127.0.0.1:1"], "no answer from"),
+        (["bench", "--url", "ftp://x"], "expected a URL"),
+        (["bench", "--url", "http://127.0.0.1:1", "--model", "x"], "model would have no effect"),
+        (["bench", "--url", "http://127.0.0.1:1", "--sweep"], "does not go with --url"),
+        (["bench", "--prompts", "/no/such/file"], "--prompts: /no/such/file"),
+        (["bench", "--output", "/no/such/folder/file"], "cannot be written"),
+        (["bench", "--save-shape"], "--save-shape needs --sweep"),
+        (["bench", "--sweep", "--save-shape", "--model", "x", "--speculative-algorithm", "NGRAM"], "found NGRAM"),
+        (
+            [
+                "bench",
+                "--sweep",
+                "--save-shape",
+                "--speculative-algorithm",
+                "EAGLE3",
+                "--speculative-draft-model",
+                "a/b",
+            ],
+            "expected one with config.json, found a/b",
+        ),
+    ],
+)
+def test_errors_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("draftwing: error: ") and message in error and error.count("\n") == 1
+
+
+def test_client_errors(url: str) -> None:
+    with pytest.raises(ServerError, match="API key"):
+        Client(url).get("/v1/models")
+    client = Client(url.removeprefix("http://"), "key")
+    assert client.get("/v1/models")["data"][0]["id"] == "echo"
+    with pytest.raises(ServerError, match="temperature"):
+        client.post("/v1/completions", {"prompt": "a", "temperature": -1})
+    with pytest.raises(ServerError, match="text"):
+        list(client.stream("/generate", {}))
+
+
+def test_prompts_are_repeated_to_the_number_that_is_asked_for(tmp_path: Path) -> None:
+    assert load_prompts(None, 10) == [*PROMPTS, *PROMPTS[:2]]
+    file = tmp_path / "p"
+    for bad in ("", "{", "5", '{"turns": []}'):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match="--prompts"):
+            load_prompts(str(file), 1)

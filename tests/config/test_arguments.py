@@ -1,0 +1,47 @@
+"""Options on the command line: spellings, values, what is not given."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from draftwing.config.arguments import add_arguments, dashed
+from draftwing.config.options import Options
+from draftwing.core import TreeShape
+
+
+def parse(*argv: str) -> Options:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    return Options(**vars(parser.parse_args(dashed(argv))))
+
+
+def test_what_is_not_given_stays_the_default() -> None:
+    assert parse() == Options()
+
+
+def test_every_option_has_both_spellings_and_reaches_its_field() -> None:
+    examples = {str: "x", int: "7", float: "0.5"}
+    for field in dataclasses.fields(Options):
+        for name in (field.name, *field.metadata["aliases"]):
+            for flag in ("--" + name, "--" + name.replace("_", "-")):
+                hint = str(field.type)
+                if hint == "bool":
+                    assert getattr(parse(flag), field.name) is True
+                    continue
+                kind = next(kind for kind in examples if hint.startswith(kind.__name__))
+                for argv in ((flag, examples[kind]), (f"{flag}={examples[kind]}",)):
+                    assert getattr(parse(*argv), field.name) == kind(examples[kind])
+
+
+def test_underscores_in_values_stay() -> None:
+    assert parse("--model_path=my_org/my_model").model == "my_org/my_model"
+    assert parse("--model", "my_model").model == "my_model"
+
+
+def test_the_ngram_command_of_sglangs_users() -> None:
+    command = """--model q --speculative-algorithm NGRAM --speculative-num-draft-tokens 16 --mem-fraction-static 0.8
+        --speculative-ngram-max-match-window-size 12 --speculative-ngram-max-bfs-breadth 10 --log-level warning"""
+    options = parse(*command.split()).resolve()
+    assert options.speculative_algorithm == "NGRAM" and options.speculative_shape == TreeShape(15, 10, 16)
+    assert options.mem_fraction_static == 0.8 and options.log_level == "warning"

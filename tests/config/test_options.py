@@ -1,0 +1,61 @@
+"""Options: names, ranges, and what they tell of themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from draftwing.config.options import Options
+from draftwing.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        (
+            {"speculative_algorithm": "magic"},
+            "must be one of none, NGRAM, STANDALONE, EAGLE, EAGLE3, NEXTN; found 'MAGIC'",
+        ),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "at least 2; found 1"),
+        ({"port": 65536}, "port must be at most 65535; found 65536"),
+        ({"port": "30000"}, "port must be a int"),
+        ({"port": True}, "port must be a int"),
+        ({"dtype": "int8"}, "auto, float32, bfloat16, float16; found 'int8'"),
+        ({"device": "tpu"}, "auto, cpu, cuda"),
+        ({"mem_fraction_static": 1.5}, "at most 0.99"),
+        ({"mem_fraction_static": float("nan")}, "finite"),
+        ({"request_timeout": 0}, "at least 0.001"),
+        ({"model": ""}, "must not be empty"),
+        ({"disable_radix_cache": 1}, "must be a bool"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"context_length": 1}, "at least 2"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_rule(fields: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        Options(**fields).resolve()
+    assert rule in str(info.value)
+
+
+def test_overlap_is_the_default_on_cuda_only() -> None:
+    assert (Options().lag("cuda"), Options().lag("cpu")) == (1, 0)
+    assert Options(enable_overlap=True).lag("cpu") == 1
+    assert Options(disable_overlap_schedule=True).lag("cuda") == 0
+
+
+def test_keyword_options() -> None:
+    assert Options.from_kwargs(model_path="a", mem_fraction=0.5) == Options(model="a", mem_fraction_static=0.5)
+    with pytest.raises(ConfigError, match="'speculative_algoritm'; the nearest one is 'speculative_algorithm'"):
+        Options.from_kwargs(speculative_algoritm="NGRAM")
+    with pytest.raises(ConfigError, match="given twice"):
+        Options.from_kwargs(model="a", model_path="b")
+
+
+def test_options_cost_no_torch() -> None:
+    code = "import sys, draftwing, draftwing.cli.main, draftwing.config.options; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys; from draftwing import SamplingParams, ConfigError; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

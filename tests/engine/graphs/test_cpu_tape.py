@@ -1,0 +1,148 @@
+"""Steps that are replayed on a CPU give what they give when they run as they are written."""
+
+import pytest
+import torch
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.device import pick_device
+from draftwing.engine.graphs.cpu_tape import RecordedStages
+from draftwing.engine.graphs.cuda import Key
+from draftwing.layers.linear import FEW_ROWS, can_pack
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.kernels import load
+from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.train.heads import new_eagle3_head, new_eagle_head
+
+KERNELS = load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
+TREE = TreeShape(3, 2, FEW_ROWS // 2)
+CONTEXT = 128  # of the harness
+
+
+def native(pool):
+    return NativeAttention(pool, KERNELS)
+
+
+def packed_model():
+    """In bfloat16, of sizes that the kernels for few rows take."""
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+        ffn_size=192, vocab_size=64, max_positions=CONTEXT,
+    )  # fmt: skip
+    model, generator = DecoderModel(config, torch.float32, "cpu"), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                scale = 6 if name.startswith("lm_head") else 1
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
+    model = model.to(torch.bfloat16).eval()
+    model.pack()
+    return model
+
+
+@pytest.fixture(scope="module")
+def case(harness, one_thread):
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    if not can_pack(torch.empty(0, dtype=torch.bfloat16)) or not KERNELS.raw.has_product:
+        pytest.skip("this CPU has no kernel for few rows")
+    model = packed_model()
+    if model.layers[0].native is None:
+        pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
+    prompts = harness.prompts_for(6)
+    params = [harness.greedy(24) for _ in prompts]
+    expected = harness.plain_answers(model, prompts, params, attn=native)
+    return model, prompts, params, expected
+
+
+def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
+    model, prompts, greedy, _ = case
+    rig = harness.Rig(model, shapes=(shape,), drafter=drafter, attn=native, **kw)
+    stages = rig.executor.graphs
+    assert isinstance(stages, RecordedStages)
+    if unrecorded:
+        stages.key = lambda shape, size: None
+    for i, (prompt, param) in enumerate(zip(prompts, params or greedy, strict=True)):
+        rig.submit(str(i), prompt, param)
+    return rig.run().tokens, stages
+
+
+@pytest.mark.parametrize(("drafter", "shape"), [(None, PLAIN), ("ngram", TREE)], ids=["none", "ngram"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_text_is_the_same(harness, case, drafter, shape, rows, lag):
+    found, stages = answers(harness, case, drafter, shape, rows=rows, lag=lag)
+    assert found == case[3].tokens
+    assert stages.replays > 20 and not stages.refused
+    plain, stages = answers(harness, case, drafter, shape, unrecorded=True, rows=rows, lag=lag)
+    assert plain == found and not stages.replays
+
+
+HEADS = {"EAGLE3": (1, 2), "EAGLE3, a layer twice": (1, 2, 1), "EAGLE3, from the norm": (1, 2), "EAGLE": ()}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "mixed"])
+def test_heads_draft_the_same(harness, case, kind, seeded):
+    """Text cannot tell: wrong drafts are only accepted less often."""
+    model, prompts, params, _ = case
+    if seeded:  # a row that draws makes a step one that is not recorded
+        params = [harness.seeded(24, seed=i) if i % 3 == 0 else param for i, param in enumerate(params)]
+    expected = harness.plain_answers(model, prompts, params, attn=native)
+    lengths, shape = [], TreeShape(3, 2, 4)
+    for unrecorded in (False, True):
+        if kind == "EAGLE":
+            head = new_eagle_head(model, 192, seed=3)
+        else:
+            head = new_eagle3_head(model, None, HEADS[kind], 192, 3)
+            head.fusion.from_normed = "norm" in kind
+        head = head.to(torch.bfloat16).eval().requires_grad_(False)
+        head.pack()
+        drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, torch.device("cpu"))
+        rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
+        stages = rig.executor.graphs
+        if unrecorded:
+            stages.key = lambda shape, size: None
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            rig.submit(str(i), prompt, param)
+        assert rig.run().tokens == expected.tokens
+        lengths.append(rig.accept_length)
+        if "norm" in kind:  # its residual stream is copied by torch
+            assert stages.refused or unrecorded
+        elif not unrecorded:
+            assert not stages.refused and stages.replays > 20
+    assert lengths[0] == lengths[1] > 1
+
+
+def test_scratch_grows_in_few_steps(harness, case):
+    """What recordings go on using is kept, so it must not be much."""
+    rig = harness.Rig(case[0], shapes=(PLAIN,), attn=native)
+    attention = rig.executor.attn
+    for size in range(1, 3000):
+        attention.scratch(size)
+    kept = sum(one.numel() for one in attention._outgrown)
+    assert kept < attention.scratch(1).numel() < 6000
+
+
+def test_rows_with_a_temperature_are_not_recorded(harness, case):
+    params = [harness.seeded(12, seed=i) for i in range(6)]
+    found, stages = answers(harness, case, None, PLAIN, params=params)
+    assert not len(stages) and found == answers(harness, case, None, PLAIN, unrecorded=True, params=params)[0]
+
+
+def test_steps_of_other_kernels_are_refused(harness, case):
+    """In float32 torch multiplies itself."""
+    model = harness.tiny_model()
+    model.pack()
+    _, prompts, params, _ = case
+    expected = harness.plain_answers(model, prompts, params, attn=native)
+    found, stages = answers(harness, (model, prompts, params, expected), None, PLAIN)
+    assert found == expected.tokens and stages.refused and not stages.replays
+
+
+def test_more_rows_than_few_are_not_recorded():
+    stages = RecordedStages(pick_device("cpu"), 9)
+    assert stages.key(TreeShape(2, 2, 5), 1) == Key(TreeShape(2, 2, 5), 1)
+    assert stages.key(TreeShape(2, 2, 5), 2) is None and stages.key(PLAIN, FEW_ROWS + 1) is None

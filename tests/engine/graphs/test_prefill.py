@@ -1,0 +1,102 @@
+"""Prompts from graphs: the same text and states as without them, padding that leaves no trace.
+
+On a CPU `record_by_calling` stands in for CUDA's graphs, and attention runs in Triton's interpreter.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from draftwing.core import Chunk
+from draftwing.engine.graphs import prefill as prefill_graphs
+from draftwing.ops.attention import Batch, spans_of
+
+paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
+
+
+def rig_of(harness, model, monkeypatch, sizes, exact=True, **kw):
+    if harness.device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels run where the GPU is")
+    monkeypatch.setattr(prefill_graphs, "SIZES", sizes)  # the interpreter is slow
+    attn = partial(paged.PagedAttention, exact=exact)
+    return harness.Rig(model, attn=attn, graph_size=1, device=harness.device, **kw)
+
+
+def watch(prefills):
+    """(from graphs, without), counted from now on."""
+    counts, run = [0, 0], prefills.run
+
+    def spy(chunks):
+        found = run(chunks)
+        counts[found is None] += 1
+        return found
+
+    prefills.run = spy
+    return counts
+
+
+@pytest.fixture(scope="module")
+def model(harness):
+    return harness.tiny_model()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_text_is_the_same(harness, model, monkeypatch, exact):
+    prompts = harness.prompts_for(7)
+    params = [harness.greedy(4) for _ in prompts]
+    expected = harness.plain_answers(model, prompts, params)
+    # Prompts come in parts, and several at once.
+    rig = rig_of(harness, model, monkeypatch, (16, 24), exact, chunk=24, lag=1)
+    counts = watch(rig.executor.prefills)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+    assert counts[0] > 3 and counts[1] == 0
+
+
+@torch.inference_mode()
+def test_states_are_those_of_a_forward(harness, model, monkeypatch):
+    """Of chunks that begin anywhere, of fewer queries than the graph has and of as many."""
+    rig = rig_of(harness, model, monkeypatch, (16, 48))
+    slots, executor = rig.slots, rig.executor
+    generator = torch.Generator().manual_seed(3)
+    slots.tokens[:-1] = torch.randint(0, harness.VOCAB, slots.tokens[:-1].shape, generator=generator)
+    table = torch.arange(1, 3 * slots.length + 1).view(3, -1)  # no two entries share a slot
+    slots.table[:3] = table[:, torch.randperm(slots.length, generator=generator)]
+    plans = [
+        [Chunk(0, 0, 30, True), Chunk(2, 0, 18, True)],
+        [Chunk(1, 0, 40, True)],
+        [Chunk(2, 18, 7, False), Chunk(0, 30, 2, True), Chunk(1, 40, 4, True)],
+    ]
+    for chunks in plans:
+        batch = batch_of(slots, chunks)
+        expected = executor._target(batch)[0].clone()
+        for kv in rig.pool.kv:
+            kv[batch.write_slots] = torch.nan
+        found, taps = executor.prefills.run(chunks)
+        assert taps is None and torch.equal(found, expected)
+        assert all(kv[batch.write_slots].isfinite().all() for kv in rig.pool.kv), "they are written again"
+    assert all(kv[0].isfinite().all() for kv in rig.pool.kv), "what the dummy row writes"
+
+
+@torch.inference_mode()
+def test_what_no_graph_is_for(harness, model, monkeypatch):
+    monkeypatch.setattr(prefill_graphs, "MOST_CHUNKS", 4)
+    rig = rig_of(harness, model, monkeypatch, (16, 1 << 20))
+    prefills = rig.executor.prefills
+    assert prefills.sizes == [16] and rig.executor.captured == len(rig.executor.graphs) + 1
+    assert prefills.run([Chunk(0, 0, 17, True)]) is None
+    assert prefills.run([Chunk(row, 0, 1, True) for row in range(4)]) is None
+    assert prefills.run([Chunk(row, 0, 1, True) for row in range(3)]) is not None
+
+
+def batch_of(slots, chunks):
+    rows = torch.tensor([chunk.row for chunk in chunks], device=slots.table.device)
+    token_rows = torch.cat([torch.full((chunk.length,), chunk.row) for chunk in chunks]).to(rows)
+    positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks]).to(rows)
+    at = token_rows, positions
+    return Batch(
+        rows, slots.tokens[at], positions, slots.table[at], slots.table, slots.kv_len[rows], chunks=spans_of(chunks)
+    )

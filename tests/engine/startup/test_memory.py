@@ -1,0 +1,110 @@
+"""The KV pool's size: what steps take is measured by running them, and a refusal names the number to change."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftwing.config.options import Options
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.device import pick_device
+from draftwing.engine.startup import memory as sizing
+from draftwing.errors import ConfigError
+from draftwing.kv.pool import LayerSpec
+from draftwing.spec.ngram.drafter import NGramDrafter
+
+GB = 10**9
+TREE = TreeShape(5, 3, 8)
+
+
+@pytest.fixture
+def rig(harness):
+    if harness.device != "cpu":
+        pytest.skip("with a memory that the test makes up")
+    drafter = NGramDrafter(capacity=4096, rows=7, device=torch.device("cpu"))
+    layers = [LayerSpec(2, 16)] * 2
+    return sizing.Rig(harness.tiny_model(), drafter, layers, (TREE, PLAIN), torch.float32, pick_device("cpu"))
+
+
+def options(**kw):
+    return Options(model="x", max_running_requests=6, chunked_prefill_size=20, **kw).resolve()
+
+
+def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
+    ran = []
+
+    def peak(executor, plan):
+        result, _ = executor.settle(executor.launch(plan)).wait(0.0)
+        ran.append((plan.kind, plan.shape, len(plan.rows), sum(chunk.length for chunk in plan.chunks)))
+        assert (result.count >= 1).all() and executor.slots.tokens.max() < 48
+        return [5 * GB, 7 * GB, 2 * GB, 3 * GB][len(ran) - 1]
+
+    monkeypatch.setattr(sizing, "peak", peak)
+    step, graphs = sizing.trial(options(), rig, graph_size=4)
+    prompt = ("prefill", PLAIN, 1, 20)
+    assert ran == [prompt, ("tree", TREE, 6, 0), ("tree", TREE, 4, 0), prompt]
+    assert step == 7 * GB and 3 * GB < graphs < 3.2 * GB
+    assert not rig.drafter.memory.log.any() and not rig.drafter.match.any(), "nothing of the trial is remembered"
+    ran.clear()
+    assert sizing.trial(options(), rig, graph_size=0)[1] == 0 and len(ran) == 2
+    ran.clear()
+    sizing.trial(options(context_length=8), rig, graph_size=0)
+    assert ran[0] == ("prefill", PLAIN, 3, 20), "a step shares its tokens among prompts"
+    ran.clear()
+    sizing.trial(options(context_length=2), rig, graph_size=0)
+    assert ran[0] == ("prefill", PLAIN, 6, 12), "as many prompts as may run at once"
+
+
+@pytest.fixture
+def on_cuda(rig, monkeypatch):
+    """A device of 80 GB with 60 free, on which a step takes 4 GB and graphs 1 GB; tables take 0.112 GB and as much as
+    `request_bytes` says."""
+    monkeypatch.setattr(sizing, "trial", lambda options, rig, size: (4 * GB, 1 * GB))
+    monkeypatch.setattr(sizing, "request_bytes", lambda rows, vocab, length: [2 * GB, 0][length < 10**6])
+    device = SimpleNamespace(is_cuda=True, trim=lambda: None, free_memory=lambda: 60 * GB, total_memory=lambda: 80 * GB)
+    return rig._replace(device=device)
+
+
+def test_the_pool_gets_what_steps_and_graphs_leave(on_cuda):
+    slot = 2 * 2 * 2 * 16 * 4
+    left = 60 * GB - 5 * GB - 2 * 8 * 7 * 10**6 - 2 * GB - 1.6 * GB
+    assert sizing.size_pool(options(), on_cuda, 10**6, 8) == int(left) // slot
+    assert sizing.size_pool(options(max_total_tokens=77), on_cuda, 10**6, 8) == 77
+    assert sizing.size_pool(options(mem_fraction_static=0.5), on_cuda, 10**6, 8) == 20 * GB // slot
+
+
+def test_refusals_name_the_number_to_change(on_cuda):
+    with pytest.raises(ConfigError, match=r"0\.95 leaves 4\.00 GB; lower it to 0\.94 or less.*--chunked-prefill-size"):
+        sizing.size_pool(options(mem_fraction_static=0.95), on_cuda, 10**3, 8)
+    with pytest.raises(
+        ConfigError, match=r"--mem-fraction-static 0\.2 of 80\.00 GB leaves nothing.*20\.00 GB are taken"
+    ):
+        sizing.size_pool(options(mem_fraction_static=0.2), on_cuda, 10**3, 8)
+    on_cuda.device.free_memory = lambda: 3 * GB
+    with pytest.raises(
+        ConfigError, match=r"3\.00 GB are free.* 4\.00 GB, CUDA graphs 1\.00 GB.*lower --chunked-prefill"
+    ):
+        sizing.size_pool(options(), on_cuda, 10**3, 8)
+
+
+def test_a_step_that_does_not_fit(rig, monkeypatch):
+    def peak(executor, plan):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(sizing, "peak", peak)
+    with pytest.raises(
+        ConfigError, match=r"20 prompt tokens, or of 6 requests with 8 nodes.*lower --chunked-prefill-size"
+    ):
+        sizing.trial(options(), rig, 0)
+
+
+def test_tables_for_wishes_are_counted_at_their_largest():
+    """The columns of `EditTable` and `PredictedOutput`, named here once more."""
+    rows, vocab, length = 5, 1000, 5000
+    biases, words, before = 1024 * (8 + 4), 128 * 8, 128 * 15 * 8
+    row = 3 * 4 + 8 + biases + words + before + 32 * 4 + 2 * 8 * length + 4 * 8
+    assert sizing.request_bytes(rows, vocab, length) == rows * row + 256 * 8
+
+
+def test_rows_of_the_slot_table_have_lengths_that_kernels_are_compiled_for():
+    assert [sizing.row_length(n) for n in (1, 16, 17, 4129)] == [16, 16, 32, 4144]

@@ -1,0 +1,116 @@
+"""Kernels that are compiled while weights load: those that an engine launches, and no harm where it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftwing.config.options import Options
+from draftwing.engine.startup import precompile
+
+pytest.importorskip("triton")
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 48,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+CHILD = """
+import json, os, pickle, sys
+from draftwing.engine.startup.precompile import collect, compile_launch
+launches = collect(pickle.load(sys.stdin.buffer))
+smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
+compile_launch(smallest)
+print(json.dumps([[launch.module, launch.name] for launch in launches]))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = Options(
+        model=str(tmp_path), load_format="dummy", speculative_algorithm="NGRAM", cuda_graph_max_bs=2,
+        speculative_num_draft_tokens=4, max_running_requests=2, chunked_prefill_size=64,
+    ).resolve()  # fmt: skip
+    return precompile.Job(options.for_device("cuda", 80 << 30), tmp_path, None, None, torch.bfloat16, (9, 0))
+
+
+def test_what_an_engine_launches(job: precompile.Job, tmp_path: Path) -> None:
+    import pickle
+
+    hidden = ("TRITON_INTERPRET",)
+    env = {name: value for name, value in os.environ.items() if name not in hidden} | {"DRAFTWING_NATIVE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=pickle.dumps(job), env=env, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout.decode().splitlines()[-1])
+    names = {name for _, name in found}
+    # Of every stage, of prompts, and of filters; norm and rope as the model has them.
+    wanted = "rms_norm rope prefill tree silu_mul pick limit settle outlook build"
+    assert {f"_{name}_kernel" for name in wanted.split()} <= names
+    assert list((tmp_path / "cache").glob("*/_silu_mul_kernel.cubin"))
+    assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
+
+
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """In place of Python."""
+    file = tmp_path / "python"
+    file.write_text(f"#!/bin/sh\ncat > /dev/null\n{script}\n")
+    file.chmod(0o755)
+    monkeypatch.setattr(precompile.sys, "executable", str(file))
+
+
+def test_it_runs_once(job: precompile.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, f"echo >> {tmp_path}/runs")
+    for _ in range(2):
+        ahead = precompile.precompile(job)
+        assert ahead is not None
+        ahead.wait()
+    assert (tmp_path / "runs").read_text() == "\n"
+    elsewhere = job._replace(options=dataclasses.replace(job.options, port=31234))  # which no kernel depends on
+    precompile.Precompilation(elsewhere).wait()
+    assert (tmp_path / "runs").read_text() == "\n"
+    other = job._replace(capability=(8, 0))
+    precompile.Precompilation(other).wait()
+    assert (tmp_path / "runs").read_text() == "\n\n"
+
+
+def test_it_can_be_stopped_and_a_large_job_does_not_wait_for_its_reader(
+    job: precompile.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, "sleep 20")
+    ahead = precompile.Precompilation(job._replace(token_ids=torch.arange(100_000)))  # more than a pipe holds
+    assert ahead._process is not None and ahead._process.poll() is None
+    ahead.stop()
+    assert ahead._process.returncode == -9
+    ahead.stop()  # once more is harmless
+
+
+@pytest.mark.parametrize(
+    "script, why",
+    [("echo it broke >&2; exit 3", "the start slower: it broke"), ("sleep 20", "not compiled within 0 s")],
+)
+def test_what_fails_is_only_logged(
+    script: str, why: str, job: precompile.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    stand_in(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(precompile, "PATIENCE", 0.3)
+    ahead = precompile.precompile(job)
+    assert ahead is not None
+    if "broke" in script:
+        assert ahead._process is not None
+        ahead._process.wait()
+    ahead.wait()
+    assert why in caplog.text
+    monkeypatch.setattr(precompile.sys, "executable", str(tmp_path / "missing"))
+    assert precompile.precompile(job) is None

@@ -1,0 +1,281 @@
+"""Totals of the reporter, against hand counts and against what the requests themselves say."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, StepResult, TreeShape
+from draftwing.engine.stats import Reporter, StepTimes
+
+CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(2, 2, 5)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scheduler(*running, shape=CHAIN):
+    """As much of one as a reporter sees; running: admission numbers."""
+    return SimpleNamespace(
+        running=[SimpleNamespace(admission=number, prediction=()) for number in running],
+        waiting=[],
+        config=SimpleNamespace(slots=100),
+        pool=SimpleNamespace(available=40),
+        radix=SimpleNamespace(evictable=35),
+        policy=SimpleNamespace(menu=(shape, PLAIN)),
+        retractions=2,
+        stale_results=1,
+    )
+
+
+def plan(shape, *admission, kind="tree", admits=(), chunks=()):
+    numbers = np.asarray(admission, np.int64)
+    return Plan(0, kind, numbers, numbers, shape, 9, tuple(admits), (), tuple(chunks))
+
+
+def result(count, proposed, seconds=0.0, depth=3, levels=None):
+    """levels [B][D]: how many nodes each depth has, as in a chain where that is left out."""
+    rows = len(count)
+    if levels is None:
+        levels = [[int(d < number) for d in range(depth)] for number in proposed]
+    nodes = [[d + 1 for d, number in enumerate(row) for _ in range(number)] for row in levels]
+    assert [len(row) for row in nodes] == list(proposed)
+    width = 1 + max(proposed)
+    return StepResult(
+        tokens=np.zeros((rows, depth + 1), np.int64),
+        count=np.asarray(count, np.int64),
+        order=np.zeros((rows, 1), np.int64),
+        depth=np.asarray([[0] + row + [0] * (width - 1 - len(row)) for row in nodes], np.int64),
+        hint=np.zeros(rows, np.int64),
+        seconds=seconds,
+    )
+
+
+def test_a_chain_by_depth():
+    reporter = Reporter(scheduler(0, 1, 2), drafter="NGRAM")
+    before = reporter.stats()["drafters"]["NGRAM"]
+    assert before == {"drafts": 0, "proposed": 0, "accepted": 0, "proposed_at": [0, 0, 0], "accepted_at": [0, 0, 0]}
+    reporter.watch(plan(CHAIN, 0, 1, 2), result(count=[4, 1, 1], proposed=[3, 2, 0]))
+    reporter.watch(plan(CHAIN, 0), result(count=[2], proposed=[3]))
+    reporter.watch(plan(PLAIN, 0, 1), result(count=[1, 1], proposed=[0, 0], depth=0))
+    stats = reporter.stats()
+    assert stats["drafters"]["NGRAM"] == {
+        "drafts": 3,
+        "proposed": 8,
+        "accepted": 4,
+        "proposed_at": [3, 3, 2],
+        "accepted_at": [2, 1, 1],
+    }
+    assert (reporter.total_rows, reporter.total_tokens) == (6, 10) and reporter.accept_length == 10 / 6
+    assert stats["steps"] == {"prefill": 0, "plain": 1, "speculative": 2}
+    assert (stats["retractions"], stats["stale_rows"]) == (2, 1)
+
+
+def test_a_tree_by_depth():
+    reporter = Reporter(scheduler(0, 1, 2, shape=TREE), drafter="EAGLE")
+    levels = [[2, 2], [2, 1], [0, 0]]
+    reporter.watch(plan(TREE, 0, 1, 2), result(count=[3, 1, 1], proposed=[4, 3, 0], depth=2, levels=levels))
+    counts = reporter.drafters["EAGLE"]
+    assert (counts.drafts, counts.proposed, counts.accepted) == (2, 7, 2)
+    assert (counts.proposed_at, counts.accepted_at) == ([4, 3], [1, 1])
+
+
+def test_drafters_are_told_apart():
+    sched = scheduler(0, 1, 2)
+    sched.running[1].prediction = (5, 6)
+    reporter = Reporter(sched, drafter="NGRAM")
+    reporter.watch(plan(CHAIN, 0, 1, 2), result(count=[2, 4, 1], proposed=[3, 3, 1]))
+    ngram, prediction = reporter.drafters["NGRAM"], reporter.drafters["NGRAM+prediction"]
+    assert (ngram.drafts, ngram.proposed, ngram.accepted, ngram.accepted_at) == (2, 4, 1, [1, 0, 0])
+    assert (prediction.drafts, prediction.proposed, prediction.accepted_at) == (1, 3, [1, 1, 1])
+    alone = Reporter(sched)
+    assert not alone.drafters, "nobody drafts for everybody"
+    alone.watch(plan(CHAIN, 1), result(count=[4], proposed=[3]))
+    assert list(alone.drafters) == ["prediction"]
+
+
+def test_rows_of_requests_that_have_ended_do_not_count():
+    reporter = Reporter(scheduler(1), drafter="NGRAM")
+    reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3]))
+    reporter.watch(plan(CHAIN, 0), result(count=[4], proposed=[3]))
+    assert (reporter.total_rows, reporter.total_tokens, reporter.drafters["NGRAM"].proposed) == (1, 2, 3)
+
+
+def test_the_time_between_steps_is_the_hosts():
+    clock = Clock()
+    reporter = Reporter(scheduler(0), clock=clock)
+
+    def step(at, seconds, shape=CHAIN):
+        clock.now = at
+        reporter.watch(plan(shape, 0), result(count=[1], proposed=[0], seconds=seconds, depth=shape.depth))
+
+    step(100.0, 0.5)  # nobody knows what was before
+    step(101.0, 0.75)  # a quarter of a second was the host's
+    step(101.5, 0.5)  # launched while the step before still ran
+    step(101.6, 0.2)  # as measured, longer than possible: not less than nothing
+    reporter.pause()
+    step(200.0, 0.5, PLAIN)
+    stats = reporter.stats()
+    assert stats["host_seconds"] == pytest.approx(0.25)
+    assert stats["step_seconds"] == pytest.approx({"prefill": 0.0, "plain": 0.5, "speculative": 1.95})
+
+
+def test_the_estimated_speedup():
+    """Three tokens a step, which takes 1.5 times as long as a plain one: twice as fast."""
+    reporter = Reporter(scheduler(0, 1), interval=4)
+    for _ in range(4):
+        reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.03))
+    assert reporter.speedup is None and reporter.stats()["speedup"] is None, "no plain step has been seen"
+    reporter.plain_step(2, 0.02)
+    for _ in range(4):
+        reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.03))
+    assert reporter.speedup == pytest.approx(2.0)
+    stats = reporter.stats()
+    assert (stats["plain_seconds"], stats["timed_seconds"]) == pytest.approx((4 * 3 * 0.02, 4 * 0.03))
+    reporter.plain_step(2, 10.0)  # held up by something: counts as three times the average at most
+    for _ in range(4):
+        reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.03))
+    assert reporter.speedup == pytest.approx(3 * 0.04 / 0.03)
+    for _ in range(4):  # of a batch size that was never timed
+        reporter.watch(plan(CHAIN, 0), result(count=[4], proposed=[3], seconds=0.03))
+    assert reporter.speedup is None
+
+
+def test_plain_steps_are_timed_in_passing():
+    reporter = Reporter(scheduler(0, 1), interval=1)
+    for seconds, expected in ((5.0, None), (0.02, 1.0), (0.04, 0.75)):  # the first one is left out
+        reporter.watch(plan(PLAIN, 0, 1), result(count=[1, 1], proposed=[0, 0], seconds=seconds, depth=0))
+        assert reporter.speedup == (expected and pytest.approx(expected))
+    for _ in range(100):
+        reporter.plain_step(3, 0.05)
+    reporter.watch(plan(CHAIN, 0, 1), result(count=[1, 1], proposed=[3, 3], seconds=0.1))
+    assert reporter.speedup == pytest.approx(0.5, rel=1e-3), "batches of 2 and 3 are of a size"
+
+
+def test_the_last_interval(caplog):
+    sched = scheduler(0, 1)
+    reporter = Reporter(sched, interval=2)
+    with caplog.at_level(logging.INFO, "draftwing"):
+        for _ in range(3):
+            reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.05))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "#token 25, token usage 0.25, accept len 3.00, accept rate 0.67, gen throughput 120.0 token/s" in line
+    last = reporter.stats()["last"]
+    assert last["accept_length"] == 3.0 and last["accept_rate"] == pytest.approx(2 / 3)
+    assert last["gen_throughput"] == pytest.approx(120.0)
+    sched.running = []
+    assert reporter.stats()["last"]["gen_throughput"] == 0.0
+
+
+def test_prompts_and_the_prefix_cache():
+    def admit(row, tokens, cached, prompt_len):
+        empty = np.empty(0, np.int64)
+        slots = np.arange(cached)
+        return Admission(row, [1] * tokens, slots if cached else empty, 0, SamplingParams(), prompt_len, (), 0)
+
+    reporter = Reporter(scheduler(0, 1, 2))
+    admits = [admit(0, 10, 0, 10), admit(1, 12, 8, 12)]
+    chunks = [Chunk(0, 0, 10, True), Chunk(1, 8, 4, True)]
+    reporter.watch(plan(PLAIN, 0, 1, kind="prefill", admits=admits, chunks=chunks), result([1, 1], [0, 0], depth=0))
+    stats = reporter.stats()
+    assert (stats["queried_tokens"], stats["hit_tokens"], stats["prefilled_tokens"]) == (22, 8, 14)
+    assert stats["last"]["cache_hit_rate"] == pytest.approx(8 / 22)
+    # Back after a retraction with 5 tokens of its answer: its prompt was looked up before.
+    again = plan(PLAIN, 2, kind="prefill", admits=[admit(2, 15, 14, 10)], chunks=[Chunk(2, 14, 1, True)])
+    reporter.watch(again, result([1], [0], depth=0))
+    stats = reporter.stats()
+    assert (stats["queried_tokens"], stats["hit_tokens"], stats["prefilled_tokens"]) == (22, 8, 15)
+
+
+def test_stages_are_measured_now_and_then():
+    clock, pending = [0.0], []
+    took = {"draft": 0.25, "verify": 1.0, "settle": 0.125}
+
+    def run(stage, *args, keep=False):
+        clock[0] += took[stage]
+        return stage, args, keep
+
+    def between(begin, end):
+        pending.append(begin)
+        return end - begin
+
+    times = StepTimes(3, lambda: clock[0], between)
+    timed = times.timed(run)
+    assert timed("draft", 1) == ("draft", (1,), False) and timed("verify") == ("verify", (), False)
+    assert timed("settle", 2, keep=True) == ("settle", (2,), True)
+    for _ in range(2):
+        for stage in took:
+            timed(stage)
+    assert times.steps == 0 and not pending, "what a device was asked is not known at once"
+    took["verify"] = 2.0
+    for _ in range(4):
+        for stage in took:
+            timed(stage)
+    assert times.steps == 2 and times.seconds == {"draft": 0.5, "verify": 3.0, "settle": 0.25}
+
+
+def test_steps_whose_end_has_not_come_to_pass_wait():
+    marks, arrived = iter(range(100)), [-1]
+    times = StepTimes(1, lambda: next(marks), arrived=lambda mark: mark <= arrived[0])
+    timed = times.timed(lambda stage: None)
+
+    def step() -> None:
+        for stage in ("draft", "verify", "settle"):
+            timed(stage)
+
+    for _ in range(3):
+        step()
+    assert times.steps == 0
+    arrived[0] = 3  # the end of the first
+    step()
+    assert times.steps == 1 and times.seconds == dict.fromkeys(("draft", "verify", "settle"), 1)
+    arrived[0] = 99
+    step()
+    assert times.steps == 4
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_is_settled_in_another_way_is_not_measured(every):
+    clock = iter(range(100))
+    times = StepTimes(every, lambda: next(clock))
+    timed = times.timed(lambda stage: None)
+    for _ in range(4 * every):
+        timed("draft")
+        timed("verify")  # and that is all that is seen of it
+        for stage in ("draft", "verify", "settle"):
+            timed(stage)
+    # Every other step is whole; of these all (every 1) or none (every 2: the first of two) was to be measured.
+    assert times.steps == (3 if every == 1 else 0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_totals_are_those_of_the_requests(harness, lag, shape):
+    """Proposals and verify steps of an engine are the sums over its requests; so are accepted drafts, but for those
+    past the end of an answer."""
+    model, prompts = harness.tiny_model(), harness.prompts_for(5)
+    params = [harness.greedy(20 + 3 * i) for i in range(5)]
+    book = harness.make_book(prompts, harness.plain_answers(model, prompts, params))
+    rig = harness.Rig(model, (shape, PLAIN), drafter="oracle", lag=lag, rows=3, book=book, miss=2)
+    reporter = Reporter(rig.sched, drafter="oracle")
+    rig.loop._watch = reporter.watch
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    metas = [output.meta for output in rig.run().final.values()]
+    counts = reporter.drafters["oracle"]
+    assert len(metas) == 5 and counts.drafts > 0
+    assert reporter.total_rows == sum(meta["spec_verify_ct"] for meta in metas)
+    assert counts.proposed == sum(meta["spec_num_proposed_drafts"] for meta in metas)
+    accepted = sum(meta["spec_num_correct_drafts"] for meta in metas)
+    assert accepted > 20 and accepted <= counts.accepted <= accepted + 5 * shape.depth
+    assert sum(counts.accepted_at) == counts.accepted == reporter.total_tokens - reporter.total_rows
+    assert sum(counts.proposed_at) == counts.proposed
+    assert reporter.queried_tokens == sum(map(len, prompts))
+    assert reporter.prefilled_tokens + reporter.hit_tokens == reporter.queried_tokens

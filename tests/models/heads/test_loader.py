@@ -1,0 +1,319 @@
+"""Which head a folder holds, what of it is read, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.errors import CheckpointError
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.config import resolve_taps
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.heads.eagle3 import Eagle3Head
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.spec.heads import DraftHead
+
+
+@pytest.fixture(scope="module")
+def target(drafts: SimpleNamespace) -> DecoderModel:
+    return drafts.make_target(torch.float32)
+
+
+def load(folder: Path, target: DecoderModel, algorithm: str = "EAGLE3", **options: Any) -> Any:
+    head: DraftHead = load_draft_head(folder, target, algorithm, torch.float32, "cpu", **options)
+    return head
+
+
+def refused(folder: Path, target: DecoderModel, algorithm: str, *expected: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        load(folder, target, algorithm)
+    for part in expected:
+        assert part in str(error.value)
+
+
+# ---- kinds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle", "Eagle3LlamaForCausalLM", "Unheard"]
+)
+def test_kind_is_told_by_the_weights(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, name: str) -> None:
+    one = drafts.write(tmp_path / "one", drafts.eagle_weights(), architectures=[name])
+    three = drafts.write(tmp_path / "three", drafts.eagle3_weights(), architectures=[name])
+    assert isinstance(load(one, target, "EAGLE"), EagleHead)
+    assert isinstance(load(one, target, "NEXTN"), EagleHead)
+    assert isinstance(load(three, target, "EAGLE3"), Eagle3Head)
+    refused(one, target, "EAGLE3", "an EAGLE head", "expected --speculative-algorithm EAGLE,", "found EAGLE3")
+    refused(three, target, "EAGLE", "an EAGLE-3 head", "expected --speculative-algorithm EAGLE3", "found EAGLE")
+
+
+def test_eagle3_without_vocabulary_maps_and_midlayer(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path
+) -> None:
+    weights = drafts.eagle3_weights("layers.0", draft_vocab=None, aux=2)  # fc as wide as that of an EAGLE head
+    config = {"eagle_aux_hidden_state_layer_ids": [1, 4]}
+    assert isinstance(load(drafts.write(tmp_path, weights, **config), target), Eagle3Head)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_model_prefix(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, pickled: bool) -> None:
+    weights = drafts.eagle3_weights()
+    bare = ("lm_head.weight", "d2t", "t2d")
+    prefixed = {name if name in bare else f"model.{name}": tensor for name, tensor in weights.items()}
+    head = load(drafts.write(tmp_path, prefixed, pickled), target)
+    assert torch.equal(head.fc.weight, weights["fc.weight"])
+    assert torch.equal(head.fusion.hidden_norm.weight, weights["midlayer.hidden_norm.weight"])
+
+
+def test_folders_that_hold_no_head(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
+    model = drafts.Weights(0)
+    model.layer("model.layers.0")
+    refused(drafts.write(tmp_path / "model", model), target, "EAGLE", "STANDALONE", "fc.weight")
+    normed = {**drafts.eagle_weights(), "layers.0.input_layernorm.weight": torch.ones(32)}
+    refused(drafts.write(tmp_path / "normed", normed), target, "EAGLE", "no draft head", "fc.weight [32, 64]")
+    parallel = {**drafts.eagle3_weights(), "mask_hidden": torch.ones(32)}
+    refused(drafts.write(tmp_path / "parallel", parallel), target, "EAGLE3", "parallel drafting")
+    other = drafts.write(tmp_path / "dflash", drafts.eagle3_weights("layers.0"), speculators_model_type="dflash")
+    refused(other, target, "EAGLE3", "expected 'eagle3', found 'dflash'")
+    refused(tmp_path / "nothing", target, "EAGLE", "found none at")
+
+
+# ---- sizes and tensors -----------------------------------------------------------------------------------------------
+
+
+def test_head_of_another_target(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
+    one = drafts.write(tmp_path / "one", drafts.eagle_weights())
+    three = drafts.write(tmp_path / "three", drafts.eagle3_weights())
+    wider = drafts.make_target(torch.float32, hidden=48)
+    refused(one, wider, "EAGLE", "hidden_size", "expected 48, found 32", str(one))
+    refused(three, wider, "EAGLE3", "hidden_size", "expected 48, found 32")
+    larger = drafts.make_target(torch.float32, vocab=60)
+    refused(one, larger, "EAGLE", "vocab_size: expected 60, found 50")
+    refused(three, larger, "EAGLE3", "vocab_size: expected 60, found 50")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fc.weight",
+        "midlayer.hidden_norm.weight",
+        "midlayer.mlp.up_proj.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "d2t and t2d",
+    ],
+)
+def test_missing_tensors(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, name: str) -> None:
+    weights = drafts.eagle3_weights()
+    for part in name.split(" and "):
+        del weights[part]
+    folder = drafts.write(tmp_path, weights, draft_vocab_size=20)
+    refused(folder, target, "EAGLE3", "missing from the checkpoint: " + name.split(" and ")[0])
+
+
+def test_parts_that_the_config_promises(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
+    weights = drafts.eagle3_weights()
+    refused(drafts.write(tmp_path / "a", weights, fc_norm=True), target, "EAGLE3", "missing", "fc_norm.0.weight")
+    refused(
+        drafts.write(tmp_path / "b", weights, norm_before_fc=True), target, "EAGLE3", "missing", "input_norm.weight"
+    )
+    wide = drafts.eagle3_weights(tap_size=48)
+    folder = drafts.write(tmp_path / "c", wide, target_hidden_size=48)
+    refused(folder, drafts.make_target(torch.float32, hidden=48), "EAGLE3", "missing", "embed_tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("midlayer.self_attn.k_proj.weight", (16, 32), "expected shape [16, 64], found [16, 32]"),
+        ("fc.weight", (32, 95), "multiple of the target's hidden size 32 as columns, found 95"),
+        ("fc.weight", (32, 64), "columns for 2 hidden states"),
+        ("lm_head.weight", (21, 32), "expected shape [20, 32], found [21, 32]"),
+        ("d2t", (19,), "d2t: expected shape [20], found [19]"),
+        ("t2d", (51,), "t2d: expected shape [50], found [51]"),
+    ],
+)
+def test_wrong_shapes(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, name: str, shape: tuple[int, ...], expected: str
+) -> None:
+    weights = drafts.eagle3_weights()
+    weights[name] = torch.zeros(shape, dtype=weights[name].dtype)
+    refused(drafts.write(tmp_path, weights, draft_vocab_size=20), target, "EAGLE3", expected)
+
+
+def test_wrong_shape_of_an_eagle_head(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
+    weights = drafts.eagle_weights()
+    weights["layers.0.mlp.down_proj.weight"] = torch.zeros(32, 41)
+    refused(drafts.write(tmp_path, weights), target, "EAGLE", "layers.0.mlp.down_proj.weight", "[32, 40]", "[32, 41]")
+
+
+def test_vocabulary_maps(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
+    weights, ids = drafts.eagle3_weights(), drafts.kept_ids(20)
+    only_mask = {name: tensor for name, tensor in weights.items() if name != "d2t"}
+    assert torch.equal(load(drafts.write(tmp_path / "mask", only_mask), target).target_ids, ids)
+    only_offsets = {name: tensor for name, tensor in weights.items() if name != "t2d"}
+    assert torch.equal(load(drafts.write(tmp_path / "offsets", only_offsets), target).target_ids, ids)
+    twice = ids.clone()
+    twice[1] = twice[0]
+    for name, wrong in (("outside", ids + 31), ("twice", twice)):
+        folder = drafts.write(tmp_path / name, {**only_offsets, "d2t": wrong - torch.arange(20)})
+        refused(folder, target, "EAGLE3", "d2t: expected offsets to 20 different ids below 50")
+    full = drafts.eagle3_weights(draft_vocab=50) | drafts.vocab_maps(torch.arange(50))
+    assert load(drafts.write(tmp_path / "full", full), target).target_ids is None
+
+
+# ---- aux layers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers", "convention", "taps"),
+    [
+        (None, 32, "auto", (2, 16, 29)),
+        (None, 32, "output", (2, 16, 29)),  # the default is no list of a config
+        ([], 32, "auto", (2, 16, 29)),
+        ([1, 11, 21], 24, "auto", (2, 12, 22)),  # outputs: first id 1
+        ([24, 30, 36], 36, "auto", (24, 30, 36)),  # boundaries: last id is the number of layers
+        ([1, 18, 36], 36, "auto", (1, 18, 36)),  # the last id decides before the first
+        ([2, 18, 33], 36, "auto", (2, 18, 33)),  # boundaries: first id 2
+        ([3, 18, 33], 36, "auto", (4, 19, 34)),
+        ([1, 11, 21], 24, "boundary", (1, 11, 21)),
+        ([2, 18, 33], 36, "output", (3, 19, 34)),
+    ],
+)
+def test_aux_layer_ids(ids: list[int] | None, layers: int, convention: Any, taps: tuple[int, ...]) -> None:
+    assert resolve_taps({"eagle_aux_hidden_state_layer_ids": ids}, 3, layers, convention) == taps
+
+
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+def test_aux_layer_ids_reach_the_target(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    changes = ids if place == "top" else {"eagle_config": {**ids, "use_aux_hidden_state": True}}
+    folder = drafts.write(tmp_path, drafts.eagle3_weights(), **changes)
+    with caplog.at_level(logging.INFO):
+        assert load(folder, target).taps == (2, 4, 7)
+    assert "[1, 3, 6] are taken as layers whose output is meant" in caplog.text
+    assert load(folder, target, aux_layer_ids="boundary").taps == (1, 3, 6)
+
+
+def test_aux_layer_ids_refused() -> None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    for raw, count, convention, expected in (
+        ({key: [1, 2]}, 3, "auto", "columns for 3 hidden states"),
+        ({key: [1, 4, 9]}, 3, "auto", "expected 0 to 7"),
+        ({key: [1, 4, 8]}, 3, "output", "expected 0 to 7"),  # would be the stream after the final norm
+        ({key: [-1, 4, 7]}, 3, "boundary", "expected 0 to 8"),
+        ({key: "1,2,3"}, 3, "auto", "list of integers"),
+        ({"use_aux_hidden_state": False}, 3, "auto", "use_aux_hidden_state"),
+        ({}, 4, "auto", "columns for 4"),
+    ):
+        with pytest.raises(CheckpointError, match=expected):
+            resolve_taps(raw, count, 8, convention)  # type: ignore[arg-type]
+
+
+def test_number_of_aux_states(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
+    folder = drafts.write(tmp_path, drafts.eagle3_weights(), num_aux_hidden_states=4)
+    refused(folder, target, "EAGLE3", "num_aux_hidden_states: expected 3, found 4")
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_shared_tensors_are_the_targets_and_others_are_reported(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"embed_tokens.weight": torch.full((50, 32), 9.0), "lm_head.weight": torch.full((50, 32), 9.0)}
+    weights = {**drafts.eagle_weights(), **extra, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    with caplog.at_level(logging.INFO):
+        head = load(drafts.write(tmp_path, {**weights, "extra.weight": torch.ones(1)}), target, "EAGLE")
+    assert "embed_tokens.weight of the draft model is not read" in caplog.text
+    assert "lm_head.weight of the draft model is not read" in caplog.text
+    assert "not used: extra.weight" in caplog.text and "inv_freq" not in caplog.text
+    x = torch.randn(2, 32)
+    assert torch.equal(head.logits(x), target.logits(x))
+
+
+def test_warnings(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {name: tensor.half() for name, tensor in drafts.eagle_weights().items()}
+    folder = drafts.write(tmp_path, weights, max_position_embeddings=40)
+    head = load(folder, target, "EAGLE")
+    assert "stored in float16 and cast to float32" in caplog.text
+    assert "limit of 40 positions is raised to 64" in caplog.text
+    assert torch.equal(head.fc.weight, weights["fc.weight"].float())
+    caplog.clear()
+    load(folder, target, "EAGLE", context_length=40)
+    assert "positions" not in caplog.text
+    load(drafts.write(tmp_path / "plain", drafts.eagle_weights()), target, "EAGLE")
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1  # the cast of before
+
+
+def test_token_map_is_ignored_by_eagle3(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = drafts.write(tmp_path, drafts.eagle3_weights())
+    head = load(folder, target, token_ids=torch.tensor([1, 2]))
+    assert "token map is ignored" in caplog.text
+    assert head.vocab == 20 and torch.equal(head.target_ids, drafts.kept_ids(20))
+
+
+def test_unsupported_config_keys(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    refused(
+        drafts.write(tmp_path, drafts.eagle_weights(), rope_scaling=scaling), target, "EAGLE", "yarn", "draft model"
+    )
+
+
+# ---- writing back ----------------------------------------------------------------------------------------------------
+
+
+def stored(head: Any) -> dict[str, Tensor]:
+    return dict(head.stored_tensors())
+
+
+@pytest.mark.parametrize("case", ["eagle", "eagle bias", "eagle two layers", "official", "layers.0", "two layers"])
+def test_stored_names_are_the_published_ones(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, case: str
+) -> None:
+    algorithm = "EAGLE" if case.startswith("eagle") else "EAGLE3"
+    if algorithm == "EAGLE":
+        weights = drafts.eagle_weights("bias" in case, 2 if "two" in case else 1, qkv_bias="bias" in case)
+    else:
+        weights = drafts.eagle3_weights("midlayer" if case == "official" else "layers.0")
+    if case == "two layers":
+        weights.layer("layers.1")
+        weights.norm("layers.1.hidden_norm.weight")
+    expected = {name.replace("layers.0", "midlayer") if case == "layers.0" else name: t for name, t in weights.items()}
+    found = stored(load(drafts.write(tmp_path / "a", weights), target, algorithm))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    again = drafts.write(tmp_path / "b", {name: tensor.clone() for name, tensor in found.items()})
+    assert all(torch.equal(tensor, found[name]) for name, tensor in stored(load(again, target, algorithm)).items())
+
+
+@pytest.mark.parametrize("norms", ["input_norm", "fc_norm", "both"])
+def test_stored_norms_and_embedding(drafts: SimpleNamespace, tmp_path: Path, norms: str) -> None:
+    weights = drafts.eagle3_weights(tap_size=48)
+    weights.matrix("embed_tokens.weight", 50, 32)
+    if norms != "fc_norm":
+        weights.norm("input_norm.weight", 144)
+    for i in range(3) if norms != "input_norm" else ():
+        weights.norm(f"fc_norm.{i}.weight", 48)
+    if norms == "both":
+        wide = drafts.make_target(torch.float32, hidden=48)
+        refused(drafts.write(tmp_path, weights, target_hidden_size=48), wide, "EAGLE3", "not supported", "order")
+        return
+    wider = drafts.make_target(torch.float32, hidden=48)
+    found = stored(load(drafts.write(tmp_path, weights, target_hidden_size=48), wider))
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())

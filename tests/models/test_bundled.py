@@ -1,0 +1,254 @@
+"""Heads that come with the package, the trees that heads' configs ask for, and `draftwing bench` that writes and checks
+what a head says of itself; on small heads in a temporary folder. The real ones: test_shipped_heads.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference.learnable import ENGINE, VOCAB, write_target
+
+from draftwing import LLM, ConfigError
+from draftwing.cli.main import main
+from draftwing.config.options import Options
+from draftwing.core import TreeShape
+from draftwing.models.bundled import carried_shape, save_shape, shipped_head
+from draftwing.models.loader import load_model
+from draftwing.train.checkpoint import save_head
+from draftwing.train.heads import new_eagle3_head
+from draftwing.train.settings import Run, Settings
+
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture
+def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """smollm2 has all three, as far as options can tell; EAGLE's has a token map."""
+    for name in ("eagle3", "eagle", "mtp"):
+        (tmp_path / "smollm2" / name).mkdir(parents=True)
+        (tmp_path / "smollm2" / name / "config.json").write_text("{}")
+    (tmp_path / "smollm2/eagle/token_map.json").write_text("[1, 2]")
+    monkeypatch.setattr("draftwing.models.bundled.HEADS", tmp_path)
+    return tmp_path / "smollm2"
+
+
+def drafting(**given: Any) -> tuple[str | None, str | None, str | None]:
+    options = Options.from_kwargs(**given).resolve()
+    assert options.resolve() == options
+    return options.speculative_algorithm, options.speculative_draft_model_path, options.speculative_token_map
+
+
+@pytest.mark.parametrize("given", [{}, {"model": "smollm2"}, {"speculative_algorithm": None}, {"dtype": "float32"}])
+def test_the_default_model_is_drafted_for_by_its_head(heads: Path, given: dict[str, Any]) -> None:
+    assert drafting(**given) == ("EAGLE3", str(heads / "eagle3"), None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"speculative_algorithm": "none"},
+        {"speculative_algorithm": "None"},
+        {"model": "org/name"},
+        {"model": "/cache/SmolLM2-135M-Instruct.Q4_1.gguf"},
+        {"load_format": "dummy"},
+    ],
+)
+def test_nobody_else_is_drafted_for(heads: Path, given: dict[str, Any]) -> None:
+    assert drafting(**given) == ("none", None, None)
+
+
+def test_an_algorithm_alone_takes_the_head_that_comes_with_the_model(heads: Path) -> None:
+    assert drafting(speculative_algorithm="nextn") == ("NEXTN", str(heads / "mtp"), None)
+    dummy = drafting(speculative_algorithm="EAGLE3", load_format="dummy")
+    assert dummy == ("EAGLE3", str(heads / "eagle3"), None)
+    own_map = str(heads / "eagle/token_map.json")
+    assert drafting(speculative_algorithm="EAGLE") == ("EAGLE", str(heads / "eagle"), own_map)
+    given = drafting(speculative_algorithm="EAGLE", speculative_token_map="mine.pt")
+    assert given == ("EAGLE", str(heads / "eagle"), "mine.pt")
+
+
+def test_what_is_given_is_taken(heads: Path) -> None:
+    assert drafting(speculative_algorithm="NGRAM") == ("NGRAM", None, None)
+    for algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"):
+        own = {"speculative_algorithm": algorithm, "speculative_draft_model_path": "mine"}
+        assert drafting(**own) == (algorithm, "mine", None)
+    assert drafting(model="x", speculative_algorithm="EAGLE") == ("EAGLE", None, None)
+    with pytest.raises(ConfigError, match="STANDALONE needs speculative_draft_model_path"):
+        drafting(speculative_algorithm="STANDALONE")
+    with pytest.raises(ConfigError, match="needs a speculative_algorithm"):
+        drafting(speculative_draft_model_path="mine")
+
+
+def test_without_heads_nobody_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.models.bundled.HEADS", tmp_path)
+    (tmp_path / "smollm2/eagle3").mkdir(parents=True)  # one that is being written has no config yet
+    assert shipped_head("smollm2", "EAGLE3") is None and drafting() == ("none", None, None)
+    with pytest.raises(ConfigError, match="EAGLE3 needs speculative_draft_model_path"):
+        drafting(speculative_algorithm="EAGLE3")
+
+
+def test_training_answers_without_a_head(heads: Path, tmp_path: Path) -> None:
+    assert drafting(**Run(tmp_path, Settings(), {}).engine_options()) == ("none", None, None)
+    asked = Run(tmp_path, Settings(), {"speculative_algorithm": "NGRAM"})
+    assert drafting(**asked.engine_options()) == ("NGRAM", None, None)
+
+
+# ---- the tree in a config --------------------------------------------------------------------------------------------
+
+
+def config_with(folder: Path, own: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8} | ({} if own is None else {"draftwing": own})))
+    return folder
+
+
+@pytest.mark.parametrize("own", [None, {}, {"shapes": {}}, {"note": 1}, {"shapes": {"cuda": [5, 4, 16]}}])
+def test_a_config_need_not_ask_for_a_tree(tmp_path: Path, own: Any) -> None:
+    assert carried_shape(config_with(tmp_path, own), "cpu") is None
+    assert carried_shape(tmp_path / "missing", "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "rule"),
+    [
+        ("fast", "draftwing: expected an object, found 'fast'"),
+        (None, "draftwing: expected an object, found None"),
+        ({"shapes": [3, 1, 4]}, r"draftwing.shapes: expected an object, found \[3, 1, 4\]"),
+        ({"shapes": {"gpu": [3, 1, 4]}}, "expected shapes for cpu or cuda, found 'gpu'"),
+        ({"shapes": {"cuda": [3, 1]}}, r"shapes.cuda: expected \[steps, topk, draft tokens\] .* found \[3, 1\]"),
+        ({"shapes": {"cpu": "3,1,4"}}, "found '3,1,4'"),
+        ({"shapes": {"cpu": [3, 1.0, 4]}}, r"found \[3, 1.0, 4\]"),
+        ({"shapes": {"cpu": [3, True, 4]}}, r"found \[3, True, 4\]"),
+        ({"shapes": {"cpu": [0, 1, 1]}}, r"found \[0, 1, 1\]"),
+        ({"shapes": {"cpu": [3, 1, 5]}}, "expected 4 to 4 draft tokens for 3 steps and topk 1, found 5"),
+        ({"shapes": {"cpu": [2, 4, 22]}}, "expected 3 to 21 draft tokens for 2 steps and topk 4, found 22"),
+    ],
+)
+def test_a_tree_that_cannot_be_is_refused(tmp_path: Path, own: Any, rule: str) -> None:
+    config_with(tmp_path, {})
+    (tmp_path / "config.json").write_text(json.dumps({"draftwing": own}))
+    with pytest.raises(ConfigError, match=rule) as info:
+        carried_shape(tmp_path, "cpu")
+    assert str(tmp_path / "config.json") in str(info.value)
+
+
+def test_a_tree_is_written_beside_what_is_there(tmp_path: Path) -> None:
+    config_with(tmp_path, {"note": 1, "shapes": {"cuda": [5, 4, 16]}})
+    save_shape(tmp_path, "cpu", TreeShape(3, 1, 4))
+    expected = {"note": 1, "shapes": {"cuda": [5, 4, 16], "cpu": [3, 1, 4]}}
+    assert json.loads((tmp_path / "config.json").read_text()) == {"hidden_size": 8, "draftwing": expected}
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    assert (carried_shape(tmp_path, "cpu"), carried_shape(tmp_path, "cuda")) == ((3, 1, 4), (5, 4, 16))
+    config_with(tmp_path, [])
+    with pytest.raises(ConfigError, match="expected an object"):
+        save_shape(tmp_path, "cpu", TreeShape(3, 1, 4))
+    config_with(tmp_path, {})
+    with pytest.raises(ConfigError, match="the tree to save"):
+        save_shape(tmp_path, "cpu", TreeShape(0, 1, 1))
+    assert carried_shape(tmp_path, "cpu") is None
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny, a target, and heads/tiny/eagle3, an untrained head that asks for a tree on this device."""
+    folder = tmp_path_factory.mktemp("models")
+    target = load_model(write_target(folder / "tiny"), torch.float32, "cpu")
+    shapes = {"draftwing": {"shapes": {"cpu": [2, 2, 5], "cuda": [2, 2, 5]}}}
+    save_head(new_eagle3_head(target, torch.arange(VOCAB)), folder / "heads/tiny/eagle3", torch.float32, extra=shapes)
+    return folder
+
+
+@pytest.fixture
+def shipped(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if the head came with the package, for the alias tiny."""
+    monkeypatch.chdir(models)
+    monkeypatch.setattr("draftwing.models.bundled.HEADS", models / "heads")
+    monkeypatch.setattr("draftwing.models.bundled.MODELS", ("tiny",))
+    return models / "heads/tiny/eagle3"
+
+
+def test_the_default_head_drafts_in_its_own_tree(shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
+    answers = {}
+    with caplog.at_level(logging.INFO, "draftwing"):
+        for asked in (None, "none"):
+            with LLM("tiny", **ENGINE, speculative_algorithm=asked) as llm:
+                assert llm.engine.info.shape == ((2, 2, 5) if asked is None else (0, 1, 1))
+                answers[asked] = llm.generate([[7, 130, 4], [9, 8]], GREEDY)
+    assert [a.token_ids for a in answers[None]] == [a.token_ids for a in answers["none"]]
+    assert answers[None][0].meta_info["spec_verify_ct"] > 0
+    lines = [record.getMessage() for record in caplog.records if "turns it off" in record.getMessage()]
+    assert lines == [
+        f"EAGLE3 drafts with {shipped}, at most 2 steps, topk 2, 5 draft tokens; --speculative-algorithm none turns it "
+        "off"
+    ]
+
+
+def test_any_head_has_its_own_tree_unless_another_is_given(models: Path) -> None:
+    own = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(models / "heads/tiny/eagle3")}
+    for given, shape in (({}, (2, 2, 5)), ({"speculative_eagle_topk": 1}, (2, 1, 3))):
+        with LLM(str(models / "tiny"), **ENGINE, **own, **given) as llm:
+            assert llm.engine.info.shape == shape
+
+
+def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (shipped / "config.json").read_text()
+    argv = ["bench", "--sweep", "--save-shape", "--model", "tiny", "--device", "cpu", "--max-total-tokens", "2048",
+            "--concurrency", "1,2", "--steps", "1,3", "--topk", "1", "--draft-tokens", "2,4", "--num-prompts", "2",
+            "--max-tokens", "4"]  # fmt: skip
+    try:
+        assert main(argv) == 0
+        *lines, best, _, saved = capsys.readouterr().out.splitlines()
+        records = [json.loads(line) for line in lines]
+        assert [r["speculative_algorithm"] for r in records] == ["none"] * 2 + ["EAGLE3"] * 4
+        rates = {(r["steps"], r["topk"], r["num_draft_tokens"]): 1.0 for r in records[2:]}
+        for r in records[2:]:
+            rates[r["steps"], r["topk"], r["num_draft_tokens"]] *= r["throughput"]
+        asked = carried_shape(shipped, "cpu")
+        assert rates.keys() == {(1, 1, 2), (3, 1, 4)} and asked == max(rates, key=rates.__getitem__)
+        assert saved == f"{shipped / 'config.json'} asks for {list(asked)} on cpu from now on"
+        # what comes with the model need not be typed
+        assert best.startswith("best for 1 requests at once: --speculative-algorithm ") and str(shipped) not in best
+    finally:
+        (shipped / "config.json").write_text(before)
+
+
+# ---- the card --------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_is_held_to_its_report(
+    shipped: Path, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from draftwing.train.evaluate import Trial, evaluate
+
+    prompts, options = ["abc", "de", "fgh"], {"model": "tiny", "device": "cpu", "max_total_tokens": 2048}
+    head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(shipped)}
+    trial = Trial([TreeShape(3, 1, 4)], (0.0, 1.0), 8, 2)
+    report = shipped.parent / "eval.json"
+    evaluate(options | head, {"asked": prompts[:2]}, trial, report)
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps(text) + "\n" for text in prompts))  # the first two of them were measured
+    argv = ["bench", "--check-card", str(shipped), "--prompts", str(file), "--model", "tiny", "--device", "cpu",
+            "--max-total-tokens", "2048"]  # fmt: skip
+    assert main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("within 3%")
+    content = json.loads(report.read_text())
+    content["records"][0]["accept_length"] *= 1.05
+    report.write_text(json.dumps(content))
+    assert main(argv) == 2 and "more than 3% away" in capsys.readouterr().err
+    file.write_text('"other"\n"prompts"\n')
+    assert main(argv) == 2 and "holds none of the sets asked" in capsys.readouterr().err
+    assert main(["bench", "--check-card", str(shipped), "--model", "tiny"]) == 2
+    assert "needs --prompts" in capsys.readouterr().err
+    report.write_text("{}")
+    assert main(argv) == 2 and "expected a report" in capsys.readouterr().err
+    assert main([*argv, "--url", "http://127.0.0.1:1"]) == 2
+    assert "--check-card starts engines of its own; it does not go with --url" in capsys.readouterr().err
+    report.unlink()
+    assert main(argv) == 2 and "has no eval.json" in capsys.readouterr().err

@@ -1,0 +1,200 @@
+// Runs the kernels of gemm.cu on the CPU: a thread of a cluster is a fiber, and what is PTX there is a function here.
+// SOURCE, given on the command line, is what skinny.py compiles from where its PTX ends.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <utility>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+#define SHARES 8
+#define CHUNK 64
+#define STEP (SHARES * CHUNK)
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __expf expf
+using std::min;
+
+struct uint4 { u32 x, y, z, w; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct Index { int x, y; };
+struct Copy { u16* to; const u16* from; };
+struct Lane { u32 a[4], b[2]; float* d; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done = false;
+    std::deque<std::vector<Copy>> groups;
+    std::vector<Copy> open;
+};
+
+static const float GUARD = 12345.f;  // behind a block's shared memory
+static Index blockIdx, threadIdx;
+static std::vector<Fiber> fibers;  // of the blocks of a cluster, one block after the other
+static std::vector<std::vector<float>> memory;  // shared memory by block of the cluster
+static std::vector<Lane> lanes;
+static std::vector<int> warp_arrived, block_arrived;  // at barriers, in all
+static int cluster_arrived, threads, first_block, me;
+static long steps;  // barriers that somebody has come to
+static ucontext_t scheduler;
+static bool early;  // copies happen as early as they can; else as late
+
+static void enter(int fiber) {
+    me = fiber;
+    threadIdx.x = fiber % threads;
+    blockIdx.x = first_block + fiber / threads;
+}
+
+static float* shared_memory() { return memory[me / threads].data(); }
+
+static float to_float(u16 bits) {
+    const u32 wide = (u32)bits << 16;
+    float f;
+    memcpy(&f, &wide, 4);
+    return f;
+}
+
+static u16 from_float(float f) {
+    u32 bits;
+    memcpy(&bits, &f, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static uint4 read16(const u16* p) {
+    uint4 v;
+    memcpy(&v, p, 16);
+    return v;
+}
+static uint4 load_weight(const u16* p) { return read16(p); }
+static uint4 load_x(const u16* p) { return read16(p); }
+static uint4 load_shared(const u16* p) { return read16(p); }
+static float load_value(const u16* p) { return to_float(*p); }
+static float load_from_rank(const float* p, int rank) { return memory[rank][p - shared_memory()]; }
+static void launch_dependents() {}
+static void wait_for_earlier_kernels() {}
+
+static void finish(const Copy& copy) {
+    if (copy.from) memcpy(copy.to, copy.from, 16);
+    else memset(copy.to, 0, 16);
+}
+static void copy_async(u16* to, const u16* from, bool there = true) {
+    const Copy copy = {to, there ? from : nullptr};
+    if (early) finish(copy);
+    else fibers[me].open.push_back(copy);
+}
+static void end_copies() {
+    fibers[me].groups.push_back(std::move(fibers[me].open));
+    fibers[me].open.clear();
+}
+template <int LEFT>
+static void wait_for_copies() {
+    for (auto& groups = fibers[me].groups; groups.size() > LEFT; groups.pop_front())
+        for (const Copy& copy : groups.front()) finish(copy);
+}
+
+// Waits until all of `count` fibers have come here.
+static void meet(int& arrived, int count) {
+    const int fiber = me, all = (arrived / count + 1) * count;
+    ++arrived, ++steps;
+    while (arrived < all) {
+        swapcontext(&fibers[fiber].context, &scheduler);
+        enter(fiber);
+    }
+}
+static void __syncthreads() { meet(block_arrived[me / threads], threads); }
+static void sync_cluster() { meet(cluster_arrived, fibers.size()); }
+
+// The sum is made in the order of k, so that a product that is given its k in another order gives other bits.
+static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const int first = me / 32 * 32, g = me % 32 / 4, t = me % 4;
+    lanes[me] = {{a0, a1, a2, a3}, {b0, b1}, d};
+    meet(warp_arrived[me / 32], 32);
+    float out[4];
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = t * 2 + i % 2;
+        out[i] = d[i];
+        for (int k = 0; k < 16; ++k) {
+            const int lane = k % 8 / 2, shift = k % 2 * 16;
+            const u16 a = lanes[first + row % 8 * 4 + lane].a[row / 8 + k / 8 * 2] >> shift;
+            const u16 b = lanes[first + column * 4 + lane].b[k / 8] >> shift;
+            out[i] = fmaf(to_float(a), to_float(b), out[i]);
+        }
+    }
+    meet(warp_arrived[me / 32], 32);
+    memcpy(d, out, sizeof out);
+}
+
+#include SOURCE
+
+using Kernel = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int);
+static struct {
+    Kernel kernel;
+    const u16 *x, *w, *bias, *extra;
+    u16* y;
+    int M, N, K;
+} job;
+
+static void body() {
+    const int fiber = me;
+    job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
+    fibers[fiber].done = true;
+    ++steps;
+    swapcontext(&fibers[fiber].context, &scheduler);
+}
+
+static void run_cluster() {
+    for (Fiber& fiber : fibers) {
+        fiber.stack.resize(64 << 10);
+        fiber.done = false;
+        fiber.groups.clear();
+        fiber.open.clear();
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, body, 0);
+    }
+    for (bool left = true; left;) {
+        left = false;
+        for (size_t first = 0; first < fibers.size(); first += 32)
+            for (bool moved = true; moved;) {  // a warp runs as far as it gets before the next one does
+                const long before = steps;
+                for (size_t i = first; i < first + 32; ++i)
+                    if (!fibers[i].done) {
+                        enter(i);
+                        swapcontext(&scheduler, &fibers[i].context);
+                        left |= !fibers[i].done;
+                    }
+                moved = steps != before;
+            }
+    }
+}
+
+// Whether the kernel left alone what is behind the `shared` bytes of a block.
+extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, const u16* x, const u16* w, const u16* bias,
+                    const u16* extra, u16* y, int M, int N, int K, int grid_x, int grid_y, int copies_early) {
+    job = {kernel, x, w, bias, extra, y, M, N, K};
+    threads = block_threads, early = copies_early;
+    fibers.resize(cluster * threads);
+    lanes.resize(fibers.size());
+    bool kept = true;
+    for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
+        for (first_block = 0; first_block < grid_x; first_block += cluster) {
+            memory.assign(cluster, std::vector<float>(shared / 4, NAN));
+            for (auto& block : memory) block.resize(shared / 4 + 4096, GUARD);
+            warp_arrived.assign(fibers.size() / 32, 0);
+            block_arrived.assign(cluster, 0);
+            cluster_arrived = 0;
+            run_cluster();
+            for (auto& block : memory)
+                for (size_t i = shared / 4; i < block.size(); ++i) kept &= block[i] == GUARD;
+        }
+    return kept;
+}

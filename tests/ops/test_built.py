@@ -1,0 +1,47 @@
+"""Everything falls back to torch where the C kernels are missing, and their tests are skipped: so this one is not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+wanted = pytest.mark.skipif(os.environ.get("DRAFTWING_NATIVE") == "0", reason="they are not wanted")
+compiled = pytest.mark.skipif(shutil.which("gcc") is None and shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@wanted
+@compiled
+def test_the_extension_was_built() -> None:
+    import torch  # noqa: F401 (the extensions look for its threads)
+
+    importlib.import_module("draftwing.ops.cpu._C")
+
+
+def cpu_flags() -> set[str]:
+    """Of the first core; empty where there is no such list."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+
+
+@wanted
+@compiled
+def test_products_of_few_rows_are_ours() -> None:
+    """On the CPUs that the kernel was written for; where oneDNN packs or sums in another way, it is left out."""
+    import torch
+
+    from draftwing.layers.linear import Linear
+
+    flags = cpu_flags()
+    if not {"avx512_bf16", "avx512_vnni"} <= flags or any(flag.startswith("amx") for flag in flags):
+        pytest.skip("another CPU than one with AVX-512 BF16 and without AMX")
+    generator = torch.Generator().manual_seed(0)
+    for inputs, outputs in ((64, 64), (576, 960), (1536, 576)):
+        linear = Linear(inputs, outputs, False, torch.bfloat16, torch.device("cpu"))
+        linear.weight.data.copy_(torch.randn(outputs, inputs, generator=generator))
+        linear.pack()
+        assert linear.few is not None, (inputs, outputs)

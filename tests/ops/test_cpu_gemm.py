@@ -1,0 +1,308 @@
+"""Products of few rows against float64 and, bit for bit, oneDNN; layers made of them against their parts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.layers.linear import FEW_ROWS, Linear, can_pack, summed_in_blocks
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.ops.attention import Attend, Batch
+from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.gemm import ByteProduct, NativeReadout, byte_product, packed_product, takes
+from draftwing.ops.cpu.kernels import load
+
+KERNELS = load()
+pytestmark = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.raw.has_product or not can_pack(torch.empty(0, dtype=torch.bfloat16)),
+    reason="the C kernels were not built, or this CPU has no AVX-512 BF16",
+)
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def own_product_is_used() -> bool:
+    """Whether oneDNN lays out weights and sums on this CPU as the kernel does: with AMX, say, it may not. On which
+    CPUs it must is in test_built."""
+    linear = Linear(64, 64, False, torch.bfloat16, CPU)
+    linear.weight.data.copy_(numbers(64, 64, seed=1))
+    linear.pack()
+    return linear.few is not None
+
+
+@pytest.fixture
+def known_layout() -> None:
+    if not own_product_is_used():
+        pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def packed(weight: Tensor) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return made
+
+
+@pytest.mark.usefixtures("known_layout")
+@pytest.mark.parametrize("block", [64, 192, 4096])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (576, 192), (1184, 320)])
+def test_equals_float64(inputs: int, outputs: int, block: int) -> None:
+    weight, bias = numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)
+    product = packed_product(packed(weight), block)
+    assert product is not None
+    for rows in range(1, 14):
+        x, residual = numbers(rows, inputs, seed=3), numbers(rows, outputs, seed=rows)
+        expected = x.double() @ weight.double().T
+        # Half a unit of bfloat16, and what float32 sums are off by.
+        tolerance = {"rtol": 2**-8, "atol": 1e-3}
+        torch.testing.assert_close(product(x, None, None).double(), expected, **tolerance)
+        expected += bias.double() + residual.double()
+        torch.testing.assert_close(product(x, bias, residual).double(), expected, **tolerance)
+
+
+@pytest.mark.usefixtures("known_layout")
+def test_rows_may_be_views() -> None:
+    weight, x = numbers(64, 96, seed=1), numbers(4, 128, seed=2)
+    product = packed_product(packed(weight), 64)
+    assert product is not None
+    assert torch.equal(product(x[:, 32:], None, None), product(x[:, 32:].contiguous(), None, None))
+
+
+@pytest.mark.parametrize("shape", [(64, 100), (96, 64), (50, 64)])
+def test_other_layouts_are_left_to_onednn(shape: tuple[int, int]) -> None:
+    weight = packed(torch.zeros(shape, dtype=torch.bfloat16))
+    assert not takes(weight) and packed_product(weight, 64) is None
+    assert packed_product(packed(torch.zeros(64, 64)), 64) is None
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (576, 320), (4096, 64)])
+def test_bytes_multiply_whole_numbers_as_they_are(inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randint(-127, 128, (n, inputs), generator=generator).bfloat16() for n in (outputs, FEW_ROWS))
+    weight[:, 0], x[:, 5] = 127, -127  # the largest, so that scales are 1
+    weight[3], weight[3, 7] = 0, -127
+    product, bias, residual = byte_product(weight), numbers(outputs, seed=2), numbers(FEW_ROWS, outputs, seed=3)
+    assert product is not None
+    exact = x.double() @ weight.double().T
+    for rows in range(1, FEW_ROWS + 1):
+        assert torch.equal(product(x[:rows], None, None), exact[:rows].bfloat16())
+    wanted = (exact + bias.double() + residual.double()).float()
+    torch.testing.assert_close(product(x, bias, residual).float(), wanted, rtol=2**-8, atol=1e-3)
+
+
+def test_bytes_are_off_by_a_percent() -> None:
+    weight, x = numbers(192, 576, seed=1), numbers(5, 576, seed=2)
+    weight[7], x[2] = 0, 0
+    weight *= torch.linspace(0.01, 3, 192).bfloat16().unsqueeze(1)  # each output has a scale
+    product = byte_product(weight)
+    assert product is not None
+    found, wanted = product(x, None, None).double(), x.double() @ weight.double().T
+    assert not found[2].any() and not found[:, 7].any()
+    error = (found - wanted) / weight.double().norm(dim=1).clamp(min=1e-9)  # of results of about that size
+    assert error.square().mean().sqrt() < 0.015 and error.abs().max() < 0.06
+
+
+def test_bytes_do_not_depend_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = numbers(64 * 5, 96, seed=1) * torch.linspace(0.01, 3, 320).bfloat16().unsqueeze(1)
+    wide = weight.float()
+    scales = wide.abs().amax(1) / 127
+    whole = (wide / scales.unsqueeze(1)).round().to(torch.int8)
+    panels = whole.view(5, 64, 24, 4).transpose(1, 2)
+    for size in (64, 128, 320, 1024):
+        monkeypatch.setattr("draftwing.ops.cpu.gemm._SLICE", size)
+        product = byte_product(weight)
+        assert product is not None
+        assert torch.equal(product._packed, panels) and torch.equal(product._scales, scales)
+        assert torch.equal(product._offsets, (128 * whole.sum(1)).to(torch.int32))
+
+
+def test_weights_that_are_not_rounded_to_bytes() -> None:
+    for shape in ((64, 100), (96, 64), (64, 4128)):
+        assert byte_product(torch.zeros(shape, dtype=torch.bfloat16)) is None
+    assert byte_product(torch.zeros(64, 64)) is None
+
+
+def test_a_wrong_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,728 inputs no oneDNN is known to sum blocks of 192."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("draftwing.layers.linear._BLOCKS", (192,))
+    assert summed_in_blocks.__wrapped__(1728, 64, threads) == 0
+
+
+def tiny(eight_bits: bool = False, **changes: Any) -> DecoderModel:
+    """changes: of the config."""
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", hidden_size=128, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=32,
+        ffn_size=160, vocab_size=50, max_positions=64,
+    )  # fmt: skip
+    config = replace(config, **changes)
+    model = DecoderModel(config, torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1 + (weight.dim() == 1))
+    model = model.to(torch.bfloat16)
+    model.set_max_positions(64)
+    for module in model.layers.modules() if eight_bits else ():
+        if isinstance(module, Linear):
+            module.pack(eight_bits=True)
+    model.pack()
+    return model
+
+
+def attend_to(pool: KVPool, rows: int) -> Attend:
+    """Row 1 of two: a chain of `rows` queries after 19 cached tokens."""
+    assert KERNELS is not None
+    table = torch.stack((torch.zeros(64, dtype=torch.int64), torch.randperm(90, generator=torch.manual_seed(1))[:64]))
+    step = torch.arange(rows)
+    batch = Batch(
+        torch.tensor([1]), step, 19 + step, table[1, 19 : 19 + rows], table, torch.tensor([19]),
+        step.expand(1, rows, rows).contiguous(), (step + 1)[None], rows, bound=19 + rows,
+    )  # fmt: skip
+    return NativeAttention(pool, KERNELS).bind(batch, 0)
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 5, FEW_ROWS])
+def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> None:
+    if not eight_bits and not own_product_is_used():
+        pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
+    model, pools = tiny(eight_bits, qkv_bias=bias), []
+    layer = model.layers[1]
+    assert isinstance(layer, DecoderLayer) and layer.native is not None
+    assert isinstance(layer.down.few, ByteProduct) == eight_bits
+    for _ in range(2):
+        pools.append(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU))
+        for kv in pools[-1].kv:
+            kv.copy_(numbers(*kv.shape, seed=5))
+    x = numbers(rows, 128, seed=6)
+    cos, sin = model.rope.index_select(0, 19 + torch.arange(rows)).unsqueeze(2).unbind(1)
+    kept = x.clone()
+    found = layer(x, cos, sin, attend_to(pools[0], rows))
+    also = layer.mix(layer.attn_norm(x), x, cos, sin, attend_to(pools[0], rows))
+    layer.native = None
+    expected = layer(x, cos, sin, attend_to(pools[1], rows))
+    assert torch.equal(found, expected) and torch.equal(also, expected) and torch.equal(x, kept)
+    assert all(torch.equal(*both) for both in zip(pools[0].kv, pools[1].kv, strict=True))
+
+
+@pytest.mark.usefixtures("known_layout")
+@pytest.mark.parametrize("taps", [(), (1, 2), (3, 1), (2,), (1, 2, 1), (4,)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_model_in_one_call_equals_its_layers(rows: int, taps: tuple[int, ...]) -> None:
+    model, found = tiny(num_layers=3), []
+    ids = 19 + torch.arange(rows)
+    for whole in (True, False):
+        pool = KVPool([LayerSpec(2, 32)] * 3, 100, torch.bfloat16, CPU)
+        for kv in pool.kv:
+            kv.copy_(numbers(*kv.shape, seed=5))
+        if not whole:
+            model._native[taps] = model._native[()] = None
+        assert (model._in_one_call(taps) is None) != whole
+        hidden, kept = model(ids, ids, attend_to(pool, rows), taps)
+        assert (kept is None) == (not taps)
+        found.append([hidden, *pool.kv, *([kept] if kept is not None else [])])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert model.final_tap == 4 and model._in_one_call((0,)) is None and model._in_one_call((1, 4)) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int) -> None:
+    assert KERNELS is not None
+    before, weight, states = torch.get_num_threads(), numbers(320, 96, seed=1), numbers(20, 160, seed=2)[:, 32:128]
+    weight[7] = weight[300]  # a tie in another thread's outputs
+    states[4] = weight[7] / 8
+    names = torch.randperm(1000, generator=torch.manual_seed(0))[:320] if named else None
+    norm = (numbers(96, seed=3), 1e-5) if normed else None
+    product, bias = byte_product(weight), numbers(320, seed=4)
+    bias[7] = bias[300]
+    assert product is not None
+    readout = NativeReadout(product, bias, norm, names)
+    x = KERNELS.rms_norm(states, *norm) if norm else states.contiguous()
+    best, logp = KERNELS.top_tokens(torch.cat([product(x[i : i + 4], bias, None) for i in range(0, 20, 4)])[:, None], 3,
+                                    None, None)  # fmt: skip
+    best = best if names is None else names[best]
+    try:
+        torch.set_num_threads(threads)
+        for places in (None, torch.tensor([4, 17, 0])):
+            part = states if places is not None else states[:5]
+            ids, scores = torch.full((len(part), 3), -1), torch.zeros(len(part), 3)
+            readout.best(part, places, ids, scores)
+            at = torch.arange(5) if places is None else places
+            assert torch.equal(ids[at], best[at, 0])
+            torch.testing.assert_close(scores[at], logp[at, 0])
+            assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("known_layout")
+def test_the_number_of_threads_changes_nothing() -> None:
+    """Of a layer whose four products are all large enough for threads to share their outputs."""
+    before, found = torch.get_num_threads(), []
+    model, x = tiny(hidden_size=512, num_heads=10, ffn_size=1120), numbers(5, 512, seed=6)
+    assert model.layers[0].native is not None
+    cos, sin = model.rope.index_select(0, 19 + torch.arange(5)).unsqueeze(2).unbind(1)
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            pool = KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU)
+            for kv in pool.kv:
+                kv.copy_(numbers(*kv.shape, seed=5))
+            found.append(model.layers[0](x, cos, sin, attend_to(pool, 5)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.usefixtures("known_layout")
+def test_a_layer_holds_the_memory_that_it_reads() -> None:
+    """Though its modules' weights are moved, as `Module.to` does it."""
+    model = tiny(qkv_bias=True)
+    layer = model.layers[0]
+    assert isinstance(layer, DecoderLayer) and layer.native is not None and layer.qkv.bias is not None
+    weights = layer.attn_norm.weight, layer.mlp_norm.weight, layer.qkv.bias
+    before = [weight.data_ptr() for weight in weights]
+    model._apply(lambda tensor: tensor.clone())
+    assert not any(weight.data_ptr() in before for weight in weights)
+    (own,) = layer.native.layers
+    held, told = own._held[0], own._numbers.tolist()
+    assert [tensor.data_ptr() for tensor in held if tensor is not None] == before
+    assert set(before) <= set(told)
+
+
+def test_a_layer_takes_few_rows() -> None:
+    layer = tiny(eight_bits=True).layers[0]
+    rows = FEW_ROWS + 1
+    attend: Any = attend_to(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU), rows)
+    with pytest.raises(AssertionError):
+        attend.layers(layer.native, numbers(rows, 128, seed=1), None, *numbers(2, rows, 1, 32, seed=2))
+
+
+@pytest.mark.usefixtures("known_layout")
+def test_other_layers_are_run_by_parts() -> None:
+    for layer in (tiny(qk_norm=True).layers[0], tiny(head_dim=16).layers[0]):
+        assert isinstance(layer, DecoderLayer) and layer.down.few is not None and layer.native is None
+
+
+def test_own_products_are_used_where_the_sums_are_onednns() -> None:
+    linear = Linear(576, 192, False, torch.bfloat16, CPU)
+    linear.weight.data.copy_(numbers(192, 576, seed=1))
+    linear.pack()
+    if linear.few is None:
+        pytest.skip("this oneDNN sums in another order")
+    x = numbers(300, 576, seed=2)
+    every = linear(x)  # by oneDNN
+    assert torch.equal(torch.cat([linear.few(part, None, None) for part in x.split(FEW_ROWS)]), every)

@@ -1,0 +1,179 @@
+"""Skinny products on a GPU: against float64, a row's bits in any batch, and what overlaps with the kernels before.
+
+How the kernels cut their work is tested without one; what they compute, in test_skinny_host.py, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda import nvrtc
+from draftwing.ops.cuda.gemm import KINDS, compile_ahead, shapes_for, tile_of
+
+GPU = torch.cuda.is_available()
+DTYPES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+TILES = (8, 16, 32, 64, 128)
+ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 70, 300)
+MOST = ROWS[-1]
+LONG = 8192 + 64  # a K that is cut as a long one, with a chunk more for the first share
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs a GPU: CUDA C++")(test))
+
+
+def test_tiles() -> None:
+    tiles = [tile_of(rows, 4096, 132) for rows in (1, 8, 9, 17, 32, 33, 64, 65, 256, 257)]
+    assert tiles == [8, 8, 16, 32, 32, 64, 64, 64, 64, 128]
+    assert tile_of(128, 128256, 132) == 128 and tile_of(8192, 4096, 132) == 128
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_shapes(capability: tuple[int, int]) -> None:
+    """There is a kernel for every product, there is room for it, and its grid has all results and whole clusters."""
+    shapes = shapes_for(capability)
+    assert {(kind, tile) for kind in ("plain", "add", "silu") for tile in TILES} <= shapes.keys()
+    for (kind, tile), shape in shapes.items():
+        assert kind in KINDS and shape.tokens == tile and 32 * shape.warps <= 1024
+        assert shape.cluster in ((1, 2, 4, 8) if capability >= (9, 0) else (1,))
+        assert shape.shared <= 99 << 10  # what the smallest of these devices lets a block have
+        assert max(shape.blocks, shape.room) * (shape.shared + 1024) <= 228 << 10
+        assert shape.blocks * shape.warps * 32 <= 1536
+        outputs = shape.features // (2 if kind == "silu" else 1)
+        for rows, width in ((1, 1), (tile, outputs), (tile + 1, outputs + 1), (5 * tile - 1, 4096)):
+            grid = shape.grid(kind, rows, width)
+            tokens, features = grid if shape.tokens_first else grid[::-1]
+            assert features % shape.cluster == 0
+            assert 0 <= features // shape.cluster * outputs - width < outputs and 0 <= tokens * tile - rows < tile
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiles(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    try:
+        nvrtc._nvrtc()
+    except OSError as error:
+        pytest.skip(str(error))
+    compile_ahead(dtype, capability)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(shape, device="cuda", generator=generator) * scale).to(dtype)
+
+
+def products(dtype: torch.dtype):
+    from draftwing.ops.cuda.gemm import skinny_products
+
+    return skinny_products(torch.device("cuda", torch.cuda.current_device()), dtype)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width, depth", [(37, 64), (200, 576), (4096, 4096), (300, LONG), (1000, 14336)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_against_float64(dtype: torch.dtype, width: int, depth: int, with_bias: bool) -> None:
+    ours = products(dtype)
+    x, w = random(MOST, depth, dtype=dtype), random(width, depth, dtype=dtype, seed=1, scale=depth**-0.5)
+    bias = random(width, dtype=dtype, seed=2) if with_bias else None
+    extra = random(MOST, width, dtype=dtype, seed=3)
+    exact = x.double() @ w.double().T + (bias.double() if bias is not None else 0)
+    for rows in ROWS:
+        for residual in (None, extra[:rows]):
+            got = ours.linear(x[:rows], w, bias, residual)
+            expected = exact[:rows] + (residual.double() if residual is not None else 0)
+            torch.testing.assert_close(got.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ffn, depth", [(8, 64), (37, 576), (300, 4096), (14336, 4096), (200, LONG)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gated_against_float64(dtype: torch.dtype, ffn: int, depth: int, with_bias: bool) -> None:
+    x, w = random(MOST, depth, dtype=dtype), random(2 * ffn, depth, dtype=dtype, seed=1, scale=depth**-0.5)
+    bias = random(2 * ffn, dtype=dtype, seed=2) if with_bias else None
+    gate, up = (x.double() @ w.double().T + (bias.double() if bias is not None else 0)).chunk(2, 1)
+    for rows in ROWS:
+        got = products(dtype).gated(x[:rows], w, bias)
+        expected = (torch.nn.functional.silu(gate) * up)[:rows]
+        torch.testing.assert_close(got.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@on_gpu
+@pytest.mark.parametrize("processors", [1, 10_000])  # blocks of 128 rows, and of 64
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features, depth", [(74, 64), (200, 576), (300, 4096), (200, LONG), (300, 14336)])
+def test_bits_do_not_depend_on_the_batch(
+    dtype: torch.dtype, processors: int, features: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = products(dtype)
+    monkeypatch.setattr(ours, "_processors", processors)
+    x, extra = random(MOST, depth, dtype=dtype), random(MOST, features, dtype=dtype, seed=3)
+    w = random(features, depth, dtype=dtype, seed=1, scale=depth**-0.5)
+    bias = random(features, dtype=dtype, seed=2) if depth == LONG else None
+    plain, added, gated = ours.linear(x, w, bias), ours.linear(x, w, bias, extra), ours.gated(x, w, bias)
+    for rows in ROWS:
+        for first in (0, MOST - rows):
+            part = slice(first, first + rows)
+            assert torch.equal(ours.linear(x[part], w, bias), plain[part]), rows
+            assert torch.equal(ours.linear(x[part], w, bias, extra[part]), added[part]), rows
+            assert torch.equal(ours.gated(x[part], w, bias), gated[part]), rows
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+def test_a_chain_that_overlaps(rows: int) -> None:
+    """In a graph a kernel comes up while those before it run, and tensors lie where others did a moment ago: the same
+    bits as with a wait after each kernel."""
+    pytest.importorskip("triton")
+    from draftwing.ops.triton.layers import add_rms_norm, rms_norm, silu_mul
+
+    dtype, hidden, ffn = torch.bfloat16, 4096, 14336
+    ours = products(dtype)
+    scale = hidden**-0.5
+    layers = [
+        [random(n, k, dtype=dtype, seed=4 * i + j, scale=scale)
+         for j, (n, k) in enumerate([(hidden, hidden), (2 * ffn, hidden), (hidden, ffn)])]
+        for i in range(4)
+    ]  # fmt: skip
+    norm = torch.ones(hidden, dtype=dtype, device="cuda")
+    start = random(rows, hidden, dtype=dtype, seed=99)
+
+    def forward(sync: bool) -> Tensor:
+        def done(*tensors: Tensor) -> tuple[Tensor, ...]:
+            if sync:
+                torch.cuda.synchronize()
+            return tensors
+
+        x = start
+        for i in range(24):
+            o, up, down = layers[i % 4]
+            (normed,) = done(rms_norm(x, norm, 1e-5))
+            if i % 3 == 0:  # a kernel of torch's between ours
+                (normed,) = done(normed.mul(1.0))
+            if i % 4 == 3:
+                (x,) = done(ours.linear(normed, o, None, x))
+                (normed,) = done(rms_norm(x, norm, 1e-5))
+            else:
+                (attended,) = done(ours.linear(normed, o, None))
+                x, normed = done(*add_rms_norm(x, attended, norm, 1e-5))
+            if i % 2:
+                (mixed,) = done(ours.gated(normed, up, None))
+            else:
+                (mixed,) = done(silu_mul(*done(ours.linear(normed, up, None))))
+            (x,) = done(ours.linear(mixed, down, None, x))
+        return x
+
+    expected = forward(True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = forward(False)
+    for _ in range(50):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, expected)

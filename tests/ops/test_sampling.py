@@ -1,0 +1,258 @@
+"""sample() against one row at a time in plain steps, and against the distribution it must have."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftwing.ops.cpu.kernels import load
+from draftwing.ops.torch.argmax import top_candidates
+from draftwing.ops.torch.filters import keep_mask
+from draftwing.ops.torch.noise import gumbel
+from draftwing.ops.torch.sampling import SamplingRows, first_argmax, sample
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on torch's operations and on the C kernels."""
+    if request.param == "torch":
+        monkeypatch.setattr("draftwing.ops.torch.sampling.kernels_for", lambda _: None)
+        monkeypatch.setattr("draftwing.ops.torch.noise.kernels_for", lambda _: None)
+    elif load() is None:
+        pytest.skip("the C kernels were not built")
+    return request.param
+
+
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def rows(
+    temperature: list[float],
+    seed: list[int] | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    ban_until: int = 0,
+    ban_ids: tuple[int, ...] = (-1, -1),
+) -> SamplingRows:
+    b = len(temperature)
+    return SamplingRows(
+        torch.tensor(seed or list(range(b))),
+        torch.tensor(temperature),
+        torch.full((b,), top_k),
+        torch.full((b,), top_p),
+        torch.full((b,), min_p),
+        torch.full((b,), ban_until),
+        torch.tensor([ban_ids] * b),
+    )
+
+
+def one_by_one(
+    logits: Tensor, positions: Tensor, params: SamplingRows, noisy: list[int], filtered: list[int], banning: list[int]
+) -> list[list[int]]:
+    tokens: list[list[int]] = []
+    for b in range(logits.shape[0]):
+        tokens.append([])
+        for n in range(logits.shape[1]):
+            x = logits[b, n].float().clone()
+            position = int(positions[b, n]) + 1
+            if b in banning and position < params.ban_until[b]:
+                for i in params.ban_ids[b].tolist():
+                    if i >= 0:
+                        x[i] = -math.inf
+            if b in noisy:
+                z = x + params.temperature[b] * gumbel(params.seed[b : b + 1], torch.tensor([[position]]), len(x))[0, 0]
+                if b in filtered:
+                    limits = (f[b : b + 1] for f in (params.temperature, params.top_k, params.top_p, params.min_p))
+                    z[~keep_mask(x[None], *limits)[0]] = -math.inf
+                x = z
+            tokens[-1].append(x.tolist().index(x.max().item()))
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [100, 1024])
+@pytest.mark.parametrize(
+    ("noisy", "filtered", "banning"),
+    [
+        ([], [], []),
+        ([], [], [1, 3]),
+        ([0, 2, 3], [], [0]),
+        ([0, 2, 3], [2], [2, 1]),
+        ([3, 0, 2], [2, 3], [0, 1, 2, 3]),
+        ([0, 1, 2, 3], [1, 3], [3]),
+        ([2, 0, 1, 3], [3, 1, 0, 2], []),
+    ],
+)
+def test_mixed_batches(
+    dtype: torch.dtype, vocab: int, noisy: list[int], filtered: list[int], banning: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    depth = torch.tensor([[0, 1, 1, 2, 0]] * 4)
+    positions = torch.tensor([[4], [10], [3], [900]]) + depth
+    logits = (torch.randn(4, 5, vocab, generator=generator) * 2).to(dtype)
+    best = logits.float().argmax(-1)[:, 0]
+    params = rows([0.7 if b in noisy else 0.0 for b in range(4)], [5, 2**62, 7, 0], top_k=20, top_p=0.8)
+    params = params._replace(
+        ban_until=torch.tensor([6, 11, 5, 2000]), ban_ids=torch.stack((best, torch.full((4,), -1), best * 0), -1)
+    )
+    before = logits.clone()
+    index = [torch.tensor(x, dtype=torch.int64) for x in (noisy, filtered, banning)]
+    got = sample(logits, positions, depth, 2, params, *index)
+    assert got.dtype == torch.int64
+    assert got.tolist() == one_by_one(logits, positions, params, noisy, filtered, banning)
+    assert torch.equal(logits, before)
+    for b in banning:
+        if positions[b, 0] + 1 < params.ban_until[b]:
+            assert got[b, 0] != best[b]
+    if noisy and not banning:
+        assert not torch.equal(got, logits.float().argmax(-1))
+
+
+def test_tokens_do_not_depend_on_the_batch() -> None:
+    """A node of a tree, decoded alone at the same position, gives the same token."""
+    logits = torch.randn(3, 4, 640, generator=torch.Generator().manual_seed(0))
+    depth = torch.tensor([[0, 1, 2, 3]] * 3)
+    positions = torch.tensor([[7], [8], [100]]) + depth
+    params = rows([0.8, 1.0, 1.5], [1, 2, 3], top_p=0.9)
+    everyone = torch.arange(3)
+    together = sample(logits, positions, depth, 3, params, everyone, everyone, NONE)
+    for b in range(3):
+        own = SamplingRows(*(field[b : b + 1] for field in params))
+        for n in range(4):
+            zero = torch.zeros(1, 1, dtype=torch.int64)
+            alone = sample(
+                logits[b : b + 1, n : n + 1], positions[b : b + 1, n : n + 1], zero, 0, own, zero[0], zero[0], NONE
+            )
+            assert alone.item() == together[b, n]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 50, 192, 1000, 4096, 49_152])
+def test_first_maximum_wins(dtype: torch.dtype, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    x = torch.randint(0, 4, (3, 5, vocab), generator=generator).to(dtype)
+    x[0, 0] = -math.inf
+    x[0, 1] = 1.0
+    x[0, 2, -1] = 9.0
+    padded = torch.nn.functional.pad(x, (0, 64), value=99.0)[..., :vocab]  # a view of wider logits
+    for y in (x, padded):
+        want = [[row.index(max(row)) for row in batch] for batch in y.tolist()]
+        assert first_argmax(y).tolist() == want
+
+
+CASES = {
+    "cold": (0.5, 0, 1.0, 0.0),
+    "one": (1.0, 0, 1.0, 0.0),
+    "hot": (1.7, 0, 1.0, 0.0),
+    "top_k": (1.0, 12, 1.0, 0.0),
+    "top_p": (0.8, 0, 0.85, 0.0),
+    "min_p": (1.3, 0, 1.0, 0.1),
+    "all": (1.2, 20, 0.9, 0.03),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies(name: str) -> None:
+    temperature, top_k, top_p, min_p = CASES[name]
+    n, vocab = 24_000, 40
+    row = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.2
+
+    p = (row.double() / temperature).softmax(-1)
+    order = p.argsort(descending=True)
+    p = p[order]
+    if top_k:
+        p[top_k:] = 0
+    p /= p.sum()
+    if top_p < 1:
+        p[1:] *= (p.cumsum(0) < top_p)[:-1]
+    p[p < min_p * p[0]] = 0
+    p = torch.zeros(vocab, dtype=torch.float64).index_copy(0, order, p / p.sum())
+
+    batch = n // 12  # seeds and positions both vary; 12 nodes of one row at 12 depths are independent draws
+    depth = torch.arange(12).expand(batch, 12)
+    params = rows([temperature] * batch, list(range(batch)), top_k, top_p, min_p)
+    everyone = torch.arange(batch)
+    got = sample(
+        row.expand(batch, 12, vocab),
+        depth + 100,
+        depth,
+        11,
+        params,
+        everyone,
+        everyone if name != "one" else NONE,
+        NONE,
+    )
+    counts = torch.bincount(got.flatten(), minlength=vocab).double()
+    assert counts[p == 0].sum() == 0
+    common = p * n >= 5
+    observed = torch.cat((counts[common], counts[~common].sum()[None]))
+    expected = torch.cat((p[common] * n, (p[~common].sum() * n)[None]))
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    assert freedom >= 4
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    # Wilson-Hilferty: the cube root of a chi-square is nearly normal; 3.3 deviations are a level of 0.0005.
+    score = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert score < 3.3
+
+
+def test_greedy_rows_never_meet_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("noise was made for a greedy batch")
+
+    monkeypatch.setattr("draftwing.ops.torch.sampling.gumbel", refuse)
+    logits = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0))
+    zero = torch.zeros(2, 1, dtype=torch.int64)
+    got = sample(logits, zero, zero, 0, rows([0.0, 0.0]), NONE, NONE, NONE)
+    assert torch.equal(got, logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (5, 2)])
+def test_runs_on_fake_tensors(nodes: int, depth_max: int) -> None:
+    with FakeTensorMode():
+        params = rows([0.8, 0.0, 1.0], top_k=5)
+        zero = torch.zeros(3, nodes, dtype=torch.int64)
+        for noisy, filtered, banning in (([], [], []), ([0, 2], [2], [1]), ([0, 1, 2], [0, 1, 2], [])):
+            index = [torch.tensor(x, dtype=torch.int64) for x in (noisy, filtered, banning)]
+            logits = torch.randn(3, nodes, 256, dtype=torch.bfloat16)
+            assert sample(logits, zero, zero, depth_max, params, *index).shape == (3, nodes)
+
+
+def test_candidates_hold_the_largest_values():
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (40, 512, 4096, 49152):
+        x = torch.randn(3, 2, vocab, generator=generator)
+        got = top_candidates(x, 8)
+        assert torch.equal(got, x.topk(8).indices.sort(-1).values)
+        rounded = x.bfloat16()
+        got = top_candidates(rounded, 8)
+        assert torch.equal(got, got.sort(-1).values) and (got.diff(dim=-1) > 0).all()
+        assert torch.equal(rounded.gather(-1, got).sort(-1).values, rounded.topk(8).values.sort(-1).values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_exact_logits_settle_what_rounding_blurs(temperature):
+    """bfloat16 logits around 25 tie at every turn; the choice must be that of the float32 logits."""
+    generator = torch.Generator().manual_seed(1)
+    batch, nodes, vocab = 300, 3, 600
+    true = torch.randn(batch, nodes, vocab, generator=generator) + 40
+    rounded = true.bfloat16()
+    rows = SamplingRows(
+        seed=torch.arange(batch), temperature=torch.full((batch,), temperature), top_k=torch.full((batch,), -1),
+        top_p=torch.ones(batch), min_p=torch.zeros(batch), ban_until=torch.zeros(batch, dtype=torch.int64),
+        ban_ids=torch.full((batch, 2), -1),
+    )  # fmt: skip
+    depth = torch.arange(nodes).expand(batch, nodes)
+    noisy = torch.arange(batch) if temperature else torch.arange(0)
+    none = torch.arange(0)
+
+    def exact(ids, only):
+        return (true if only is None else true[only]).gather(-1, ids)
+
+    args = (10 + depth, depth, nodes - 1, rows, noisy, none, none)
+    blurred, settled = sample(rounded, *args), sample(rounded, *args, exact)
+    assert torch.equal(settled, sample(true, *args))
+    assert (blurred != settled).sum() > 5

@@ -1,0 +1,59 @@
+"""Attention tiles fit into the shared memory of the GPUs they are for; compiled for one that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Compute capability, and bytes of a block there: 8.6 has the least of those that Triton kernels run on.
+TARGETS = {"TILING_HOPPER": (90, 227 << 10), "TILING": (86, 99 << 10)}
+CODE = """
+import sys
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from draftwing.engine.startup.precompile import _Driver, _Nothing
+driver.set_active(_Driver(GPUTarget("cuda", int(sys.argv[2]), 32)))
+from draftwing.ops.triton import attention
+from draftwing.ops.triton import attention_common
+from draftwing.ops.triton import attention_tree
+launches = []
+def note(*, fn, key, compile, **rest):
+    launches.append(compile["specialization_data"])
+    fn.jit_function.device_caches[0][0][key] = _Nothing()
+    return True
+knobs.runtime.jit_cache_hook = note
+def empty(*shape, dtype=torch.int64):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+cases = (1, 1, 1, True), (1, 4, 4, True), (1, 32, 6, True), (1, 7, 4, False), (16, 32, 6, False)
+for batch, nodes, depth, exact in cases:
+    half = torch.bfloat16
+    kv = empty(4096, 8, 2, 128, dtype=half)
+    attention.tree_attention(
+        empty(batch * nodes, 32, 128, dtype=half), kv, empty(batch + 1, 8192), empty(batch), empty(batch),
+        empty(batch, nodes, depth), empty(batch, nodes), empty(batch * nodes, 4096, dtype=half),
+        attention.Workspace(torch.device("meta")), exact, nodes, getattr(attention_common, sys.argv[1]),
+    )
+knobs.runtime.jit_cache_hook = None
+for launch in launches:
+    print(attention_tree.tree_kernel.preload(launch).metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("tiling", TARGETS)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_attention_fits(tmp_path, tiling: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["TRITON_CACHE_DIR"] = str(tmp_path)
+    capability, limit = TARGETS[tiling]
+    command = [sys.executable, "-c", CODE, tiling, str(capability)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shared = [int(line) for line in done.stdout.split()]
+    assert len(shared) == 6, "a large tree takes two launches"
+    assert max(shared) <= limit, shared

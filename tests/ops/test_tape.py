@@ -1,0 +1,87 @@
+"""Recorded calls do again what they did, on what has been written meanwhile."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from draftwing.ops.cpu import tree as cpu_tree
+from draftwing.ops.cpu.tape import Notable, Recording, record
+
+TREE = cpu_tree.load()
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "inference"])
+def mode(request):
+    """The engine runs in inference mode, where torch splits its operations later."""
+    with torch.inference_mode(request.param):
+        yield
+
+
+needs_kernels = pytest.mark.skipif(TREE is None, reason="the C kernels were not built")
+
+
+def test_calls_are_noted_only_while_somebody_records() -> None:
+    made = []
+
+    class Module:
+        version = 3
+
+        @staticmethod
+        def add(*numbers: int) -> int:
+            made.append(numbers)
+            return sum(numbers)
+
+    module = Notable(Module)
+    assert module.version == 3 and module.add(1, 2) == 3
+    recording, out = record(lambda: module.add(3, 4))
+    assert out == 7 and isinstance(recording, Recording)
+    module.add(5)
+    recording.replay()
+    assert made == [(1, 2), (3, 4), (5,), (3, 4)]
+
+
+@needs_kernels
+def test_a_replay_reads_and_writes_the_same_places() -> None:
+    assert TREE is not None
+    source, index, order = torch.arange(12.0).view(4, 3), torch.tensor([1, 3]), torch.tensor([1, 0])
+    # Nobody but the recording holds what the first call makes.
+    recording, out = record(lambda: TREE.take_rows(TREE.take_rows(source, index), order))
+    assert isinstance(recording, Recording) and torch.equal(out, source[[3, 1]])
+    gc.collect()
+    others = [torch.full((2, 3), -1.0) for _ in range(64)]  # which may be where it was
+    source.mul_(10)
+    index.copy_(torch.tensor([0, 2]))
+    recording.replay()
+    assert torch.equal(out, source[[2, 0]]) and all((other == -1).all() for other in others)
+
+
+@needs_kernels
+def test_what_torch_computes_is_not_recorded() -> None:
+    assert TREE is not None
+    x = torch.ones(2, 3)
+    recording, out = record(lambda: TREE.take_rows(x, torch.zeros(1, dtype=torch.int64)))
+    assert isinstance(recording, str) and torch.equal(out, x[:1])
+    computing = (
+        lambda: x + 1, lambda: x.t().contiguous(), lambda: x.t().reshape(-1), lambda: x.t().flatten(),
+        lambda: x.to(torch.bfloat16), lambda: x[:, :2].contiguous(), lambda: x.clone(),
+    )  # fmt: skip
+    for function in computing:
+        assert isinstance(record(function)[0], str)
+    looking = (
+        lambda: x.view(3, 2)[1:].unsqueeze(0), lambda: x.contiguous(), lambda: x.reshape(-1), lambda: x.unbind(1),
+        lambda: x.t().split(2), lambda: x.to(torch.float32),
+    )  # fmt: skip
+    for function in looking:
+        assert isinstance(record(function)[0], Recording)
+
+
+def test_recording_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, torch; from draftwing.ops.cpu.tape import record; "
+        "assert not isinstance(record(lambda: torch.empty(2).view(2, 1))[0], str); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

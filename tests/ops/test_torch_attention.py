@@ -1,0 +1,257 @@
+"""The reference attention against brute force in float64, and against itself bit for bit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.torch.attention import TorchAttention
+
+CPU = torch.device("cpu")
+LAYER = 1  # of the pool: the attention under test is bound one layer past the first
+DEPTH = 9  # path entries, more than any tree here needs
+
+
+class Tokens(NamedTuple):
+    q: Tensor  # [S, heads, head_dim]
+    k: Tensor  # [S, kv_heads, head_dim]
+    v: Tensor
+
+
+def make_tokens(count: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, seed: int) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(count, heads, dim, generator=generator) * 2
+    k, v = torch.randn(2, count, kv_heads, dim, generator=generator)
+    return Tokens(q.to(dtype), k.to(dtype), v.to(dtype))
+
+
+def make_pool(kv_heads: int, dim: int, dtype: torch.dtype, slots: int = 4000) -> KVPool:
+    """Filled with finite garbage: what nobody owns must not show."""
+    pool = KVPool([LayerSpec(kv_heads, dim)] * (LAYER + 1), slots, dtype, CPU)
+    for kv in pool.kv:
+        kv.copy_(torch.randn(kv.shape, generator=torch.Generator().manual_seed(99)))
+    return pool
+
+
+def brute_force(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query over S keys in float64: q [heads, dim]; k, v [S, kv_heads, dim] -> [heads * dim]"""
+    group = q.shape[0] // k.shape[1]
+    out = []
+    for head in range(q.shape[0]):
+        weights = (k[:, head // group].double() @ q[head].double() * q.shape[1] ** -0.5).softmax(0)
+        out.append(weights @ v[:, head // group].double())
+    return torch.cat(out)
+
+
+def make_batch(table: Tensor, prefix: list[int], write: Tensor, paths: list[list[list[int]]], window: int = 0) -> Batch:
+    """paths[b][i]: query i's path in row b, itself the last; without `window`, each query is an entry of its own."""
+    nodes = len(paths[0])
+    path = torch.randint(0, window or nodes, (len(paths), nodes, DEPTH), generator=torch.Generator().manual_seed(5))
+    path_len = torch.ones(len(paths), nodes, dtype=torch.int64)
+    for b, row in enumerate(paths):
+        for i, entries in enumerate(row):
+            path[b, i, : len(entries)] = torch.tensor(entries)
+            path_len[b, i] = len(entries)
+    unused = torch.zeros(0, dtype=torch.int64)
+    rows, whole = among_others(table)
+    bound = table.shape[1]
+    return Batch(rows, unused, unused, write, whole, torch.tensor(prefix), path, path_len, window or nodes, bound=bound)
+
+
+def among_others(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Page tables [B, P] as rows of a slot table, in another order and with room: the rows' numbers, and all of it."""
+    size, width = table.shape
+    rows = torch.arange(size, 0, -1)
+    whole = torch.full((size + 2, width + 9), 1 << 40)  # a slot that nobody may read
+    whole[rows, :width] = table
+    return rows, whole
+
+
+def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
+    """Node 0 is the root; about one node in five is dead and sees only itself, like its children."""
+    paths = [[0]]
+    for i in range(1, nodes):
+        parent = int(torch.randint(0, i, (1,), generator=generator))
+        dead = int(torch.randint(0, 5, (1,), generator=generator)) == 0
+        alive = not dead and paths[parent][0] == 0 and len(paths[parent]) < DEPTH
+        paths.append([*paths[parent], i] if alive else [i])
+    return paths
+
+
+def chunk_batch(table: Tensor, chunks: tuple[ChunkSpan, ...], write: Tensor) -> Batch:
+    unused = torch.zeros(0, dtype=torch.int64)
+    rows, whole = among_others(table)
+    return Batch(rows, unused, unused, write, whole, unused, chunks=chunks, bound=table.shape[1])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 32), (6, 2, 128)])
+@pytest.mark.parametrize("nodes", [1, 2, 7, 12, 64])
+def test_trees_equal_brute_force(heads: int, kv_heads: int, dim: int, nodes: int) -> None:
+    generator = torch.Generator().manual_seed(nodes)
+    prefix = [0, 5, 110, 112, 237]
+    rows = len(prefix)
+    pool = make_pool(kv_heads, dim, torch.float32)
+    bound = max(prefix) + nodes + 3
+    table = (torch.randperm(rows * bound, generator=generator) + 1).view(rows, bound)
+    paths = [random_paths(nodes, generator) for _ in prefix]
+    assert nodes < 7 or any(len(path) > 2 for row in paths for path in row)
+    write = torch.stack([table[b, p : p + nodes] for b, p in enumerate(prefix)])  # [B, N]
+    new = make_tokens(rows * nodes, heads, kv_heads, dim, torch.float32, 1)
+    batch = make_batch(table, prefix, write.flatten(), paths)
+    out = TorchAttention(pool).bind(batch, LAYER)(0, *new)
+    assert out.shape == (rows * nodes, heads * dim)
+    for b, committed in enumerate(prefix):
+        k, v = pool.kv[LAYER][table[b, :committed]].unbind(2)
+        for i in range(nodes):
+            mine = torch.tensor(paths[b][i]) + b * nodes
+            expected = brute_force(new.q[b * nodes + i], torch.cat((k, new.k[mine])), torch.cat((v, new.v[mine])))
+            torch.testing.assert_close(out[b * nodes + i].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_window_larger_than_the_queries(nodes: int) -> None:
+    """The growth of a draft tree: the queries are its last level, their ancestors were written before."""
+    heads, kv_heads, dim, window, bound = 6, 2, 32, 10, 150
+    generator = torch.Generator().manual_seed(nodes)
+    prefix = [3, 108]
+    pool = make_pool(kv_heads, dim, torch.float32)
+    table = (torch.randperm(len(prefix) * bound, generator=generator) + 1).view(len(prefix), bound)
+    paths = [[[0, 2, 4, 7 + i] for i in range(nodes)], [[6, 7 + i] for i in range(nodes)]]
+    write = torch.stack([table[b, p + 7 : p + 7 + nodes] for b, p in enumerate(prefix)])
+    new = make_tokens(len(prefix) * nodes, heads, kv_heads, dim, torch.float32, 1)
+    batch = make_batch(table, prefix, write.flatten(), paths, window)
+    out = TorchAttention(pool).bind(batch, LAYER)(0, *new)
+    for b, committed in enumerate(prefix):
+        for i in range(nodes):
+            seen = torch.cat((table[b, :committed], table[b, committed + torch.tensor(paths[b][i])]))
+            k, v = pool.kv[LAYER][seen].unbind(2)
+            torch.testing.assert_close(
+                out[b * nodes + i].double(), brute_force(new.q[b * nodes + i], k, v), rtol=1e-4, atol=2e-5
+            )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 32)])
+def test_chunks_equal_brute_force(heads: int, kv_heads: int, dim: int) -> None:
+    pool = make_pool(kv_heads, dim, torch.float32)
+    spans = [(0, 250), (3, 1), (100, 30), (224, 1), (0, 112)]  # start, length
+    chunks, offset = [], 0
+    for row, (start, length) in enumerate(spans):
+        chunks.append(ChunkSpan(row, offset, start, length))
+        offset += length
+    table = (torch.randperm(len(spans) * 260, generator=torch.Generator().manual_seed(0)) + 1).view(len(spans), 260)
+    write = torch.cat([table[row, start : start + length] for row, (start, length) in enumerate(spans)])
+    new = make_tokens(offset, heads, kv_heads, dim, torch.float32, 2)
+    out = TorchAttention(pool).bind(chunk_batch(table, tuple(chunks), write), LAYER)(0, *new)
+    for chunk in chunks:
+        k, v = pool.kv[LAYER][table[chunk.row]].unbind(2)  # what was written included
+        for i in {0, chunk.length // 2, chunk.length - 1}:
+            end = chunk.start + i + 1
+            assert torch.equal(k[end - 1], new.k[chunk.offset + i])
+            expected = brute_force(new.q[chunk.offset + i], k[:end], v[:end])
+            torch.testing.assert_close(out[chunk.offset + i].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+class Story:
+    """One sequence of tokens, and every way to ask for the result of its token at a position."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = (heads, kv_heads, dim), dtype
+        self.tokens = make_tokens(400, *self.shape, dtype, 3)
+        self.table = torch.randperm(1200, generator=torch.Generator().manual_seed(4))[:400] + 1
+
+    def chunk(self, start: int, length: int) -> Tensor:
+        pool = make_pool(*self.shape[1:], self.dtype)
+        pool.write(LAYER, self.table[:start], self.tokens.k[:start], self.tokens.v[:start])
+        batch = chunk_batch(
+            self.table[None, : start + length], (ChunkSpan(0, 0, start, length),), self.table[start : start + length]
+        )
+        return TorchAttention(pool).bind(batch, LAYER)(0, *(t[start : start + length] for t in self.tokens))
+
+    def tree(self, position: int, path: list[int], nodes: int, rows: int, spare: int) -> Tensor:
+        """The token at `position` as the last node of `path`, in the middle row; everything else is noise."""
+        me, prefix = rows // 2, position - len(path) + 1
+        pool = make_pool(*self.shape[1:], self.dtype)
+        pool.write(LAYER, self.table[:prefix], self.tokens.k[:prefix], self.tokens.v[:prefix])
+        new = make_tokens(rows * nodes, *self.shape, self.dtype, position + nodes + rows)
+        for step, node in enumerate(path):
+            for mine, theirs in zip(new, self.tokens, strict=True):
+                mine[me * nodes + node] = theirs[prefix + step]
+        table = torch.randint(1300, 2000, (rows, prefix + nodes + spare))
+        table[me, :prefix] = self.table[:prefix]
+        window = torch.arange(rows * nodes).view(rows, nodes) + 2000
+        lengths = [prefix if row == me else (row * 37) % (prefix + 1) for row in range(rows)]
+        for row, length in enumerate(lengths):
+            table[row, length : length + nodes] = window[row]
+        paths = [[i] for i in range(nodes)]
+        for step, node in enumerate(path):
+            paths[node] = path[: step + 1]
+        batch = make_batch(table, lengths, window.flatten(), [paths] * rows)
+        return TorchAttention(pool).bind(batch, LAYER)(0, *new)[me * nodes + path[-1]]
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the promise is made for MKL's products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 2, 128), (4, 2, 16)])
+def test_bits_do_not_depend_on_how_a_query_is_asked(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    story = Story(*shape, dtype)
+    whole = story.chunk(0, 340)
+    for position in (0, 1, 20, 111, 112, 113, 117, 223, 230, 339):
+        expected = story.tree(position, [0], 1, 1, 0)  # a plain decode
+        assert torch.equal(whole[position], expected), position
+        for rows, spare in ((1, 50), (3, 0), (16, 7)):
+            assert torch.equal(story.tree(position, [0], 1, rows, spare), expected), (position, rows)
+        for start, length in ((position, 1), (max(0, position - 3), 5), (max(0, position - 100), 130)):
+            assert torch.equal(story.chunk(start, length)[position - start], expected), (position, start)
+        for path, nodes, rows in (
+            ([0], 12, 1),
+            ([0, 1, 2, 3], 4, 3),
+            ([0, 2, 5, 9, 11], 12, 1),
+            ([0, 3], 16, 3),
+            ([0, 7, 30, 63], 64, 2),
+        ):
+            if len(path) <= position + 1:
+                assert torch.equal(story.tree(position, path, nodes, rows, rows), expected), (position, path, rows)
+
+
+@pytest.mark.parametrize("nodes", [1, 12])
+def test_trees_read_nothing_on_the_host(nodes: int) -> None:
+    with FakeTensorMode():
+        pool = KVPool([LayerSpec(3, 64)], 500, torch.bfloat16, CPU)
+        rows = 2
+        path = torch.zeros(rows, nodes, 4, dtype=torch.int64)
+        index = torch.zeros(rows * nodes, dtype=torch.int64)
+        table = torch.zeros(rows + 1, 130, dtype=torch.int64)
+        batch = Batch(torch.zeros(rows).long(), index, index, index, table, torch.zeros(rows).long(), bound=120)
+        batch = batch._replace(path=path, path_len=torch.ones(rows, nodes, dtype=torch.int64))
+        q, k = torch.empty(rows * nodes, 9, 64).bfloat16(), torch.empty(rows * nodes, 3, 64).bfloat16()
+        out = TorchAttention(pool).bind(batch, 0)(0, q, k, k)
+    assert out.shape == (rows * nodes, 9 * 64) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kept_buffers_carry_nothing_over(dtype: torch.dtype) -> None:
+    """One backend for forwards of several sizes, growing and shrinking, and for two layers of each."""
+    story = Story(9, 3, 64, dtype)
+    pool = make_pool(3, 64, dtype)
+    kept = TorchAttention(pool)
+
+    def batch(start: int, length: int, tree: bool) -> Batch:
+        here = story.table[start : start + length]
+        if tree:
+            paths = [[list(range(i + 1)) for i in range(length)]]
+            return make_batch(story.table[None, : start + length], [start], here, paths)
+        return chunk_batch(story.table[None, : start + length], (ChunkSpan(0, 0, start, length),), here)
+
+    for start, length, tree in ((0, 120, False), (120, 8, True), (128, 200, False), (328, 1, True), (329, 3, True)):
+        found, expected = kept.bind(batch(start, length, tree), 0), []
+        for layer in (0, 1):
+            tokens = [t[start : start + length] * (1 + layer) for t in story.tokens]
+            expected.append((found(layer, *tokens), TorchAttention(pool).bind(batch(start, length, tree), 0), tokens))
+        for layer, (out, fresh, tokens) in enumerate(expected):
+            assert torch.equal(out, fresh(layer, *tokens)), (start, layer)

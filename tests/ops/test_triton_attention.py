@@ -1,0 +1,413 @@
+"""Triton attention against a brute force in float64, and its promise about bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.layers.norm import RMSNorm
+from draftwing.layers.rope import RopeConfig, rope_table, rotate
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer
+from draftwing.ops.attention import Batch, ChunkSpan
+
+attention = pytest.importorskip("draftwing.ops.triton.attention")
+common = pytest.importorskip("draftwing.ops.triton.attention_common")
+chunked = pytest.importorskip("draftwing.ops.triton.attention_prefill")
+paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
+rope = pytest.importorskip("draftwing.ops.triton.rope")
+
+# Small sizes, so that few keys reach many splits and the interpreter has time for them.
+TINY = common.Tiling(
+    unit=32, short=64, tier=128, long=128, programs=24, context_programs=24, prefill_rows=16, fast_rows=32, stages=1,
+    context_stages=1, prefill_stages=1,
+)  # fmt: skip
+ONE_LANE = TINY._replace(programs=1, context_programs=1)
+GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Case:
+    """B rows of one layer's pool. Every slot that nobody may read is NaN."""
+
+    kv: Tensor  # [slots, kv_heads, 2, dim]
+    table: Tensor  # [R + 1, L]
+    rows: Tensor  # [B]
+    prefix: Tensor  # [B]
+    path: Tensor  # [B, Q, D]
+    path_len: Tensor  # [B, Q]
+    q: Tensor  # [B * Q, heads, dim]
+
+    def positions(self, b: int, node: int) -> list[int]:
+        """Page-table positions that a query reads, in order."""
+        prefix, length = int(self.prefix[b]), int(self.path_len[b, node])
+        return [*range(prefix), *(prefix + int(w) for w in self.path[b, node, :length])]
+
+    def expected(self) -> Tensor:
+        batch, nodes = self.path_len.shape
+        out = []
+        for b in range(batch):
+            for node in range(nodes):
+                slots = self.table[self.rows[b], self.positions(b, node)]
+                out.append(brute(self.q[b * nodes + node], self.kv[slots]))
+        return torch.stack(out)
+
+    def alone(self, b: int, node: int) -> Case:
+        """The same query as a plain decode: what it reads is committed."""
+        where = self.positions(b, node)
+        table = self.table.clone()
+        table[0, : len(where)] = self.table[self.rows[b], where]
+        zero = torch.zeros(1, dtype=torch.int64, device=table.device)
+        query = self.q[b * self.path.shape[1] + node, None]
+        return Case(self.kv, table, zero, zero + len(where) - 1, zero.view(1, 1, 1), zero.view(1, 1) + 1, query)
+
+    def as_chunk(self, length: int, tiling: object = TINY) -> Tensor:
+        """Of `alone`: what the last of `length` equal queries of a prefill chunk gets."""
+        start = int(self.prefix[0]) + 1 - length
+        queries = self.q.expand(length, -1, -1).contiguous()
+        return prefill(queries, self.kv, self.table, 0, start, tiling)[-1]
+
+    def run(self, exact: bool = True, tiling: object = None, workspace: object = None) -> Tensor:
+        heads, dim = self.q.shape[1:]
+        out = self.q.new_full((self.q.shape[0], heads * dim), torch.nan)
+        workspace = workspace or attention.Workspace(self.q.device)
+        tiling = tiling or (TINY if exact else ONE_LANE)
+        attention.tree_attention(
+            self.q, self.kv, self.table, self.rows, self.prefix, self.path, self.path_len, out, workspace, exact, 0,
+            tiling,
+        )  # fmt: skip
+        assert not workspace.take("tickets", 1, torch.int32).any(), "tickets are left behind"
+        return out
+
+
+def brute(q: Tensor, kv: Tensor) -> Tensor:
+    """q [heads, dim], kv [keys, kv_heads, 2, dim] -> [heads * dim] float64"""
+    q, kv = q.double(), kv.double()
+    out = []
+    for head in range(q.shape[0]):
+        k, v = kv[:, head // (q.shape[0] // kv.shape[1])].unbind(1)
+        out.append(torch.softmax(k @ q[head] * q.shape[1] ** -0.5, 0) @ v)
+    return torch.cat(out)
+
+
+def make_case(
+    lengths: list[int],
+    nodes: int,
+    device: torch.device,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    chain: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Random trees of up to `nodes` nodes with dead ones; the last batch row is the slot table's dummy."""
+    rng = torch.Generator().manual_seed(seed)
+    batch, (q_heads, kv_heads) = len(lengths), heads
+    longest = max(lengths) + nodes + 7
+    depth = nodes if chain else min(nodes, 5)
+    path = torch.zeros(batch, nodes, depth, dtype=torch.int64)
+    path_len = torch.ones(batch, nodes, dtype=torch.int64)
+    for b in range(batch):
+        for node in range(1, nodes):
+            parent = node - 1 if chain else int(torch.randint(node, (), generator=rng))
+            above = int(path_len[b, parent])
+            dead = above == depth or (not chain and int(torch.randint(8, (), generator=rng)) == 0)
+            if not dead:
+                path[b, node, :above] = path[b, parent, :above]
+                path_len[b, node] = above + 1
+            path[b, node, int(path_len[b, node]) - 1 :] = node
+    rows = torch.randperm(batch + 2, generator=rng)[:batch]
+    rows[-1] = batch + 2
+    slots = torch.randperm((batch + 3) * longest, generator=rng).view(batch + 3, longest) + 1
+    slots[-1] = 0
+    prefix = torch.tensor([*lengths[:-1], 0])
+    kv = torch.full((int(slots.max()) + 1, kv_heads, 2, dim), torch.nan)
+    case = Case(kv, slots, rows, prefix, path, path_len, torch.randn(batch * nodes, q_heads, dim, generator=rng))
+    for b in range(batch):
+        read = slots[rows[b], : int(prefix[b]) + nodes]
+        kv[read] = torch.randn(len(read), kv_heads, 2, dim, generator=rng)
+    for name, value in vars(case).items():
+        setattr(case, name, value.to(device, dtype) if value.is_floating_point() else value.to(device))
+    return case
+
+
+def prefill(q: Tensor, kv: Tensor, table: Tensor, row: int, start: int, tiling: object) -> Tensor:
+    out = q.new_full((q.shape[0], q.shape[1] * q.shape[2]), torch.nan)
+    rows = torch.tensor([row], device=q.device)
+    group = q.shape[1] // kv.shape[1]
+    tiles = chunked.prefill_tiles([(0, 0, start, q.shape[0])], group, chunked.prefill_rows(kv, True, tiling))
+    chunked.prefill_attention(q, kv, table, rows, tiles.to(q.device), out, True, tiling)
+    return out
+
+
+def pool_layer(kv_heads: int, dim: int) -> Tensor:
+    return torch.empty(1, kv_heads, 2, dim, dtype=torch.bfloat16, device="meta")
+
+
+def test_plans() -> None:
+    """An 8B Llama's on an H200."""
+
+    def plan(batch: int, queries: int, depth: int, exact: bool, **changes: int) -> Any:
+        tiling = common.TILING_HOPPER._replace(**changes)
+        return attention.plan(batch, queries, depth, 32, pool_layer(8, 128), 16384, queries, exact, tiling)
+
+    decode, many = plan(1, 1, 1, False), plan(64, 1, 1, False)
+    assert (decode.exact, decode.two_launches, decode.rows, decode.lanes) == (True, False, 16, 33)
+    assert (many.exact, many.lanes, many.parts) == (True, 1, 0)  # a single key is nothing to be masked
+    one = plan(1, 32, 6, False)
+    assert (one.exact, one.two_launches, one.rows, one.lanes) == (False, False, 16, 4)
+    for several in plan(8, 32, 6, False), plan(16, 32, 6, False):  # a multiprocessor holds one such tile
+        assert (several.exact, several.rows, several.lanes) == (False, 64, 1)
+    assert plan(1, 32, 6, True)[:4] == (True, True, 128, 16)
+    assert plan(16, 32, 6, True) == (True, True, 128, 1, 2)
+    assert plan(16, 300, 6, False).exact, "the window has no room"
+    assert plan(16, 33, 33, False).exact, "paths are too long to be looked for"
+    assert plan(1, 4, 4, True)[:3] == (True, False, 16)  # a chain's rows are one tile
+    assert plan(16, 32, 6, True, context_rows=0)[:3] == (True, False, 16)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("heads, nodes", [((2, 2), 6), ((6, 2), 1), ((32, 1), 2)])
+def test_trees_against_brute_force(heads: tuple[int, int], nodes: int, exact: bool, device: torch.device) -> None:
+    case = make_case([37, 70, 0], nodes, device, heads, dim=16)
+    torch.testing.assert_close(case.run(exact).double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [0, 15, 16, 31, 64, 101, 127, 128, 239])
+def test_around_the_edges(length: int, device: torch.device) -> None:
+    """In one lane and several, in one launch and two, nodes gathered at once or not: the same bits."""
+    case = make_case([length, 0], 6, device, (4, 1), dim=16, chain=length % 2 == 1, seed=length)
+    one = case.run(tiling=ONE_LANE._replace(context_rows=0, own=64))
+    torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
+    assert torch.equal(case.run(tiling=TINY._replace(context_rows=0)), one)
+    assert torch.equal(case.run(tiling=TINY), one)
+    assert torch.equal(case.run(tiling=ONE_LANE), one)
+
+
+@pytest.mark.parametrize("heads, nodes", [((7, 1), 5), ((3, 1), 7), ((16, 1), 3)])
+def test_bits_where_tiles_cut_groups(heads: tuple[int, int], nodes: int, device: torch.device) -> None:
+    case = make_case([97, 0], nodes, device, heads, dim=16)
+    two = case.run()
+    torch.testing.assert_close(two.double(), case.expected(), atol=2e-5, rtol=1e-4)
+    assert torch.equal(case.run(tiling=TINY._replace(context_rows=0)), two)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_masked_trees_in_one_lane_and_several(lanes: int, device: torch.device) -> None:
+    case = make_case([63, 127, 239, 0], 6, device, (4, 1), dim=16)
+    tiling = TINY._replace(programs=8 * lanes)
+    how = attention.plan(4, 6, case.path.shape[2], 4, case.kv, case.table.shape[1], 6, False, tiling)
+    assert not how.exact and (how.lanes > 1) == (lanes > 1)
+    torch.testing.assert_close(case.run(False, tiling).double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_chain_longer_than_units(exact: bool, device: torch.device) -> None:
+    case = make_case([41, 0], 40 if exact else 32, device, (1, 1), dim=16, chain=True)
+    torch.testing.assert_close(case.run(exact).double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
+def test_a_window_too_wide_to_be_masked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([41, 0], 20, device, (2, 1), dim=16, chain=True)
+    exact, masked = case.run(), case.run(exact=False)
+    monkeypatch.setattr(attention, "WINDOW_BYTES", 32 * 16 * 4 - 1)
+    assert torch.equal(case.run(exact=False), exact)
+    torch.testing.assert_close(masked, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU: the interpreter's memory has no end")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim, nodes", [(64, 300), (128, 140), (256, 70), (256, 300)])
+def test_wide_windows_fit(dtype: torch.dtype, dim: int, nodes: int, device: torch.device) -> None:
+    case = make_case([50, 0], nodes, device, (4, 2), dim, dtype)
+    tiling = common.pick_tiling(case.kv)
+    masked, exact = (case.run(how, tiling._replace(programs=1)) for how in (False, True))
+    torch.testing.assert_close(masked, exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dim", [48, 128])
+def test_dtypes_and_head_sizes(dtype: torch.dtype, dim: int, device: torch.device) -> None:
+    case = make_case([50, 0], 3, device, (4, 2), dim, dtype)
+    for exact in (True, False):
+        tiling = common.pick_tiling(case.kv)._replace(programs=264 if exact else 1) if GPU else None
+        torch.testing.assert_close(
+            case.run(exact, tiling).double(), case.expected(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+@pytest.mark.parametrize("dtype, heads", [(torch.float32, (3, 1)), (torch.float32, (2, 2)), (torch.bfloat16, (4, 1))])
+def test_bits_do_not_depend_on_tree_or_batch(dtype: torch.dtype, heads: tuple[int, int], device: torch.device) -> None:
+    """A node of a tree, the same query as a plain decode (its path committed), in a batch, and in a prefill chunk."""
+    case = make_case([39, 230, 0], 5, device, heads, dim=16, dtype=dtype)
+    together = case.run().view(3, 5, -1)
+    for b, node in [(0, 4), (1, 3)]:
+        alone = case.alone(b, node)
+        assert torch.equal(alone.run()[0], together[b, node])
+        for length in (1, 21):
+            assert torch.equal(alone.as_chunk(length), together[b, node])
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+REAL = [  # of chains of 4, and of trees
+    (BF16, (32, 8), 128, 4), (BF16, (32, 8), 128, 7), (BF16, (32, 8), 128, 32), (BF16, (32, 8), 128, 60),
+    (BF16, (9, 3), 64, 7), (BF16, (9, 3), 64, 60), (BF16, (8, 8), 128, 32), (BF16, (8, 2), 256, 4),
+    (BF16, (8, 2), 256, 32), (BF16, (28, 4), 128, 32), (FP16, (32, 8), 128, 32), (FP16, (9, 3), 64, 4),
+    (FP16, (8, 8), 256, 60), (FP32, (32, 8), 128, 7), (FP32, (9, 3), 64, 32), (FP32, (8, 8), 256, 4),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU: too large for the interpreter")
+@pytest.mark.parametrize("dtype, heads, dim, nodes", REAL)
+def test_bits_of_the_real_tiling(
+    dtype: torch.dtype, heads: tuple[int, int], dim: int, nodes: int, device: torch.device
+) -> None:
+    """Lengths around the borders of units, of short and of long splits; tiles of the sizes that this device gets."""
+    lengths = [2047, 127, 300, 511, 2050, 2561, 5000, 0]
+    case = make_case(lengths, nodes, device, heads, dim, dtype, chain=nodes == 4)
+    tiling = common.pick_tiling(case.kv)
+    together = case.run(tiling=tiling)
+    close = TOLERANCE[dtype]
+    torch.testing.assert_close(together.double(), case.expected(), atol=close, rtol=close)
+    for changes in (dict(programs=1, context_programs=1), dict(context_rows=0)):
+        assert torch.equal(case.run(tiling=tiling._replace(**changes)), together), changes
+    together = together.view(len(lengths), nodes, -1)
+    for b in range(len(lengths) - 1):
+        for node in {0, nodes // 2, nodes - 2, nodes - 1}:
+            alone = case.alone(b, node)
+            assert torch.equal(alone.run(tiling=tiling)[0], together[b, node]), (b, node)
+            for length in (1, 100):  # alone in its tile, and in the last of several
+                assert torch.equal(alone.as_chunk(length, tiling), together[b, node]), (b, node, length)
+            copies = 100  # so many that a tile has one lane
+            alone.rows, alone.prefix, alone.q = (
+                x.repeat_interleave(copies, 0) for x in (alone.rows, alone.prefix, alone.q)
+            )
+            alone.path, alone.path_len = alone.path.repeat(copies, 1, 1), alone.path_len.repeat(copies, 1)
+            assert (alone.run(tiling=tiling) == together[b, node]).all(), (b, node)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_prefill_chunks_against_brute_force(exact: bool, device: torch.device) -> None:
+    case = make_case([70, 45, 0], 3, device, (6, 2))
+    spans = [(1, 0, 0, 19), (0, 19, 53, 10), (1, 29, 19, 3)]  # chunks of two rows, one with an earlier chunk
+    q = torch.randn(32, 6, 32, generator=torch.Generator().manual_seed(3)).to(device)
+    out = torch.full((32, 6 * 32), torch.nan, device=device)
+    tiles = chunked.prefill_tiles(spans, 3, chunked.prefill_rows(case.kv, exact, TINY)).to(device)
+    chunked.prefill_attention(q, case.kv, case.table, case.rows, tiles, out, exact, TINY)
+    for row, offset, start, length in spans:
+        for i in range(length):
+            slots = case.table[case.rows[row], : start + i + 1]
+            torch.testing.assert_close(
+                out[offset + i].double(), brute(q[offset + i], case.kv[slots]), atol=2e-5, rtol=1e-4
+            )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dim, norm", [(128, False), (48, False), (64, True)])
+def test_rope_and_write(dtype: torch.dtype, dim: int, norm: bool, device: torch.device) -> None:
+    rng = torch.Generator().manual_seed(dim)
+    heads, kv_heads, count = 6, 2, 5
+    qkv = torch.randn(count, heads + 2 * kv_heads, dim, generator=rng).to(device, dtype)
+    table = rope_table(RopeConfig(), dim, 40, dtype, device)
+    positions = torch.randint(40, (count,), generator=rng).to(device)
+    slots = (torch.randperm(9, generator=rng)[:count] + 1).to(device)
+    norms = [RMSNorm(dim, 1e-6, dtype, device) for _ in range(2)]
+    for layer in norms:
+        layer.weight.data.copy_(torch.rand(dim, generator=rng) + 0.5)
+
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    if norm:
+        q, k = norms[0](q), norms[1](k)
+    cos, sin = table[positions].unsqueeze(2).unbind(1)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    expected = torch.zeros(10, kv_heads, 2, dim, device=device, dtype=dtype)
+    expected[slots] = torch.stack((k, v), 2)
+
+    for gathered in (True, False):
+        turned, kv = qkv.clone(), torch.zeros_like(expected)
+        weights = [layer.weight.data for layer in norms] if norm else [None, None]
+        where = (cos, sin, slots, kv, None) if gathered else (table[:, 0], table[:, 1], slots, kv, positions)
+        rope.rope_and_write(turned, *where, *weights, 1e-6)
+        torch.testing.assert_close(turned[:, :heads], q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(kv, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert torch.equal(kv[:, :, 1], expected[:, :, 1])
+
+
+def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Qwen3's layers leave norm, rope and the pool to the kernel, and get what they would get without it."""
+    config = ModelConfig(
+        architecture="Qwen3ForCausalLM", hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
+        ffn_size=64, vocab_size=16, max_positions=64, qk_norm=True,
+    )  # fmt: skip
+    layer = DecoderLayer(config, 0, torch.float32, device)
+    rng = torch.Generator().manual_seed(3)
+    for param in layer.parameters():
+        param.data.copy_(torch.randn(param.shape, generator=rng) * 0.2 + (param.dim() == 1))
+        param.requires_grad_(False)
+    count = 6
+    x = torch.randn(count, 64, generator=rng).to(device)
+    pool = KVPool([LayerSpec(2, 32)], 20, torch.float32, device)
+    table = torch.arange(1, 21, device=device).view(1, 20)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    positions = torch.arange(count, device=device)
+    batch = Batch(rows, positions, positions, table[0, :count], table, rows, chunks=(ChunkSpan(0, 0, 0, count),))
+    cos, sin = rope_table(RopeConfig(), 32, count, torch.float32, device).unsqueeze(2).unbind(1)
+    calls, kernel = [], paged.rope_and_write
+    monkeypatch.setattr(paged, "rope_and_write", lambda *args: (calls.append(args), kernel(*args))[1])
+    results, written = [], []
+    for fused in (True, False):
+        attend = paged.PagedAttention(pool, exact=True).bind(batch, 0)
+        results.append(layer(x, cos, sin, attend if fused else lambda *args, attend=attend: attend(*args)))
+        written.append(pool.kv[0].clone())
+    assert len(calls) == 1
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(written[0], written[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+def test_the_backend(chunks: bool, device: torch.device) -> None:
+    """Both ways into it, for a layer behind others, against the brute force."""
+    case = make_case([20, 33, 0], 4, device, (4, 2))
+    pool = KVPool([LayerSpec(1, 16), LayerSpec(2, 32)], case.kv.shape[0] - 1, torch.float32, device)
+    rng = torch.Generator().manual_seed(1)
+    count = 12
+    qkv = torch.randn(count, 8, 32, generator=rng).to(device)
+    nothing = torch.zeros(count, dtype=torch.int64, device=device)
+    positions = torch.arange(count, device=device)
+    cos, sin = rope_table(RopeConfig(), 32, count, torch.float32, device).unsqueeze(2).unbind(1)
+    if chunks:
+        slots = case.table[case.rows[0], 20:32]
+        where = dict(chunks=(ChunkSpan(0, 0, 20, 5), ChunkSpan(0, 5, 25, 7)))
+    else:
+        slots = torch.cat([case.table[case.rows[b], case.prefix[b] : case.prefix[b] + 4] for b in range(3)])
+        where = dict(path=case.path, path_len=case.path_len, window=4)
+    batch = Batch(case.rows, nothing, positions, slots, case.table, case.prefix, **where)
+    turned = rotate(qkv[:, :6], cos, sin)
+
+    results = []
+    for fused in (True, False):
+        pool.kv[1].copy_(case.kv)
+        attend = paged.PagedAttention(pool, exact=True).bind(batch, 1)
+        if fused:
+            results.append(attend.fused(0, qkv.clone(), cos, sin))
+        else:
+            results.append(attend(0, turned[:, :4], turned[:, 4:], qkv[:, 6:]))
+    case.kv, case.q = pool.kv[1], turned[:, :4]
+    if chunks:
+        read = [case.table[case.rows[0], : 21 + i] for i in range(count)]
+        expected = torch.stack([brute(case.q[i], case.kv[read[i]]) for i in range(count)])
+    else:
+        expected = case.expected()
+        real = 8  # the dummy's slot is written several times, who comes last is not said
+        results, expected = [r[:real] for r in results], expected[:real]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(results[0].double(), expected, atol=2e-5, rtol=1e-4)

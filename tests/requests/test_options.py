@@ -1,0 +1,85 @@
+"""What a request may ask beside sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftwing.core import PLAIN, LogprobParams, SpecLimits, TreeShape
+from draftwing.errors import RequestError
+from draftwing.requests.options import MOST_LOGPROBS, logprob_params, prediction_text, speculation
+
+SHAPE = TreeShape(5, 4, 8)
+
+
+def test_log_probabilities() -> None:
+    assert logprob_params() is None and logprob_params(False, -1, 0, []) is None and logprob_params(None, 0) is None
+    assert logprob_params(True) == LogprobParams(0, (), -1)
+    assert logprob_params(True, 3, 2, [7, 8]) == LogprobParams(2, (7, 8), 3)
+    for values, name in (
+        ((False, 4), "logprob_start_len"), ((False, -1, 1), "top_logprobs_num"),
+        ((None, -1, 0, [1]), "token_ids_logprob"),
+        ((True, -2), "logprob_start_len"), ((True, -1, MOST_LOGPROBS + 1), "top_logprobs_num"),
+        ((True, -1, True), "top_logprobs_num"), ((True, -1, 0, [1.5]), "token_ids_logprob"),
+        ((True, -1, 0, "ab"), "token_ids_logprob"), ((True, -1, 0, [0] * (MOST_LOGPROBS + 1)), "token_ids_logprob"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError) as info:
+            logprob_params(*values)  # type: ignore[arg-type]
+        assert info.value.param == name and name in str(info.value)
+
+
+def test_speculation() -> None:
+    limits, used = speculation(None, "EAGLE", SHAPE)
+    assert limits is None and used == {"algorithm": "EAGLE", "num_steps": 5, "topk": 4, "num_draft_tokens": 8}
+    limits, used = speculation({"num_steps": 3, "num_draft_tokens": 4, "algorithm": None}, "EAGLE", SHAPE)
+    assert limits == SpecLimits(3, 4, 4) and used["num_steps"] == 3
+    assert speculation("off", "EAGLE", SHAPE).limits == SpecLimits(0, 1, 1)
+    # Where nothing is drafted there is nothing to limit, and nothing more to be had.
+    for wish in (None, "off", {}, {"algorithm": "none"}, {"num_steps": 0}):
+        assert speculation(wish, "none", PLAIN) == (
+            None,
+            {"algorithm": "none", "num_steps": 0, "topk": 1, "num_draft_tokens": 1},
+        )
+    # Limits never ask for more than the engine has, and a chain has one node a level.
+    for topk in range(1, 5):
+        for nodes in range(1, 9):
+            limits = speculation({"topk": topk, "num_draft_tokens": nodes}, "EAGLE", SHAPE).limits or SpecLimits(*SHAPE)
+            assert limits.depth <= min(5, nodes - 1) and limits.topk <= 4 and limits.nodes <= nodes
+            assert limits.topk > 1 or limits.nodes == limits.depth + 1
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ("on", "speculative"), (1, "speculative"), (True, "speculative"), ([], "speculative"),
+        ({"num_steps": 6}, "speculative.num_steps"), ({"topk": 5}, "speculative.topk"),
+        ({"num_draft_tokens": 9}, "speculative.num_draft_tokens"), ({"topk": True}, "speculative.topk"),
+        ({"algorithm": "EAGLE3"}, "speculative.algorithm"), ({"algorithm": 5}, "speculative.algorithm"),
+        ({"steps": 1}, "speculative.steps"), ({"algorithm": "off", "topk": 2}, "speculative.topk"),
+    ],
+)  # fmt: skip
+def test_speculation_that_is_refused(wish: Any, param: str) -> None:
+    with pytest.raises(RequestError) as info:
+        speculation(wish, "EAGLE", SHAPE)
+    assert info.value.param == param and param in str(info.value)
+
+
+def test_numbers_for_a_server_that_drafts_nothing() -> None:
+    with pytest.raises(RequestError, match="from 0 to 0") as info:
+        speculation({"num_steps": 2}, "none", PLAIN)
+    assert info.value.param == "speculative.num_steps"
+
+
+def test_predictions() -> None:
+    assert prediction_text({"type": "content", "content": "ab"}) == "ab"
+    assert prediction_text({"type": "content", "content": [{"type": "text", "text": t} for t in "ab"]}) == "ab"
+    for value, param in (
+        ({}, "prediction"), ("ab", "prediction"), ({"type": "tokens", "content": "a"}, "prediction"),
+        ({"type": "content", "content": "a", "more": 1}, "prediction"), ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": ["a"]}, "prediction.content.0"),
+        ({"type": "content", "content": "\ud800"}, "prediction"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError) as info:
+            prediction_text(value)
+        assert info.value.param == param

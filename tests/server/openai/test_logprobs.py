@@ -1,0 +1,174 @@
+"""Log probabilities in the shapes of the three APIs: of the tokens that are returned, no others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import EOS, FakeEngine
+from starlette.testclient import TestClient
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "é😀 one two"}]
+ECHO = "user:é😀 one two\n"
+
+
+def ok(client: TestClient, path: str, **body: Any) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(client: TestClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    text = client.post(path, json=body | {"stream": True}).text
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+
+
+def value(token: int) -> float:
+    """What the stand-in says of a token."""
+    return -token / 100
+
+
+def test_chat(client: TestClient, engine: FakeEngine) -> None:
+    choice = ok(client, CHAT, messages=MESSAGES, logprobs=True, top_logprobs=2)["choices"][0]
+    content = choice["logprobs"]["content"]
+    ids = engine.tokenizer.encode(ECHO)
+    assert [entry["logprob"] for entry in content] == [value(token) for token in ids]  # none of the stop token
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == choice["message"]["content"] == ECHO
+    assert content[0]["token"] == "u" and {"\ufffd"} < {entry["token"] for entry in content}
+    best = content[0]["top_logprobs"]
+    assert [entry["logprob"] for entry in best] == [-0.5, -1.0]
+    assert all(set(entry) == {"token", "logprob", "bytes"} for entry in best)
+
+
+def test_chat_stream_gives_each_token_with_its_text(client: TestClient) -> None:
+    whole = ok(client, CHAT, messages=MESSAGES, logprobs=True)["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in events(client, CHAT, messages=MESSAGES, logprobs=True)]
+    told: list[Any] = []
+    text = ""
+    for chunk in chunks:
+        content = chunk["delta"].get("content") or ""
+        entries = (chunk["logprobs"] or {"content": []})["content"]
+        assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == content
+        told += entries
+        text += content
+    assert told == whole["logprobs"]["content"] and text == ECHO
+    assert whole["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+@pytest.mark.parametrize(("stop", "keep"), [("stop", False), ("stop", True), ("stop_regex", False)])
+def test_what_a_stop_cuts_has_no_log_probability(client: TestClient, stop: str, keep: bool) -> None:
+    body = {"prompt": "one two three", stop: "two", "no_stop_trim": keep, "logprobs": 0}
+    text = "one two" if keep else "one "
+    choice = ok(client, COMPLETION, **body)["choices"][0]
+    assert choice["text"] == text and "".join(choice["logprobs"]["tokens"]) == text
+    chunks = [chunk["choices"][0] for chunk in events(client, COMPLETION, **body)]
+    assert "".join(chunk["text"] for chunk in chunks) == text
+    streamed = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["tokens"]]
+    assert "".join(streamed) == text
+
+
+def test_a_shown_stop_token_counts(client: TestClient) -> None:
+    body = {"prompt": "abc", "logprobs": 0, "no_stop_trim": True, "skip_special_tokens": False}
+    choice = ok(client, COMPLETION, **body)["choices"][0]
+    assert choice["text"] == "abc<eos>" and choice["logprobs"]["tokens"] == ["a", "b", "c", "<eos>"]
+    assert ok(client, COMPLETION, prompt="abc", logprobs=0)["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c"]
+
+
+def test_completions(client: TestClient, engine: FakeEngine) -> None:
+    data = ok(client, COMPLETION, prompt="aé", logprobs=2)["choices"][0]["logprobs"]
+    ids = engine.tokenizer.encode("aé")
+    assert data["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"] and data["text_offset"] == [0, 1, 1]
+    assert data["token_logprobs"] == [value(token) for token in ids]
+    # The best two, which do not hold the token itself, and it.
+    assert [len(best) for best in data["top_logprobs"]] == [3, 3, 3]
+    assert data["top_logprobs"][0]["a"] == value(ids[0])
+    zero = ok(client, COMPLETION, prompt="aé", logprobs=0)["choices"][0]["logprobs"]
+    assert zero["top_logprobs"][0] == {"a": value(ids[0])}
+    assert ok(client, COMPLETION, prompt="aé")["choices"][0]["logprobs"] is None
+
+
+def test_echo_has_those_of_the_prompt(client: TestClient, engine: FakeEngine) -> None:
+    whole = ok(client, COMPLETION, prompt="aéb", logprobs=1, echo=True, n=2)["choices"]
+    ids = engine.tokenizer.encode("aéb")
+    for choice in whole:
+        data = choice["logprobs"]
+        assert choice["text"] == "aébaéb" and len(data["tokens"]) == 2 * len(ids)
+        assert data["token_logprobs"] == [None, *map(value, ids[1:]), *map(value, ids)]
+        assert data["top_logprobs"][0] is None and data["text_offset"] == [0, 1, 1, 2, 3, 4, 4, 5]
+    joined: dict[str, list[Any]] = {}
+    for chunk in events(client, COMPLETION, prompt="aéb", logprobs=1, echo=True):
+        for name, column in (chunk["choices"][0]["logprobs"] or {}).items():
+            joined.setdefault(name, []).extend(column)
+    assert joined == whole[0]["logprobs"]
+    silent = ok(client, COMPLETION, prompt="aéb", logprobs=1)["choices"][0]["logprobs"]
+    assert silent["text_offset"] == [0, 1, 1, 2]
+
+
+def test_generate(client: TestClient, engine: FakeEngine) -> None:
+    ids = engine.tokenizer.encode("abc")
+    asked = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [7, 300 - 100]}
+    info = ok(client, "/generate", text="abc", logprob_start_len=0, **asked)["meta_info"]
+    assert info["input_token_logprobs"] == [[None, ids[0], None], *([value(t), t, None] for t in ids[1:])]
+    assert info["output_token_logprobs"] == [[value(t), t, None] for t in [*ids, EOS]]
+    assert info["output_token_logprobs_length"] == 4
+    assert info["input_top_logprobs"][0] is None and len(info["input_top_logprobs"]) == 3
+    assert info["output_top_logprobs"][0] == [[-0.5, ids[0] + 1, None], [-1.0, ids[0] + 2, None]]
+    assert info["output_token_ids_logprobs"][0] == [[-7.0, 7, None], [-200.0, 200, None]]
+    assert info["input_token_ids_logprobs"][0] is None and len(info["output_token_ids_logprobs"]) == 4
+    later = ok(client, "/generate", text="abc", logprob_start_len=2, return_logprob=True)["meta_info"]
+    assert later["input_token_logprobs"] == [[value(ids[2]), ids[2], None]] and "input_top_logprobs" not in later
+    text = ok(client, "/generate", text="abc", return_logprob=True, return_text_in_logprobs=True)["meta_info"]
+    assert text["output_token_logprobs"][-1] == [value(EOS), EOS, "<eos>"] and text["input_token_logprobs"] == []
+    assert "output_token_logprobs" not in ok(client, "/generate", text="abc", logprob_start_len=0)["meta_info"]
+
+
+def test_generate_asks_for_each_prompt(client: TestClient, engine: FakeEngine) -> None:
+    body = {
+        "text": ["abc", "de", "f"],
+        "return_logprob": [True, False, True],
+        "logprob_start_len": [1, -1, -1],
+        "top_logprobs_num": [0, 0, 1],
+        "token_ids_logprob": [[1, 2], None, []],
+    }
+    first, second, third = (answer["meta_info"] for answer in ok(client, "/generate", **body))
+    assert len(first["input_token_logprobs"]) == 2 and "output_token_ids_logprobs" in first
+    assert "output_token_logprobs" not in second and len(third["output_top_logprobs"]) == 2
+    assert [request.logprobs is None for request in engine.requests] == [False, True, False]
+
+
+def test_generate_stream_is_cumulative(client: TestClient) -> None:
+    chunks = events(client, "/generate", text="abcdefgh", return_logprob=True, logprob_start_len=0)
+    for chunk in chunks:
+        info = chunk["meta_info"]
+        assert [entry[1] for entry in info["output_token_logprobs"]] == chunk["output_ids"]
+        assert len(info["input_token_logprobs"]) == 8
+    assert len(chunks) > 1
+
+
+def test_a_slow_client_misses_none(engine: FakeEngine) -> None:
+    """News that were not taken are joined: with them their log probabilities."""
+    from draftwing.core import LogprobParams, Output
+    from draftwing.server.engine_client import Stream
+
+    stream = Stream(None, {"a": "a"})  # type: ignore[arg-type]
+    wanted = LogprobParams(0, (), 0)
+    from fake_engine import logprob
+
+    stream.put(Output("a", [1], logprobs=[logprob(1, wanted)], prompt_logprobs=[None]))
+    stream.put(Output("a", [2, 3], logprobs=[logprob(2, wanted), logprob(3, wanted)]))
+    news = stream._news["a"]
+    assert news.token_ids == [1, 2, 3] and [one.value for one in news.logprobs] == [-0.01, -0.02, -0.03]
+    assert news.prompt_logprobs == [None]
+
+
+def test_official_client(client: TestClient) -> None:
+    api = openai.OpenAI(base_url="http://testserver/v1", api_key="None", http_client=client)  # type: ignore[arg-type]
+    answer = api.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, top_logprobs=3)  # type: ignore
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content[0].top_logprobs) == 3
+    text = api.completions.create(model="m", prompt="abc", logprobs=2, echo=True)
+    told = text.choices[0].logprobs
+    assert told is not None and told.token_logprobs is not None and told.token_logprobs[0] is None

@@ -1,0 +1,425 @@
+"""`/metrics`: its text, its names and types, and its values against hand counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import CONTEXT, FakeEngine, local
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics
+from starlette.testclient import TestClient
+
+from draftwing.config.options import Options
+from draftwing.core import GenRequest, Grammar, Output, SamplingParams
+from draftwing.engine.process.link import EngineDead
+from draftwing.server.app import create_app
+from draftwing.server.telemetry.metrics import SERIES, Histogram, Metrics, RequestMetrics, engine_samples
+from draftwing.server.telemetry.observer import Observer
+
+PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
+CAPACITY = 4 * CONTEXT
+
+# Names and types as SGLang and vLLM have them.
+PEERS = {
+    "sglang:num_running_reqs": "gauge",
+    "sglang:num_queue_reqs": "gauge",
+    "sglang:num_used_tokens": "gauge",
+    "sglang:max_total_num_tokens": "gauge",
+    "sglang:token_usage": "gauge",
+    "sglang:gen_throughput": "gauge",
+    "sglang:cache_hit_rate": "gauge",
+    "sglang:spec_accept_length": "gauge",
+    "sglang:spec_accept_rate": "gauge",
+    "sglang:prompt_tokens": "counter",
+    "sglang:generation_tokens": "counter",
+    "sglang:num_requests": "counter",
+    "sglang:num_so_requests": "counter",
+    "sglang:num_aborted_requests": "counter",
+    "sglang:num_retracted_requests": "counter",
+    "sglang:spec_verify_calls": "counter",
+    "sglang:time_to_first_token_seconds": "histogram",
+    "sglang:inter_token_latency_seconds": "histogram",
+    "sglang:e2e_request_latency_seconds": "histogram",
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:num_preemptions": "counter",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
+}
+
+# As `Engine.stats` of an engine that has drafted with two drafters.
+STATS: dict[str, Any] = {
+    "running": 3,
+    "waiting": 2,
+    "free_tokens": 500,
+    "cached_tokens": 300,
+    "accept_length": 2.5,
+    "verified_rows": 40,
+    "committed_tokens": 100,
+    "steps": {"prefill": 4, "plain": 5, "speculative": 6},
+    "step_seconds": {"prefill": 0.4, "plain": 0.5, "speculative": 0.9},
+    "host_seconds": 0.125,
+    "stage_seconds": {"draft": 0.1, "verify": 0.6, "settle": 0.2},
+    "staged_steps": 6,
+    "queried_tokens": 80,
+    "hit_tokens": 60,
+    "prefilled_tokens": 20,
+    "retractions": 7,
+    "stale_rows": 1,
+    "graph_replays": 18,
+    "drafters": {
+        "EAGLE": {"drafts": 9, "proposed": 60, "accepted": 14, "proposed_at": [0, 0], "accepted_at": [8, 6]},
+        "prediction": {"drafts": 4, "proposed": 9, "accepted": 6, "proposed_at": [4, 3, 2], "accepted_at": [3, 2, 1]},
+    },
+    "last": {"accept_length": 2.25, "accept_rate": 0.5, "gen_throughput": 80.0, "cache_hit_rate": 0.75},
+    "plain_seconds": 3.0,
+    "timed_seconds": 2.0,
+    "speedup": 1.75,
+}
+
+
+class Page:
+    """A scrape, parsed."""
+
+    def __init__(self, text: str) -> None:
+        self.families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+        self.samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+
+    def __call__(self, name: str, **labels: str) -> float:
+        common = {"model_name": "echo"} | ({"engine": "0"} if name.startswith("vllm:") else {})
+        return self.samples[name, frozenset((common | labels).items())]
+
+
+def scrape(client: TestClient) -> Page:
+    response = client.get("/metrics")
+    assert response.status_code == 200
+    return Page(response.text)
+
+
+async def answering(stats: dict[str, Any]) -> dict[str, Any]:
+    return stats
+
+
+def rendered(metrics: Metrics) -> Page:
+    text, content_type = asyncio.run(metrics.render())
+    assert content_type.startswith("text/plain")
+    return Page(text.decode())
+
+
+# -- through the application ------------------------------------------------------------------------------------------
+
+
+def test_scripted_traffic(client: TestClient) -> None:
+    """An echo of n bytes gives n + 1 tokens, three a step."""
+    before = scrape(client)
+    assert before("vllm:request_success_total", finished_reason="stop") == 0 == before("sglang:prompt_tokens_total")
+    client.post("/generate", json={"text": "abcdefgh"})  # 9 tokens in 3 steps
+    client.post("/v1/completions", json={"prompt": ["abc", "xy"], "n": 2, "max_tokens": 2})  # 4 answers of 2 in 1 step
+    body = {"messages": [{"role": "user", "content": "y"}], "stream": True}
+    prompt = len("user:y\n")
+    assert client.post("/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")  # 8 tokens in 3 steps
+    assert client.post("/generate", json={"text": ""}).status_code == 400
+    assert client.get("/health_generate").status_code == 200
+    page = scrape(client)
+    for name in ("sglang:prompt_tokens_total", "vllm:prompt_tokens_total"):
+        assert page(name) == 8 + 2 * (3 + 2) + prompt
+    for name in ("sglang:generation_tokens_total", "vllm:generation_tokens_total"):
+        assert page(name) == 9 + 4 * 2 + prompt + 1
+    assert page("vllm:request_success_total", finished_reason="stop") == 2
+    assert page("vllm:request_success_total", finished_reason="length") == 4
+    assert page("sglang:num_requests_total") == 6 and page("sglang:num_aborted_requests_total") == 0
+    for engine in ("sglang", "vllm"):
+        assert page(f"{engine}:time_to_first_token_seconds_count") == 6
+        assert page(f"{engine}:e2e_request_latency_seconds_count") == 6
+        assert page(f"{engine}:e2e_request_latency_seconds_sum") >= page(f"{engine}:time_to_first_token_seconds_sum")
+    assert page("sglang:inter_token_latency_seconds_count") == (9 - 3) + (prompt + 1 - 3), "tokens after the first step"
+    assert page("vllm:inter_token_latency_seconds_count") == 2 + 2, "steps after the first"
+    gaps = page("sglang:inter_token_latency_seconds_sum")
+    assert gaps == pytest.approx(page("vllm:inter_token_latency_seconds_sum")) and gaps > 0
+    assert page("draftwing:http_responses_total", status="200") == 3, "probes and scrapes are not among them"
+    assert page("draftwing:http_responses_total", status="400") == 1
+    assert page("draftwing:engine_up") == 1
+    assert page("sglang:max_total_num_tokens") == CAPACITY and page("sglang:num_running_reqs") == 0
+    assert page("sglang:spec_verify_calls_total") == 0, "this engine does not speculate"
+
+
+def test_an_abort() -> None:
+    engine = FakeEngine(burst=1, pause=0.005)
+    endless = {"text": "abc", "rid": "mine", "sampling_params": {"ignore_eos": True, "max_new_tokens": 1900}}
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.post, "/generate", json=endless)
+        end = time.monotonic() + 5
+        while scrape(client)("vllm:generation_tokens_total") == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        client.post("/abort_request", json={"rid": "mine"})
+        assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+        page = scrape(client)
+    assert page("vllm:request_success_total", finished_reason="abort") == 1 == page("draftwing:aborts_total")
+    assert page("sglang:num_aborted_requests_total") == 1 and page("sglang:num_requests_total") == 0
+    assert page("sglang:e2e_request_latency_seconds_count") == 0
+
+
+def test_a_dead_engine(engine: FakeEngine) -> None:
+    """Its requests have ended by an error, and a scrape says what the server knows."""
+    successor = FakeEngine()
+    with TestClient(create_app(local(engine, successor), engine.tokenizer), raise_server_exceptions=False) as client:
+        client.post("/generate", json={"text": "abc"})
+        for one in (engine, successor):
+            one.crash = RuntimeError("boom")
+            client.post("/generate", json={"text": "abc"})
+            end = time.monotonic() + 5
+            while scrape(client)("draftwing:engine_up") != (one is engine) and time.monotonic() < end:
+                time.sleep(0.01)
+        page = scrape(client)
+    assert page("draftwing:engine_up") == 0 and "sglang:num_running_reqs" not in page.families
+    assert page("vllm:request_success_total", finished_reason="stop") == 1
+    assert page("vllm:request_success_total", finished_reason="error") == 2
+    assert page("draftwing:http_responses_total", status="503") == 2
+
+
+def test_it_needs_the_key_as_everything_does() -> None:
+    engine = FakeEngine(Options(random_seed=7, api_key="sekrit"))
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/metrics", headers={"authorization": "Bearer sekrit"}).status_code == 200
+
+
+# -- the engine's side ------------------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_counts() -> None:
+    page = rendered(Metrics("echo", lambda: 1000, lambda: answering(STATS)))
+    expected = {
+        "sglang:num_running_reqs": 3,
+        "sglang:num_queue_reqs": 2,
+        "sglang:num_used_tokens": 200,
+        "sglang:token_usage": 0.2,
+        "sglang:gen_throughput": 80,
+        "sglang:cache_hit_rate": 0.75,
+        "sglang:spec_accept_length": 2.25,
+        "sglang:spec_accept_rate": 0.5,
+        "sglang:num_retracted_requests_total": 7,
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 2,
+        "vllm:kv_cache_usage_perc": 0.2,
+        "vllm:num_preemptions_total": 7,
+        "vllm:prefix_cache_queries_total": 80,
+        "vllm:prefix_cache_hits_total": 60,
+        "vllm:spec_decode_num_drafts_total": 13,
+        "vllm:spec_decode_num_draft_tokens_total": 69,
+        "vllm:spec_decode_num_accepted_tokens_total": 20,
+        "draftwing:estimated_speedup": 1.75,
+        "draftwing:equivalent_plain_seconds_total": 3,
+        "draftwing:timed_decode_seconds_total": 2,
+        "draftwing:host_seconds_total": 0.125,
+        "draftwing:graph_replays_total": 18,
+        "draftwing:retractions_total": 7,
+        "draftwing:verified_rows_total": 40,
+        "draftwing:committed_tokens_total": 100,
+    }
+    assert {name: page(name) for name in expected} == expected
+    accepted = [page("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(i)) for i in range(3)]
+    assert accepted == [11, 8, 1]
+    for drafter, proposed, at in (("EAGLE", 60, [8, 6]), ("prediction", 9, [3, 2, 1])):
+        assert page("draftwing:spec_proposed_tokens_total", drafter=drafter) == proposed
+        for i, count in enumerate(at):
+            name = "draftwing:spec_accepted_tokens_per_pos_total"
+            assert page(name, drafter=drafter, position=str(i)) == count
+    per_depth = {dict(labels)["drafter"] for name, labels in page.samples if "proposed_tokens_per_pos" in name}
+    assert per_depth == {"prediction"}, "of EAGLE's trees the depths are not known"
+    assert page("draftwing:steps_total", kind="speculative") == 6
+    assert page("draftwing:step_seconds_total", kind="plain") == 0.5
+    assert page("draftwing:stage_seconds_total", stage="verify") == 0.6
+
+
+def test_without_speculation() -> None:
+    stats = STATS | {"drafters": {}, "speedup": None}
+    page = rendered(Metrics("echo", lambda: 1000, lambda: answering(stats), speculative=False))
+    assert page("sglang:spec_accept_length") == 0 == page("sglang:spec_accept_rate")
+    assert "draftwing:estimated_speedup" not in page.families
+    assert not any(name.startswith("vllm:spec") for name in page.families)
+
+
+def test_every_series_is_known() -> None:
+    """What the engine's numbers become has a type and a meaning."""
+    known = {series.name: series for series in SERIES}
+    for name, labels, _ in engine_samples(STATS, 1000):
+        assert len(labels) == len(known[name].labels), name
+
+
+def test_a_busy_engine() -> None:
+    """A scrape does not wait for it: its numbers are those of before, and their age is told."""
+    slow = False
+
+    async def ask() -> dict[str, Any]:
+        if slow:
+            await asyncio.sleep(60)
+        return STATS
+
+    metrics = Metrics("echo", lambda: 1000, ask)
+    rendered(metrics)
+    slow = True
+    begin = time.monotonic()
+    page = rendered(metrics)
+    assert time.monotonic() - begin < 2
+    assert page("draftwing:engine_up") == 1 and page("vllm:num_requests_running") == 3
+    assert page("draftwing:engine_stats_age_seconds") > 0.4
+    page = rendered(Metrics("echo", lambda: 1000, ask))  # it has never answered
+    assert page("draftwing:engine_up") == 1 and "vllm:num_requests_running" not in page.families
+
+
+def test_a_lost_engine() -> None:
+    async def ask() -> dict[str, Any]:
+        raise EngineDead("gone")
+
+    page = rendered(Metrics("echo", lambda: 1000, ask))
+    assert page("draftwing:engine_up") == 0 and page("vllm:prompt_tokens_total") == 0
+
+
+def test_a_real_engine(tmp_path: Path) -> None:
+    """Its totals are what its requests say of themselves, and are plain enough to pass to another process."""
+    from tiny_checkpoint import write_checkpoint
+
+    from draftwing.engine.engine import Engine
+
+    options = Options(
+        model=str(write_checkpoint(tmp_path / "tiny")), speculative_algorithm="NGRAM", speculative_eagle_topk=1,
+        speculative_num_steps=4, max_total_tokens=2000, num_threads=1, random_seed=1,
+    )  # fmt: skip
+    engine = Engine(options)
+    requests = RequestMetrics()
+    observer = Observer([requests])
+    jobs = [GenRequest(str(i), [1 + i, *range(5, 25)], SamplingParams(32, 0.0, ignore_eos=True)) for i in range(3)]
+    observer.begin("job", jobs)
+    for job in jobs:
+        engine.submit(job)
+    metas = []
+    while not engine.idle():
+        for output in engine.step():
+            observer.output(output)
+            metas += [output.meta] if output.finish_reason else []
+    stats = engine.stats()
+    engine.close()
+    page = rendered(Metrics("echo", lambda: 2000, lambda: answering(json.loads(json.dumps(stats)))))
+    assert (
+        page("vllm:spec_decode_num_draft_tokens_total") == sum(meta["spec_num_proposed_drafts"] for meta in metas) > 0
+    )
+    assert page("draftwing:verified_rows_total") == sum(meta["spec_verify_ct"] for meta in metas)
+    at = [page("draftwing:spec_accepted_tokens_per_pos_total", drafter="NGRAM", position=str(i)) for i in range(4)]
+    assert sum(at) == page("vllm:spec_decode_num_accepted_tokens_total")
+    name = "draftwing:spec_proposed_tokens_per_pos_total"
+    proposed = [page(name, drafter="NGRAM", position=str(i)) for i in range(4)]
+    assert sum(proposed) == page("draftwing:spec_proposed_tokens_total", drafter="NGRAM")
+    assert all(a <= b for a, b in zip(at, proposed, strict=True)) and proposed == sorted(proposed, reverse=True)
+    assert page("vllm:prefix_cache_queries_total") == 63 and page("sglang:token_usage") == 0
+    assert requests.values["vllm:generation_tokens_total"][()] == 96
+    assert requests.values["sglang:spec_verify_calls_total"][()] == page("draftwing:verified_rows_total")
+
+
+# -- the requests' side -----------------------------------------------------------------------------------------------
+
+
+def test_latencies() -> None:
+    """Tokens at 0.5 s, three more at 0.56 s, the last one at 0.66 s."""
+    clock = [10.0]
+    requests = RequestMetrics()
+    observer = Observer([requests], clock=lambda: clock[0])
+    params = SamplingParams(grammar=Grammar("regex", "a+"))
+    observer.begin("job", [GenRequest("u", [1, 2, 3], params)])
+    for at, ids, reason in (
+        (10.5, [7], None),
+        (10.5625, [7, 8, 9], None),
+        (10.625, [], None),
+        (10.65625, [1], {"type": "stop", "matched": 1}),
+    ):
+        clock[0] = at
+        observer.output(Output("u", ids, reason, {"spec_verify_ct": 2} if reason else {}))
+    observer.output(Output("stranger", [1], {"type": "stop"}))
+    observer.lost()
+    found = {name: (sum(h._counts), h.sum) for name, h in requests.histograms.items()}
+    for engine in ("sglang:", "vllm:"):
+        assert found[engine + "time_to_first_token_seconds"] == (1, 0.5)
+        assert found[engine + "e2e_request_latency_seconds"] == (1, 0.65625)
+    assert found["sglang:inter_token_latency_seconds"] == (4, pytest.approx(0.15625))
+    assert found["vllm:inter_token_latency_seconds"] == (2, 0.15625)
+    assert requests.values["sglang:spec_verify_calls_total"][()] == 2
+    assert requests.values["sglang:num_so_requests_total"][()] == 1
+    assert requests.values["draftwing:constrained_requests_total"] == {("regex",): 1}
+    assert requests.values["vllm:request_success_total"][("error",)] == 0
+
+
+def test_histogram() -> None:
+    """An observation that is a bound belongs below it, as Prometheus has it."""
+    histogram = Histogram((0.1, 1, 10))
+    for value, times in ((0.1, 1), (0.5, 3), (1.0, 1), (11.0, 2)):
+        histogram.observe(value, times)
+    assert histogram.buckets() == [("0.1", 1), ("1.0", 5), ("10.0", 5), ("+Inf", 7)]
+    assert math.isclose(histogram.sum, 0.1 + 1.5 + 1 + 22)
+
+
+# -- names and text ---------------------------------------------------------------------------------------------------
+
+
+def test_names_and_types() -> None:
+    found = {series.name.removesuffix("_total"): series.kind for series in SERIES}
+    assert len(found) == len(SERIES)
+    assert {name: kind for name, kind in found.items() if not name.startswith("draftwing:")} == PEERS
+    for series in SERIES:
+        assert re.fullmatch(r"[a-z]+:[a-z0-9_]+", series.name)
+        assert series.name.endswith("_total") == (series.kind == "counter")
+    families = rendered(Metrics("echo", lambda: 1000, lambda: answering(STATS))).families
+    for name, kind in PEERS.items():
+        assert families[name].type == kind
+
+
+def test_labels_of_vllm() -> None:
+    assert {s.name: s.labels for s in SERIES if s.labels and s.name.startswith("vllm:")} == {
+        "vllm:request_success_total": ("finished_reason",),
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("position",),
+    }
+
+
+def test_openmetrics_on_request(client: TestClient) -> None:
+    response = client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    families = list(openmetrics.text_string_to_metric_families(response.text))
+    assert "sglang:num_running_reqs" in {family.name for family in families}
+
+
+def test_a_model_name_cannot_break_the_text() -> None:
+    name = 'a "quoted"\nname\\'
+    text, _ = asyncio.run(Metrics(name, lambda: 1000, lambda: answering(STATS)).render())
+    for family in parser.text_string_to_metric_families(text.decode()):
+        assert {sample.labels["model_name"] for sample in family.samples} == {name}
+
+
+def test_the_page_lists_them_all() -> None:
+    rows = re.findall(
+        r"^\| `([a-z]+:[^`{]+)(?:\{([^}]*)\})?` \| (\w+) \| (.+) \|$", PAGE.read_text("utf8"), re.MULTILINE
+    )
+    assert [(name, tuple(filter(None, labels.split(", "))), kind, help) for name, labels, kind, help in rows] == [
+        (series.name, series.labels, series.kind, series.help) for series in SERIES
+    ]

@@ -1,0 +1,175 @@
+"""Lines of the request log: what is in them, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, local
+from starlette.testclient import TestClient
+
+from draftwing.config.options import Options
+from draftwing.core import GenRequest, Grammar, Output, SamplingParams
+from draftwing.server.app import create_app
+from draftwing.server.telemetry.observer import HttpRecord, Idle, Observer
+from draftwing.server.telemetry.request_log import BEGINNING, RequestLog, sampling
+
+KEY = "sekrit-\u00fc"
+SECRET = "xyzzy"  # the content that must not be seen
+
+
+def log_of(
+    level: int, *bodies: dict[str, Any], path: str = "/generate", key: str | None = None
+) -> list[dict[str, Any]]:
+    engine = FakeEngine(Options(random_seed=7, api_key=key))
+    stream = io.StringIO()
+    watchers = [RequestLog(level, key, stream)]
+    headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, watchers), headers=headers) as client:
+        for body in bodies:
+            client.post(path, json=body)
+        client.get("/health")
+        client.get("/metrics")
+    text = stream.getvalue()
+    assert key is None or key not in text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_metadata() -> None:
+    (line,) = log_of(0, {"text": "abcdefgh", "rid": "mine"})
+    assert line["id"] == "mine" and line["path"] == "/generate" and line["method"] == "POST" and line["status"] == 200
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (8, 9)
+    assert line["finish_reasons"] == ["stop"] and line["accept_length"] == 1.0 and line["retractions"] == 0
+    assert line["request_bytes"] == len('{"text":"abcdefgh","rid":"mine"}') and line["response_bytes"] > 100
+    assert 0 < line["first_token_seconds"] <= line["seconds"]
+    assert line["time"].endswith("+00:00") and "sampling" not in line and "output" not in line
+
+
+def test_batches_streams_and_refusals() -> None:
+    batch = {"text": ["ab", "cdef"], "sampling_params": {"n": 2, "max_new_tokens": 2}}
+    stream = {"text": "ab", "stream": True}
+    many, streamed, refused = log_of(0, batch, stream, {"text": "ab", "nonsense": 1})
+    assert (many["prompt_tokens"], many["completion_tokens"]) == (6, 8), "two answers share a prompt"
+    assert many["finish_reasons"] == ["length"] * 4
+    assert (streamed["status"], streamed["completion_tokens"], streamed["finish_reasons"]) == (200, 3, ["stop"])
+    assert refused["status"] == 400 and "prompt_tokens" not in refused
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_no_content_below_level_2(level: int, path: str) -> None:
+    stop = [f"{SECRET}-stop"]
+    body = {
+        "/generate": {"text": f"a {SECRET}", "sampling_params": {"stop": stop, "temperature": 0.5}},
+        "/v1/completions": {"prompt": f"a {SECRET}", "stop": stop, "temperature": 0.5},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": SECRET}], "stop": stop, "temperature": 0.5,
+        },
+    }[path]  # fmt: skip
+    lines = log_of(level, body, body | {"stream": True}, body | {SECRET: 1}, path=path)
+    assert [line["status"] for line in lines] == [200, 200, 400] and SECRET not in json.dumps(lines)
+    if level:
+        (params,) = lines[0]["sampling"]
+        assert params["temperature"] == 0.5 and params["stop"] == 1
+
+
+def test_parameters_without_their_texts() -> None:
+    params = SamplingParams(
+        temperature=0.0, max_new_tokens=9, stop=("a", "b"), bad_words=("c",), logit_bias=((5, 1.0),),
+        grammar=Grammar("regex", SECRET), stop_token_ids=(1, 2, 3), presence_penalty=0.5,
+    )  # fmt: skip
+    assert sampling(params) == {
+        "temperature": 0.0, "max_new_tokens": 9, "stop": 2, "bad_words": 1, "logit_bias": 1, "grammar": "regex",
+        "stop_token_ids": 3, "presence_penalty": 0.5,
+    }  # fmt: skip
+
+
+def test_level_2_is_cut_off_and_level_3_is_not() -> None:
+    body = {"text": "0123456789" * 190, "sampling_params": {"max_new_tokens": 1}}
+    body["padding"] = " " * BEGINNING  # refused, after it was read
+    for level in (2, 3):
+        (line,) = log_of(level, body)
+        whole = json.dumps(body, separators=(",", ":"))
+        assert line["status"] == 400 and line["output"] == []
+        assert line["request"] == (whole[:BEGINNING] + "..." if level == 2 else whole)
+    (line,) = log_of(2, {"text": "hello"})
+    assert json.loads(line["request"]) == {"text": "hello"} and line["output"] == ["hello"]
+    (chat,) = log_of(2, {"messages": [{"role": "user", "content": "hello"}]}, path="/v1/chat/completions")
+    assert chat["output"] == ["user:hello\n"]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_never_the_key(level: int) -> None:
+    for lead in ("", "x" * (BEGINNING - 15)):  # the second one is cut off within the key
+        for text in (f"{lead}{KEY}", {"nested": KEY}):
+            lines = log_of(level, {"text": text, "rid": KEY}, key=KEY)
+            assert len(lines) == 1 and KEY[:7] not in json.dumps(lines, ensure_ascii=False)
+
+
+def test_the_key_at_the_end_of_what_is_kept() -> None:
+    """Characters of four bytes before a long key: more has to be kept than is shown, to know it."""
+    key, stream, engine = "sekrit-" + "k" * 40, io.StringIO(), FakeEngine()
+    body = ("\U0001f600" * (BEGINNING - 7) + key).encode()
+    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(2, key, stream)])) as client:
+        client.post("/generate", content=body, headers={"content-type": "application/json"})
+    line = json.loads(stream.getvalue())
+    assert line["request"].startswith("\U0001f600") and "sekrit" not in line["request"]
+
+
+def test_no_more_is_kept_than_is_wanted() -> None:
+    class Curious(Idle):
+        def __init__(self, body_bytes: int | None) -> None:
+            self.body_bytes = body_bytes
+
+        def responded(self, record: HttpRecord) -> None:
+            kept.append(bytes(record.body))
+
+    kept: list[bytes] = []
+    for wanted in ((), (0,), (0, 9), (9, None)):
+        engine = FakeEngine()
+        watchers = [Curious(one) for one in wanted]
+        with TestClient(create_app(local(engine), engine.tokenizer, 5.0, watchers)) as client:
+            client.post("/generate", json={"text": "abcdef"})
+    assert kept == [b"", *[b'{"text":"'] * 2, *[b'{"text":"abcdef"}'] * 2]
+
+
+def test_unauthorized_requests_are_logged() -> None:
+    stream = io.StringIO()
+    engine = FakeEngine(Options(random_seed=7, api_key=KEY))
+    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(0, KEY, stream)])) as client:
+        client.post("/generate", json={"text": "x"}, headers={"authorization": "Bearer wrong-key"})
+    line = json.loads(stream.getvalue())
+    assert line["status"] == 401 and "wrong-key" not in stream.getvalue()
+
+
+def test_a_client_that_goes_away() -> None:
+    """An answer that is unfinished when the response ends is aborted."""
+    stream = io.StringIO()
+    observer = Observer([RequestLog(0, None, stream)])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        observer.begin("job", [GenRequest("u", [1, 2], SamplingParams())])
+        observer.output(Output("u", [5, 6]))
+        raise asyncio.CancelledError
+
+    async def scenario() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+        await observer.middleware(app)(scope, None, None)  # type: ignore[arg-type]
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(scenario())
+    line = json.loads(stream.getvalue())
+    assert line["status"] == 499 and line["finish_reasons"] == ["abort"] and line["completion_tokens"] == 2
+
+
+def test_what_fails_to_write_harms_nobody() -> None:
+    class Broken(RequestLog):
+        def responded(self, record: Any) -> None:
+            raise OSError("disk full")
+
+    engine = FakeEngine()
+    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [Broken()])) as client:
+        assert client.post("/generate", json={"text": "abc"}).status_code == 200

@@ -1,0 +1,48 @@
+"""The rotary kernel of training against `rotate` and autograd in float64."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from draftwing.layers.rope import RopeConfig, rope_table, rotate
+
+kernel = pytest.importorskip("draftwing.train.kernels.rope_backward")
+
+# One rounding of the result. Triton's interpreter cuts bfloat16 off instead of rounding it.
+CUTS = os.environ.get("TRITON_INTERPRET") == "1"
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7 if CUTS else 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs start as NaN, so that an element left unwritten shows."""
+    empty = torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel.torch, "empty", lambda *args, **kw: empty(*args, **kw).fill_(float("nan")))
+        yield
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("heads", "turned", "dim"), [(15, 12, 64), (3, 2, 20), (4, 4, 128)])
+def test_turned_and_back(heads: int, turned: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    wide = torch.randn(7, heads + 1, dim, generator=generator).to(device, dtype)
+    grad = torch.randn(7, heads, dim, generator=generator).to(device, dtype)
+    positions = torch.tensor([0, 1, 2, 3, 40, 5, 99], device=device)
+    table = rope_table(RopeConfig(), dim, 100, torch.float32, device)
+    cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
+    x = wide[:, :heads].detach().requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    expected = torch.cat((rotate(exact[:, :turned], cos.double(), sin.double()), exact[:, turned:]), 1)
+    (wanted,) = torch.autograd.grad(expected, exact, grad.double())
+    found = kernel.turn(x, cos, sin, turned)
+    (back,) = torch.autograd.grad(found, x, grad)
+    assert found.dtype == back.dtype == dtype and found.is_contiguous()
+    tolerance = 1.05 * TOLERANCE[dtype]
+    torch.testing.assert_close(found.detach().double(), expected.detach(), rtol=tolerance, atol=2e-6)
+    torch.testing.assert_close(back.double(), wanted, rtol=tolerance, atol=2e-6)
+    assert torch.equal(found[:, turned:], x[:, turned:]) and torch.equal(back[:, turned:], grad[:, turned:])
