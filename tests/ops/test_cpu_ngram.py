@@ -15,12 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.cpu import ngram as kernels
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.spec.drafter import Draft
 from draftwing.spec.ngram.drafter import OWN, NGramDrafter
 from draftwing.spec.ngram.memory import CANDIDATES, NGramMemory, kernels_for
 from draftwing.spec.ngram.tree import TreeBuilder
 
-if kernels.load() is None:
+if load_extension() is None:
     pytest.skip("the C kernels were not built", allow_module_level=True)
 
 CPU = torch.device("cpu")

@@ -34,7 +34,8 @@ AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # `o
 def run_native(
     layers: NativeLayers | None, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
 ) -> Tensor | None:
-    """What `ops.cpu.attention.Bound.layers` gives of them; None where they, or so many rows, are not run in one call."""
+    """What `ops.cpu.attention.Bound.layers` gives of them; None where they, or so many rows, are not run in one
+    call."""
     if layers is None or x.shape[0] > FEW_ROWS:
         return None
     whole = getattr(attend, "layers", None)
@@ -121,7 +122,7 @@ class DecoderLayer(nn.Module):
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
-        # A backend may turn q and k itself, and perhaps norm them before: `ops.cpu.attention.Bound`, `ops.triton.attention_backend.Bound`.
+        # A backend may turn q and k itself, and perhaps norm them before (`fused` of its `Bound`).
         fused = getattr(attend, "fused", None)
         out: Tensor
         if fused is not None and self.q_norm is None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether the GPU's kernels take this tensor: on CUDA from compute capability 8.0 on, where Triton is installed,
-    unless DRAFTWING_NATIVE=0. And without data (on the meta device), where `engine.startup.precompile` finds out which kernels
-    are launched."""
+    unless DRAFTWING_NATIVE=0. And without data (on the meta device), where `engine.startup.precompile` finds out which
+    kernels are launched."""
     return (tensor.is_meta or (tensor.is_cuda and _is_recent(tensor.device))) and _have_triton()
 
 

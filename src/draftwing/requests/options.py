@@ -1,5 +1,5 @@
-"""What a request may ask beside sampling, checked as in `draftwing.requests.sampling_params`: log probabilities, drafts no larger than
-it wants, and a text that its answer is expected to resemble."""
+"""What a request may ask beside sampling, checked as in `requests.sampling_params`: log probabilities, drafts no
+larger than it wants, and a text that its answer is expected to resemble."""
 
 from __future__ import annotations
 

@@ -178,8 +178,8 @@ class EditTable:
         logits [b, N, V] float32, not changed; rows [b] int64, of the table; history [R + 1, L] int64, the tokens of
         all rows, those up to and including `newest` [b] valid: the position of the root (see the module's top for
         prefill); bound: host bound of `newest`; drafts [b, N] int64, token 0 the root's; path [b, N, D + 1] and
-        path_len [b, N] int64 as in `ops.torch.tree.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w is set
-        where token 32 * w + i may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
+        path_len [b, N] int64 as in `ops.torch.tree.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w
+        is set where token 32 * w + i may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
         What a dead node gets is not defined.
         """
         assert (masks is not None) == features.masks

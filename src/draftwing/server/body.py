@@ -16,8 +16,8 @@ MAX_PROMPTS = 1024
 
 
 def _shaped(kind: Any, *alternatives: dict[str, Any]) -> Any:
-    """A type whose insides are checked in `draftwing.requests.sampling_params` and `draftwing.requests.options`, which name what is wrong with
-    them; /openapi.json has the alternatives."""
+    """A type whose insides are checked in `requests.sampling_params` and `requests.options`, which name what is wrong
+    with them; /openapi.json has the alternatives."""
     return Annotated[kind, WithJsonSchema({"anyOf": list(alternatives)})]
 
 
@@ -50,7 +50,7 @@ Prediction = _shaped(
 
 
 def documented(**bounds: Any) -> Any:
-    """Bounds for /openapi.json only: they are checked in `draftwing.requests.sampling_params`, whose messages say more."""
+    """Bounds for /openapi.json only: they are checked in `requests.sampling_params`, whose messages say more."""
     return Field(default=None, json_schema_extra=bounds)
 
 

@@ -36,7 +36,7 @@ class Prompt:
 class Job:
     """Prompts that were asked together.
 
-    speculation: as `draftwing.requests.options.speculation` gives it; it is told where `asked` for or where there are drafts.
+    speculation: as `requests.options.speculation` gives it; it is told where `asked` for or where there are drafts.
     prediction: token ids of the text that the answers are expected to resemble.
     """
 

@@ -1,7 +1,7 @@
-"""The n-gram drafter in C (`ops/cpu/csrc/ngram.c`): the functions of `ops.triton.ngram` for the CPU, where the install could build
-them; DRAFTWING_NATIVE=0 leaves them out.
+"""The n-gram drafter in C (`ops/cpu/csrc/ngram.c`): the functions of `ops.triton.ngram` for the CPU, where the install
+could build them; DRAFTWING_NATIVE=0 leaves them out.
 
-The references are the torch code of `draftwing.spec.ngram.drafter`, `ngram_memory` and `ngram_tree`: same state, hints and
+The references are the torch code of `spec.ngram.drafter`, `ngram_memory` and `ngram_tree`: same state, hints and
 trees. Two things differ, and nothing reads them: the dummy row is left alone, its hint is 0; candidates behind a row's
 last match (`match` 0) are not written. Unlike there, lengths are read from the tensors: no bounds of the host.
 """
@@ -45,7 +45,7 @@ def insert(
     rows, prefix_len, count = rows.contiguous(), prefix_len.contiguous(), count.contiguous()
     raw = load_extension()
     assert raw is not None
-    raw.insert(
+    raw.ngram_insert(
         rows.data_ptr(), rows.shape[0], tokens.data_ptr(), tokens.shape[1], tokens.numel(),
         state.data_ptr(), log.data_ptr(), table.data_ptr(), factors.data_ptr(), mask, factors.shape[1],
         prefix_len.data_ptr(), count.data_ptr(), limit, cells, clock.data_ptr(),
@@ -81,7 +81,7 @@ def outlook(
     rows, kv_len = rows.contiguous(), kv_len.contiguous()
     raw = load_extension()
     assert raw is not None
-    raw.outlook(
+    raw.ngram_outlook(
         rows.data_ptr(), rows.shape[0], tokens.data_ptr(), tokens.shape[1], tokens.numel(),
         state.data_ptr(), log.data_ptr(), table.data_ptr(), factors.data_ptr(), mask, window,
         kv_len.data_ptr(), candidates.data_ptr(), match.data_ptr(), gap.data_ptr(),
@@ -106,7 +106,7 @@ def build(
     alive = torch.empty(batch, nodes, dtype=torch.bool)
     raw = load_extension()
     assert raw is not None
-    raw.build(
+    raw.ngram_build(
         rows.data_ptr(), batch, candidates.data_ptr(), match.data_ptr(), last.data_ptr(), weight.data_ptr(),
         weight.shape[0], branch, depth, nodes, tokens.data_ptr(), parent.data_ptr(), alive.data_ptr(),
     )  # fmt: skip

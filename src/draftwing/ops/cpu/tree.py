@@ -37,8 +37,8 @@ class TreeKernels:
     def target_inputs(
         self, draft: Draft, rows: Tensor, slots: SlotTable, depth_max: int
     ) -> tuple[Tree, tuple[Tensor, Tensor, Tensor]]:
-        """`ops.torch.tree.derive`, and what `Executor.verify` computes: positions [B * N], write slots [B * N] and kv_len of
-        the rows [B]."""
+        """`ops.torch.tree.derive`, and what `Executor.verify` computes: positions [B * N], write slots [B * N] and
+        kv_len of the rows [B]."""
         batch, nodes = draft.parent.shape
         parent, alive, rows = draft.parent.contiguous(), draft.alive.contiguous(), rows.contiguous()
         tree = Tree(_ints(batch, nodes), _ints(batch, nodes, depth_max + 1), _ints(batch, nodes))

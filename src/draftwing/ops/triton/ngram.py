@@ -1,6 +1,6 @@
 """The n-gram drafter on the GPU, three launches a step: insert, outlook, build.
 
-The references are the torch code of `draftwing.spec.ngram.drafter`, `ngram_memory` and `ngram_tree`, whose tensors these
+The references are the torch code of `spec.ngram.drafter`, `ngram_memory` and `ngram_tree`, whose tensors these
 kernels share and whose terms they use. Lengths are read on the device: a launch covers the longest context, and
 programs past the end of a row's text exit at once. The dummy row is left alone; it has nothing to propose.
 """

@@ -1,4 +1,5 @@
-"""One token per node in Triton: the rule of `ops.torch.sampling.sample`, with every row's parameters read on the device.
+"""One token per node in Triton: the rule of `ops.torch.sampling.sample`, with every row's parameters read on the
+device.
 
 Two launches, whatever mix of greedy, noisy and banned rows a batch is, so one captured graph serves them all; filters
 take four more. The first finds the largest value of each group of neighbouring tokens. The groups with the largest of

@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages, and the conversation that they hold. Fields are typed as in `draftwing.server.openai.schema`."""
+"""Bodies of /v1/messages, and the conversation that they hold. Fields are typed as in `server.openai.schema`."""
 
 from __future__ import annotations
 

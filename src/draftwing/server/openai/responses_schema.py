@@ -1,4 +1,4 @@
-"""Body of /v1/responses, and the conversation that it holds. Fields are typed as in `draftwing.server.openai.schema`."""
+"""Body of /v1/responses, and the conversation that it holds. Fields are typed as in `server.openai.schema`."""
 
 from __future__ import annotations
 

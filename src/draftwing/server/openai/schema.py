@@ -1,7 +1,7 @@
 """Bodies of OpenAI's requests: which fields there are, of which type, and how they map to sampling parameters.
 
-Ranges are checked in `draftwing.requests.sampling_params` and `draftwing.requests.options`. A field typed `NotBuilt` asks for what this version
-does not do; it is refused by name unless its value asks for nothing. Unknown fields are refused.
+Ranges are checked in `requests.sampling_params` and `requests.options`. A field typed `NotBuilt` asks for what this
+version does not do; it is refused by name unless its value asks for nothing. Unknown fields are refused.
 """
 
 from __future__ import annotations

@@ -247,17 +247,6 @@ static void build_row(const Build *b) {
 
 /* -- the module: pointers and sizes as integers, unchecked; ops/cpu/ngram.py knows the tensors ---------------- */
 
-#define POINTER(x) ((void *)(intptr_t)(x))
-
-static int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {
-    if (given != wanted) {
-        PyErr_Format(PyExc_TypeError, "expected %zd integers, found %zd", wanted, given);
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < given; i++) to[i] = PyLong_AsLongLong(args[i]);
-    return PyErr_Occurred() ? NULL : to;
-}
-
 /* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, prefix_len, count, limit, cells
    of a ring, clock */
 static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t given) {
