@@ -81,3 +81,9 @@ def _widen(handle: Any) -> np.ndarray:
     if handle.data.dtype == np.uint16:  # how the interpreter keeps bfloat16
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
     return handle.data.astype(np.float32)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where Triton kernels run: on the GPU where there is one, else in the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,12 +4,4 @@ from __future__ import annotations
 
 import importlib.util
 
-import pytest
-import torch
-
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,6 +18,7 @@ from draftwing.engine.row_table import SlotTable
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.cpu import kernels as cpu
 from draftwing.ops.cpu import tree as cpu_tree
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import growth as grow
 from draftwing.ops.torch import tree as reference
 from draftwing.spec import model_drafter
@@ -304,4 +305,4 @@ def test_exact_logits(dtype: torch.dtype, size: int) -> None:
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTWING_NATIVE", "0")
-    assert cpu_tree.load.__wrapped__() is None
+    assert load_extension.__wrapped__() is None

@@ -1,6 +1,6 @@
 """The device a step runs on: one compute stream, one packed upload and one packed download per step.
 
-With `attn/` this is the only place that knows the CPU from CUDA.
+With `ops/` and the attention backends this is the only place that knows the CPU from CUDA.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from draftwing.core import IntArray
 from draftwing.errors import ConfigError
+from draftwing.ops import make_ops
+from draftwing.ops.torch.ops import TorchOps
 
 T = TypeVar("T")
 
@@ -62,8 +64,10 @@ class Staging:
 
 
 class Device:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ops: TorchOps | None = None) -> None:
+        """ops: other operations than the device's own, for tests."""
         self.device = device
+        self.ops = ops if ops is not None else make_ops(device)
         self.is_cuda = device.type == "cuda"
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on

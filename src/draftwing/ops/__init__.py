@@ -6,9 +6,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from draftwing.ops.torch.ops import TorchOps
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -26,3 +30,20 @@ def _is_recent(device: torch.device) -> bool:
 @functools.cache
 def _have_triton() -> bool:
     return os.environ.get("DRAFTWING_NATIVE") != "0" and importlib.util.find_spec("triton") is not None
+
+
+def make_ops(device: torch.device) -> TorchOps:
+    """The operations of this device, with all that it has."""
+    if use_triton(torch.empty(0, device=device)):
+        from draftwing.ops.triton.ops import TritonOps
+
+        return TritonOps(device)
+    from draftwing.ops.cpu.extension import load_extension
+
+    if device.type == "cpu" and load_extension() is not None:
+        from draftwing.ops.cpu.ops import CpuOps
+
+        return CpuOps(device)
+    from draftwing.ops.torch.ops import TorchOps
+
+    return TorchOps(device)

@@ -1,0 +1,1 @@
+"""The complete set of operations in torch: what runs where nothing faster does, and the reference of the others."""
