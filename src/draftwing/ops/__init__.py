@@ -8,7 +8,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
-import torch
+import torch as pytorch  # `draftwing.ops.torch` becomes an attribute of this module
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _is_recent(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _is_recent(device: pytorch.device) -> bool:
+    return pytorch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
@@ -32,9 +32,9 @@ def _have_triton() -> bool:
     return os.environ.get("DRAFTWING_NATIVE") != "0" and importlib.util.find_spec("triton") is not None
 
 
-def make_ops(device: torch.device) -> TorchOps:
+def make_ops(device: pytorch.device) -> TorchOps:
     """The operations of this device, with all that it has."""
-    if use_triton(torch.empty(0, device=device)):
+    if use_triton(pytorch.empty(0, device=device)):
         from draftwing.ops.triton.ops import TritonOps
 
         return TritonOps(device)
