@@ -43,7 +43,7 @@ KNOWN_UPWARD: set[str] = {
     "text.tokenizer -> models.gguf",
     "train.evaluate -> cli.bench",
 }
-KNOWN_TORCH = {"models.gguf"}  # on the host's side
+KNOWN_TORCH = {"layers.rope", "models.config", "models.gguf"}  # reached from the host's side
 KNOWN_QUESTIONS: set[str] = {
     "cli.bench: compares with a device's name",
     "config.options: compares with a device's name",
