@@ -40,7 +40,7 @@ sys.exit(main(["serve", "--port", "0", "--random_seed=5", "--speculative-algorit
 
 
 def script(*argv: str, worker: str = "fake_engine") -> str:
-    return SERVER.format(folder=str(Path(__file__).parent / "server"), argv=list(argv), worker=worker)
+    return SERVER.format(folder=str(Path(__file__).parents[1] / "server"), argv=list(argv), worker=worker)
 
 
 def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def paged(harness, monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     for name, module in list(sys.modules.items()):
-        if name.startswith("draftwing.") and name != "draftwing.ops" and hasattr(module, "use_triton"):
+        if name.startswith("draftwing.") and not name.startswith("draftwing.ops") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda tensor: True)
     return partial(PagedAttention, exact=True)
 

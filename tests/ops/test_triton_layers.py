@@ -199,7 +199,7 @@ def filled(module: nn.Module, seed: int) -> None:
 @pytest.fixture
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is packed takes these kernels, and torch's products, on the CPU too."""
-    for module in ("kernels.pick", "models.decoder"):
+    for module in ("ops.pick", "models.decoder"):
         monkeypatch.setattr(f"draftwing.{module}.use_triton", lambda tensor: True)
     monkeypatch.setattr("draftwing.layers.linear.can_pack", lambda weight: False)
 
