@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from draftwing import LLM
 from draftwing.cli.card_check import read_report
-from draftwing.models.bundled import FOLDERS, carried_shape, shipped_head
+from draftwing.config.bundled import FOLDERS, carried_shape, shipped_head
 
 HIDDEN, HEADS, KV, SIZE, FFN, VOCAB, LAYERS = 576, 9, 3, 64, 1536, 49152, 30  # of SmolLM2-135M
 MOST_FILE, MOST_ALL = 16_000_000, 45_000_000  # bytes

@@ -17,8 +17,8 @@ STANDALONE: dict[str, Any] = {"speculative_algorithm": "standalone", "speculativ
 
 @pytest.fixture(autouse=True)
 def no_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As if no heads came with the package: those are tests/models/test_bundled.py's matter."""
-    monkeypatch.setattr("draftwing.models.bundled.HEADS", tmp_path)
+    """As if no heads came with the package: those are test_bundled.py's matter."""
+    monkeypatch.setattr("draftwing.config.bundled.HEADS", tmp_path)
 
 
 def test_nothing_given_is_the_documented_default() -> None:

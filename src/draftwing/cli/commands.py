@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.config.arguments import add_arguments
+from draftwing.config.bundled import save_shape
 from draftwing.config.options import SERVER, Options
 from draftwing.config.sglang_compat import REFUSED
 from draftwing.errors import ConfigError
-from draftwing.models.bundled import save_shape
 
 Run = Callable[[dict[str, Any]], None]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.cli.bench import Local, measure
+from draftwing.config.bundled import shipped_head
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import ConfigError
-from draftwing.models.bundled import shipped_head
 
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 Emit = Callable[[dict[str, Any]], None]

@@ -17,9 +17,9 @@ from typing import Any
 
 from draftwing.config import resolve
 from draftwing.config import sglang_compat as compat
+from draftwing.config.choices import REASONING_PARSERS, TOOL_CALL_PARSERS
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.errors import ConfigError
-from draftwing.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
 REQUESTS, CUDA = "requests", "CUDA"

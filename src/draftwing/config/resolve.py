@@ -11,9 +11,9 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftwing.config.bundled import DEFAULT_ALGORITHM, ShippedHead, most_nodes, shipped_head, token_map_in
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
-from draftwing.models.bundled import DEFAULT_ALGORITHM, ShippedHead, most_nodes, shipped_head, token_map_in
 
 if TYPE_CHECKING:
     from draftwing.config.options import Options

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from draftwing.config.bundled import carried_shape
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
@@ -24,7 +25,6 @@ from draftwing.engine.startup.memory import Rig, row_length, size_pool
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
-from draftwing.models.bundled import carried_shape
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.config import AuxLayerIds

@@ -7,7 +7,7 @@ import random
 import pytest
 from fake_engine import byte_tokenizer
 
-from draftwing.server.parsers.names import REASONING_PARSERS
+from draftwing.config.choices import REASONING_PARSERS
 from draftwing.server.parsers.reasoning import (
     REASONING_STYLES,
     ReasoningParser,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from draftwing.config.choices import TOOL_CALL_PARSERS
 from draftwing.server.parsers.json_scan import JsonScanner
-from draftwing.server.parsers.names import TOOL_CALL_PARSERS
 from draftwing.server.parsers.tools import TOOL_STYLES, CallPiece, ToolParser
 
 NAMES = ("get_weather", "f", "ff")

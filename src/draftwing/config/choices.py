@@ -1,4 +1,4 @@
-"""Names of the parsers, for options: imports nothing. `-` and `_` spellings are those of SGLang's and vLLM's users."""
+"""Names that options may have as values. `-` and `_` spellings are those of SGLang's and vLLM's users."""
 
 REASONING_PARSERS = (
     "deepseek-r1",
