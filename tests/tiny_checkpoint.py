@@ -15,18 +15,19 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 
 
 def write_checkpoint(
-    folder: Path, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2, size: int = 16
+    folder: Path, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2, size: int = 16, vocab: int = VOCAB
 ) -> Path:
     """Writes config.json, tokenizer.json, tokenizer_config.json and model.safetensors.
 
-    heads, size: of attention; every head has keys and values of its own.
+    heads, size: of attention; every head has keys and values of its own.  vocab: rows of the embedding; the tokenizer
+    gives the first `VOCAB` ids.
     """
     folder.mkdir(parents=True)
     ffn = 2 * hidden
     config = {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": ffn,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
-        "head_dim": size, "vocab_size": VOCAB,
+        "head_dim": size, "vocab_size": vocab,
         "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
         "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 256,
     }  # fmt: skip
@@ -37,7 +38,7 @@ def write_checkpoint(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
-    weights = {"model.embed_tokens.weight": normal(VOCAB, hidden) * 4, "model.norm.weight": torch.ones(hidden)}
+    weights = {"model.embed_tokens.weight": normal(vocab, hidden) * 4, "model.norm.weight": torch.ones(hidden)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         for name in ("input_layernorm", "post_attention_layernorm"):

@@ -122,16 +122,36 @@ def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_stage_times_add_up(model: str) -> None:
     with LLM(model, max_total_tokens=2000, max_running_requests=4) as llm:
         target = Local(llm.engine)
-        steps, step = 0, llm.engine.step
-
-        def counted(block: bool = False) -> object:
-            nonlocal steps
-            steps += 1
-            return step(block)
-
-        llm.engine.step = counted  # type: ignore[method-assign,assignment]
+        before = llm.engine.stats()["steps"]
         record = measure(target, [[1, 2, 3]], {"max_new_tokens": 30, "ignore_eos": True}, 1)
+        steps = sum(llm.engine.stats()["steps"].values()) - sum(before.values())
     assert 0.5 < sum(record["step_ms"].values()) * steps / 1e3 / record["seconds"] <= 1.0
+
+
+def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
+    """On a CPU, stages are recorded and then replayed, without a call of what they are made of."""
+    target = write_checkpoint(tmp_path / "target", 0, 4, hidden=128, heads=4, size=32, vocab=320)
+    head = tmp_path / "head"
+    head.mkdir()
+    config = json.loads((target / "config.json").read_text()) | {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "draft_vocab_size": 256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (head / "config.json").write_text(json.dumps(config))
+    options = dict(
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head), speculative_num_steps=3,
+        speculative_eagle_topk=1, speculative_num_draft_tokens=4, load_format="dummy", dtype="bfloat16",
+    )  # fmt: skip
+    with LLM(str(target), max_total_tokens=2000, max_running_requests=1, **options) as llm:
+        bench, params = Local(llm.engine), {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
+        measure(bench, [[1, 2, 3]], params, 1)
+        replays = llm.engine.stats()["graph_replays"]
+        if not replays:
+            pytest.skip("this CPU has no kernels for few rows, and nothing is recorded")
+        stages = measure(bench, [[4, 5, 6]], params, 1)["step_ms"]
+        assert llm.engine.stats()["graph_replays"] > replays + 50
+    # Two forwards of a layer and three of lm_head, against four layers and lm_head.
+    assert 0.05 < stages["draft"] / sum(stages.values()) < 0.9
 
 
 def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,7 +123,7 @@ class Remote:
 class Local:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._clock = StageClock(engine) if engine.info.device == "cpu" else None
+        self._before = engine.stats()  # as of the last call of `stages`
 
     def encode(self, prompt: str) -> list[int]:
         return self._engine.tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -148,40 +148,16 @@ class Local:
         self._engine.flush_cache()
 
     def stages(self) -> dict[str, float]:
-        return self._clock.take() if self._clock is not None else {}
-
-
-class StageClock:
-    """Times the stages of an engine whose device works while the host waits, which a CPU does."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._steps = 0
-        self._seconds: dict[str, float] = dict.fromkeys(("propose", "launch", "settle", "step"), 0.0)
-        executor = engine.parts.executor
-        for owner, name in ((executor, "propose"), (executor, "launch"), (executor, "settle"), (engine, "step")):
-            setattr(owner, name, self._timed(name, getattr(owner, name)))
-
-    def take(self) -> dict[str, float]:
-        spent, steps = dict(self._seconds), max(self._steps, 1)
-        self._steps, self._seconds = 0, dict.fromkeys(self._seconds, 0.0)
-        stages = {
-            "draft": spent["propose"],
-            "verify": spent["launch"] - spent["propose"],
-            "settle": spent["settle"],
-            "host": spent["step"] - spent["launch"] - spent["settle"],
-        }
-        return {name: seconds / steps * 1e3 for name, seconds in stages.items()}
-
-    def _timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return work(*args, **kwargs)
-            finally:
-                self._seconds[name] += time.perf_counter() - start
-                self._steps += name == "step"
-
-        return run
+        """The stages are those of decode steps that were measured; `host` is the time between two steps of any kind."""
+        before, now = self._before, self._engine.stats()
+        self._before = now
+        measured = now["staged_steps"] - before["staged_steps"]
+        steps = sum(now["steps"].values()) - sum(before["steps"].values())
+        if not measured:
+            return {}
+        spent = {name: total - before["stage_seconds"][name] for name, total in now["stage_seconds"].items()}
+        host = (now["host_seconds"] - before["host_seconds"]) / steps
+        return {name: seconds / measured * 1e3 for name, seconds in spent.items()} | {"host": host * 1e3}
 
 
 def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> dict[str, Any]:
