@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,8 @@ from draftwing.config.options import Options
 from draftwing.core import GenRequest, Grammar, Output, SamplingParams
 from draftwing.engine.process.link import EngineDead
 from draftwing.server.app import create_app
-from draftwing.server.telemetry.metrics import SERIES, Histogram, Metrics, RequestMetrics, engine_samples
-from draftwing.server.telemetry.observer import Observer
+from draftwing.server.telemetry.metrics import SERIES, Metrics, RequestMetrics, engine_numbers
+from draftwing.server.telemetry.observer import AnswerRecord, Observer
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
 CAPACITY = 4 * CONTEXT
@@ -117,6 +116,11 @@ def scrape(client: TestClient) -> Page:
     response = client.get("/metrics")
     assert response.status_code == 200
     return Page(response.text)
+
+
+def value_of(requests: RequestMetrics, name: str, **labels: str) -> float | None:
+    common = {"model_name": "echo"} | ({"engine": "0"} if name.startswith("vllm:") else {})
+    return requests.registry.get_sample_value(name, common | labels)
 
 
 async def answering(stats: dict[str, Any]) -> dict[str, Any]:
@@ -265,9 +269,12 @@ def test_without_speculation() -> None:
 
 def test_every_series_is_known() -> None:
     """What the engine's numbers become has a type and a meaning."""
-    known = {series.name: series for series in SERIES}
-    for name, labels, _ in engine_samples(STATS, 1000):
-        assert len(labels) == len(known[name].labels), name
+    numbers = engine_numbers(STATS, 1000) | {"engine_up": 1.0, "stats_age": 0.0}
+    for series in SERIES:
+        if series.key != "-":
+            value = numbers[series.key]
+            for labels in value if isinstance(value, dict) else [()]:
+                assert (1 if isinstance(labels, str) else len(labels)) == len(series.labels), series.name
 
 
 def test_a_busy_engine() -> None:
@@ -310,7 +317,7 @@ def test_a_real_engine(tmp_path: Path) -> None:
         speculative_num_steps=4, max_total_tokens=2000, num_threads=1, random_seed=1,
     )  # fmt: skip
     engine = Engine(options)
-    requests = RequestMetrics()
+    requests = RequestMetrics("echo")
     observer = Observer([requests])
     jobs = [GenRequest(str(i), [1 + i, *range(5, 25)], SamplingParams(32, 0.0, ignore_eos=True)) for i in range(3)]
     observer.begin("job", jobs)
@@ -335,8 +342,8 @@ def test_a_real_engine(tmp_path: Path) -> None:
     assert sum(proposed) == page("draftwing:spec_proposed_tokens_total", drafter="NGRAM")
     assert all(a <= b for a, b in zip(at, proposed, strict=True)) and proposed == sorted(proposed, reverse=True)
     assert page("vllm:prefix_cache_queries_total") == 63 and page("sglang:token_usage") == 0
-    assert requests.values["vllm:generation_tokens_total"][()] == 96
-    assert requests.values["sglang:spec_verify_calls_total"][()] == page("draftwing:verified_rows_total")
+    assert value_of(requests, "vllm:generation_tokens_total") == 96
+    assert value_of(requests, "sglang:spec_verify_calls_total") == page("draftwing:verified_rows_total")
 
 
 # -- the requests' side -----------------------------------------------------------------------------------------------
@@ -345,7 +352,7 @@ def test_a_real_engine(tmp_path: Path) -> None:
 def test_latencies() -> None:
     """Tokens at 0.5 s, three more at 0.56 s, the last one at 0.66 s."""
     clock = [10.0]
-    requests = RequestMetrics()
+    requests = RequestMetrics("echo")
     observer = Observer([requests], clock=lambda: clock[0])
     params = SamplingParams(grammar=Grammar("regex", "a+"))
     observer.begin("job", [GenRequest("u", [1, 2, 3], params)])
@@ -359,25 +366,30 @@ def test_latencies() -> None:
         observer.output(Output("u", ids, reason, {"spec_verify_ct": 2} if reason else {}))
     observer.output(Output("stranger", [1], {"type": "stop"}))
     observer.lost()
-    found = {name: (sum(h._counts), h.sum) for name, h in requests.histograms.items()}
+
+    def found(name: str) -> tuple[float | None, float | None]:
+        return value_of(requests, f"{name}_count"), value_of(requests, f"{name}_sum")
+
     for engine in ("sglang:", "vllm:"):
-        assert found[engine + "time_to_first_token_seconds"] == (1, 0.5)
-        assert found[engine + "e2e_request_latency_seconds"] == (1, 0.65625)
-    assert found["sglang:inter_token_latency_seconds"] == (4, pytest.approx(0.15625))
-    assert found["vllm:inter_token_latency_seconds"] == (2, 0.15625)
-    assert requests.values["sglang:spec_verify_calls_total"][()] == 2
-    assert requests.values["sglang:num_so_requests_total"][()] == 1
-    assert requests.values["draftwing:constrained_requests_total"] == {("regex",): 1}
-    assert requests.values["vllm:request_success_total"][("error",)] == 0
+        assert found(engine + "time_to_first_token_seconds") == (1, 0.5)
+        assert found(engine + "e2e_request_latency_seconds") == (1, 0.65625)
+    assert found("sglang:inter_token_latency_seconds") == (4, pytest.approx(0.15625))
+    assert found("vllm:inter_token_latency_seconds") == (2, 0.15625)
+    assert value_of(requests, "sglang:spec_verify_calls_total") == 2
+    assert value_of(requests, "sglang:num_so_requests_total") == 1
+    assert value_of(requests, "draftwing:constrained_requests_total", kind="regex") == 1
+    assert value_of(requests, "vllm:request_success_total", finished_reason="error") == 0
 
 
-def test_histogram() -> None:
-    """An observation that is a bound belongs below it, as Prometheus has it."""
-    histogram = Histogram((0.1, 1, 10))
-    for value, times in ((0.1, 1), (0.5, 3), (1.0, 1), (11.0, 2)):
-        histogram.observe(value, times)
-    assert histogram.buckets() == [("0.1", 1), ("1.0", 5), ("10.0", 5), ("+Inf", 7)]
-    assert math.isclose(histogram.sum, 0.1 + 1.5 + 1 + 22)
+def test_a_duration_that_is_a_bound_belongs_below_it() -> None:
+    requests = RequestMetrics("echo")
+    answer = AnswerRecord(GenRequest("u", [1], SamplingParams()), arrived=0.0)
+    requests.progressed(answer, None, 0.1, 1)
+    requests.progressed(answer, None, 0.15, 1)
+    counts = [
+        value_of(requests, "vllm:time_to_first_token_seconds_bucket", le=bound) for bound in ("0.1", "0.2", "+Inf")
+    ]
+    assert counts == [1, 2, 2]
 
 
 # -- names and text ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from draftwing.config.options import Options
 from draftwing.core import GenRequest, Grammar, Output, SamplingParams
 from draftwing.server.app import create_app
-from draftwing.server.telemetry.observer import HttpRecord, Idle, Observer
+from draftwing.server.telemetry.observer import HttpRecord, Observer, Watcher
 from draftwing.server.telemetry.request_log import BEGINNING, RequestLog, sampling
 
 KEY = "sekrit-\u00fc"
@@ -120,7 +120,7 @@ def test_the_key_at_the_end_of_what_is_kept() -> None:
 
 
 def test_no_more_is_kept_than_is_wanted() -> None:
-    class Curious(Idle):
+    class Curious(Watcher):
         def __init__(self, body_bytes: int | None) -> None:
             self.body_bytes = body_bytes
 

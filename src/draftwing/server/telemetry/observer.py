@@ -1,5 +1,4 @@
-"""Who watches requests: one record for each HTTP request and each answer, filled as they pass, for metrics, traces and
-the request log.
+"""Records each HTTP request and each answer as they pass, and tells watchers: metrics, traces and the request log.
 
 Everything runs on the event loop. The middleware knows the HTTP request, `begin` its generation (both in the same
 task, so a context variable joins them), and `output` gets what the engine says, at the moment it says it: a slow
@@ -24,7 +23,7 @@ UNOBSERVED = ("/health", "/metrics")  # how paths begin that are asked for by ma
 
 
 class Text(Protocol):
-    """What an answer says so far."""
+    """Has the text of an answer so far."""
 
     @property
     def text(self) -> str: ...
@@ -64,55 +63,33 @@ class HttpRecord:
     answers: list[AnswerRecord] = field(default_factory=list)
 
 
-class Watcher(Protocol):
-    """Is told what happens. It must not block; what it raises is logged and harms nobody."""
+class Watcher:
+    """Is told what happens; this one ignores it all, others override what they want.
 
-    @property
-    def body_bytes(self) -> int | None:
-        """How much of the requests' bodies it wants; None: all."""
-        ...
+    Methods run on the event loop and must not block; what they raise is logged and harms nobody.
+    """
 
-    def began(self, answer: AnswerRecord) -> None: ...
-
-    def progressed(self, answer: AnswerRecord, before: float | None, now: float, tokens: int) -> None:
-        """The engine gave `tokens` more; before: when it last did."""
-        ...
-
-    def finished(self, answer: AnswerRecord) -> None:
-        """`reason` and `ended` are set."""
-        ...
-
-    def responded(self, record: HttpRecord) -> None:
-        """The response is complete. Answers may still be unfinished: the engine has been told to abort them."""
-        ...
-
-    def close(self) -> None:
-        """The server ends. It may block."""
-        ...
-
-
-class Idle:
-    """A watcher that wants to know nothing; others override what they want."""
-
-    body_bytes: int | None = 0
+    body_bytes: int | None = 0  # how much of the requests' bodies it wants; None: all
 
     def began(self, answer: AnswerRecord) -> None:
         pass
 
     def progressed(self, answer: AnswerRecord, before: float | None, now: float, tokens: int) -> None:
-        pass
+        """The engine gave `tokens` more; before: when it last did."""
 
     def finished(self, answer: AnswerRecord) -> None:
-        pass
+        """`reason` and `ended` are set."""
 
     def responded(self, record: HttpRecord) -> None:
-        pass
+        """The response is complete. Answers may still be unfinished: the engine has been told to abort them."""
 
     def close(self) -> None:
-        pass
+        """The server ends. It may block."""
 
 
 class Observer:
+    """Fills the records, on the event loop, and tells the watchers."""
+
     def __init__(self, watchers: Sequence[Watcher] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self.watchers = list(watchers)
         wanted = [watcher.body_bytes for watcher in watchers]
@@ -124,13 +101,13 @@ class Observer:
     # -- from the server ----------------------------------------------------------------------------------------------
 
     def asked_for(self, model: str) -> None:
-        """The request that is being handled names a model."""
+        """Records the model that the current HTTP request names."""
         record = self._current.get()
         if record is not None:
             record.model = model
 
     def begin(self, job_id: str, requests: Sequence[GenRequest], answers: Sequence[Text] = ()) -> None:
-        """The request that is being handled has been submitted. answers: of the requests, in their order."""
+        """Records what the current HTTP request submitted to the engine. answers: in the order of `requests`."""
         record = self._current.get()
         if record is not None:
             record.id = job_id
@@ -140,15 +117,12 @@ class Observer:
             self._open[request.uid] = one
             if record is not None:
                 record.answers.append(one)
-            self._began(one)
-
-    def _began(self, answer: AnswerRecord) -> None:
-        self._tell(lambda watcher: watcher.began(answer))
+            self._tell("began", one)
 
     # -- from the engine ----------------------------------------------------------------------------------------------
 
     def output(self, output: Output) -> None:
-        """News of any request; those that were not begun here (health checks) are ignored."""
+        """Takes an output of any request; those that were not begun here (health checks) are ignored."""
         answer = self._open.get(output.uid)
         if answer is None:
             return
@@ -158,13 +132,13 @@ class Observer:
             answer.tokens += len(output.token_ids)
             if answer.first is None:
                 answer.first = now
-            self._tell(lambda watcher: watcher.progressed(answer, before, now, len(output.token_ids)))
+            self._tell("progressed", answer, before, now, len(output.token_ids))
         if output.finish_reason is not None:
             answer.meta = output.meta
             self._finish(answer, str(output.finish_reason["type"]), now)
 
     def lost(self) -> None:
-        """The engine is gone, and what it was working on."""
+        """Ends all open answers by an error: the engine is gone."""
         now = self.clock()
         for answer in list(self._open.values()):
             self._finish(answer, "error", now)
@@ -172,22 +146,22 @@ class Observer:
     def _finish(self, answer: AnswerRecord, reason: str, now: float) -> None:
         answer.reason, answer.ended = reason, now
         del self._open[answer.request.uid]
-        self._tell(lambda watcher: watcher.finished(answer))
+        self._tell("finished", answer)
 
-    def _tell(self, what: Callable[[Watcher], None]) -> None:
+    def _tell(self, method: str, *args: Any) -> None:
         for watcher in self.watchers:
             try:
-                what(watcher)
+                getattr(watcher, method)(*args)
             except Exception:
                 logger.exception("%s failed", type(watcher).__name__)
 
     def close(self) -> None:
-        self._tell(lambda watcher: watcher.close())
+        self._tell("close")
 
     # -- around the application ---------------------------------------------------------------------------------------
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application, observed. For `add_middleware`, last, so that it sees what the others refuse."""
+        """Returns the application, observed. For `add_middleware`, last, so that it sees what the others refuse."""
 
         async def observed(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"].startswith(UNOBSERVED):
@@ -228,7 +202,7 @@ class Observer:
             self._current.reset(token)
             record.status = record.status or 499  # cancelled
             record.ended = self.clock()
-            self._tell(lambda watcher: watcher.responded(record))
+            self._tell("responded", record)
 
 
 _TRACE_HEADERS = (b"traceparent", b"tracestate")

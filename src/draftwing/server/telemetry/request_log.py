@@ -15,15 +15,15 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from draftwing.core import SamplingParams
-from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Idle
+from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
 
 BEGINNING = 2048  # characters of a text at level 2
 _MOST = 200  # characters of what a client chooses: paths and ids
 _TEXTS = ("stop", "stop_regex", "bad_words")  # of the sampling parameters
 
 
-class RequestLog(Idle):
-    """A watcher that writes lines."""
+class RequestLog(Watcher):
+    """Writes the lines."""
 
     def __init__(self, level: int = 0, api_key: str | None = None, stream: TextIO | None = None) -> None:
         """stream: standard error if not given."""

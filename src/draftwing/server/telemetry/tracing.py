@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from draftwing.errors import ConfigError
-from draftwing.server.telemetry.observer import HttpRecord, Idle
+from draftwing.server.telemetry.observer import HttpRecord, Watcher
 from draftwing.server.telemetry.request_log import accept_length, first_token_seconds, prompt_tokens
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 _CLOSE_SECONDS = 2.0  # how long the end of the server waits for a collector
 
 
-class Tracing(Idle):
-    """A watcher that makes spans."""
+class Tracing(Watcher):
+    """Makes the spans."""
 
     def __init__(self, processor: SpanProcessor, model: str) -> None:
         """processor: gets the spans.  model: the name of the model that serves."""
@@ -68,7 +68,7 @@ class Tracing(Idle):
 
 
 def attributes(record: HttpRecord, model: str) -> dict[str, Any]:
-    """Those of a span. Times are seconds since the request arrived."""
+    """Returns the attributes of a span. Times are seconds since the request arrived."""
     answers = record.answers
     params = answers[0].request.params
     prompt, completion = prompt_tokens(answers), sum(answer.tokens for answer in answers)
@@ -99,7 +99,7 @@ def attributes(record: HttpRecord, model: str) -> dict[str, Any]:
 
 
 def open_tracing(endpoint: str, model: str) -> Tracing:
-    """Traces that are sent to a collector. Raises ConfigError where OpenTelemetry is not installed."""
+    """Opens traces that are sent to a collector. Raises ConfigError where OpenTelemetry is not installed."""
     try:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
