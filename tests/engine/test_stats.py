@@ -127,22 +127,35 @@ def test_the_time_between_steps_is_the_hosts():
     assert stats["step_seconds"] == pytest.approx({"prefill": 0.0, "plain": 0.5, "speculative": 1.95})
 
 
+def drafting_step(reporter):
+    reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.03))
+
+
+def plain_step(reporter, seconds, *admission):
+    rows = len(admission)
+    reporter.watch(plan(PLAIN, *admission), result([1] * rows, [0] * rows, seconds=seconds, depth=0))
+
+
 def test_the_estimated_speedup():
     """Three tokens a step, which takes 1.5 times as long as a plain one: twice as fast."""
     reporter = Reporter(scheduler(0, 1), interval=4)
     for _ in range(4):
-        reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.03))
+        drafting_step(reporter)
     assert reporter.speedup is None and reporter.stats()["speedup"] is None, "no plain step has been seen"
-    reporter.plain_step(2, 0.02)
+    for seconds in (5.0, 0.02, 0.02, 0.02):  # the first one is left out
+        plain_step(reporter, seconds, 0, 1)
+    assert reporter.speedup == pytest.approx(1.0)
     for _ in range(4):
-        reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.03))
+        drafting_step(reporter)
     assert reporter.speedup == pytest.approx(2.0)
     stats = reporter.stats()
-    assert (stats["plain_seconds"], stats["timed_seconds"]) == pytest.approx((4 * 3 * 0.02, 4 * 0.03))
-    reporter.plain_step(2, 10.0)  # held up by something: counts as three times the average at most
+    expected = (3 * 0.02 + 4 * 3 * 0.02, 3 * 0.02 + 4 * 0.03)
+    assert (stats["plain_seconds"], stats["timed_seconds"]) == pytest.approx(expected)
+    for seconds in (10.0, 0.03, 0.03, 0.03):  # held up by something: counts as three times the average at most
+        plain_step(reporter, seconds, 0, 1)
     for _ in range(4):
-        reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3], seconds=0.03))
-    assert reporter.speedup == pytest.approx(3 * 0.04 / 0.03)
+        drafting_step(reporter)
+    assert reporter.speedup == pytest.approx(3 * 0.03 / 0.03)
     for _ in range(4):  # of a batch size that was never timed
         reporter.watch(plan(CHAIN, 0), result(count=[4], proposed=[3], seconds=0.03))
     assert reporter.speedup is None
@@ -151,10 +164,10 @@ def test_the_estimated_speedup():
 def test_plain_steps_are_timed_in_passing():
     reporter = Reporter(scheduler(0, 1), interval=1)
     for seconds, expected in ((5.0, None), (0.02, 1.0), (0.04, 0.75)):  # the first one is left out
-        reporter.watch(plan(PLAIN, 0, 1), result(count=[1, 1], proposed=[0, 0], seconds=seconds, depth=0))
+        plain_step(reporter, seconds, 0, 1)
         assert reporter.speedup == (expected and pytest.approx(expected))
     for _ in range(100):
-        reporter.plain_step(3, 0.05)
+        plain_step(reporter, 0.05, 0, 1, 2)
     reporter.watch(plan(CHAIN, 0, 1), result(count=[1, 1], proposed=[3, 3], seconds=0.1))
     assert reporter.speedup == pytest.approx(0.5, rel=1e-3), "batches of 2 and 3 are of a size"
 

@@ -1,4 +1,4 @@
-"""How a running engine does: totals, and log lines, one per prefill plan and one per `interval` decode steps."""
+"""Counts what a running engine does: totals, and log lines, one per prefill plan and one per 40 decode steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -90,9 +90,11 @@ class DraftCounts:
             counts.extend([0] * (depth - len(counts)))
 
     def add(self, depth: IntArray, accepted: IntArray, deepest: int) -> int:
-        """A step of a shape with so many levels: depth [B, N] of the nodes, 0 for those that were not proposed;
-        accepted [B] drafts. Returns how many nodes were proposed."""
-        drafts = np.count_nonzero(depth.max(axis=1))
+        """Adds a step of a shape with `deepest` levels; returns how many nodes were proposed.
+
+        depth: [B, N] of the nodes, 0 for those that were not proposed.  accepted: [B] drafts.
+        """
+        drafts = int(np.count_nonzero(depth.max(axis=1)))
         if not drafts:
             return 0
         self.grow(deepest)
@@ -105,12 +107,27 @@ class DraftCounts:
             self.accepted_at[level - 1] += reached
             self.accepted += reached
         proposed: int = sum(at_depth[1:])
-        self.drafts += int(drafts)
+        self.drafts += drafts
         self.proposed += proposed
         return proposed
 
 
+@dataclass
+class Interval:
+    """Sums over the decode steps since the last log line."""
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    proposed: int = 0
+    busy: float = 0.0  # seconds in steps, prefills included
+    plain_seconds: float = 0.0
+    timed_seconds: float = 0.0
+
+
 class Reporter:
+    """Sees every step and counts; `stats` gives the totals."""
+
     PLAIN_RATE = 0.1  # least weight of the newest plain step in the average of its batch size
 
     def __init__(
@@ -126,7 +143,7 @@ class Reporter:
         the executor fills."""
         self._sched = sched
         self._mark = f" (SIMULATED: {simulated})" if simulated else ""
-        self._interval = interval
+        self._every = interval
         self._clock = clock
         self._admitted = self._cached = 0  # since the last prefill line: an admission may come with a decode step
         self.total_tokens = self.total_rows = 0  # committed tokens and verified rows of all tree steps
@@ -140,23 +157,21 @@ class Reporter:
         if drafter != "none":  # so that its totals are there before its first draft
             self._counts(drafter).grow(max(shape.depth for shape in sched.policy.menu))
         self._watched: float | None = None  # when the last result was there; None after a pause
-        # Plain steps and their average seconds, by bit length of the batch size. The first step of a size is left out:
-        # it pays for caches and allocations.
+        # Plain steps and their average seconds, by bit length of the batch size.
         self._plain: dict[int, tuple[int, float]] = {}
-        self._met: set[int] = set()
         self.last = {"accept_length": 0.0, "accept_rate": 0.0, "gen_throughput": 0.0, "cache_hit_rate": 0.0}
         # Decode steps of a batch size that plain steps were timed for: what those would have taken, what they took.
         self.plain_seconds = self.timed_seconds = 0.0
         self.speedup: float | None = None  # over the last interval
-        self._reset()
+        self._interval = Interval()
 
     @property
     def accept_length(self) -> float:
-        """Tokens per row and step, over the engine's life."""
+        """Returns tokens per row and step, since the start."""
         return self.total_tokens / self.total_rows if self.total_rows else 1.0
 
     def stats(self) -> dict[str, Any]:
-        """Totals over the engine's life; `last` are means over the last finished interval, as in the log lines."""
+        """Returns totals since the start; `last` are means over the last finished interval, as in the log lines."""
         sched = self._sched
         return {
             "steps": dict(self.steps),
@@ -169,16 +184,7 @@ class Reporter:
             "prefilled_tokens": self.prefilled_tokens,
             "retractions": sched.retractions,
             "stale_rows": sched.stale_results,
-            "drafters": {
-                name: {
-                    "drafts": counts.drafts,
-                    "proposed": counts.proposed,
-                    "accepted": counts.accepted,
-                    "proposed_at": list(counts.proposed_at),
-                    "accepted_at": list(counts.accepted_at),
-                }
-                for name, counts in list(self.drafters.items())
-            },
+            "drafters": {name: asdict(counts) for name, counts in list(self.drafters.items())},
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
             "plain_seconds": self.plain_seconds,
             "timed_seconds": self.timed_seconds,
@@ -186,7 +192,7 @@ class Reporter:
         }
 
     def watch(self, plan: Plan, result: StepResult) -> None:
-        """Sees every plan with its result, before the result is committed."""
+        """Counts a plan with its result, before the result is committed."""
         now = self._clock()
         if self._watched is not None:
             self.host_seconds += max(0.0, now - self._watched - result.seconds)
@@ -194,33 +200,24 @@ class Reporter:
         kind = "prefill" if plan.kind == "prefill" else "speculative" if plan.shape.depth else "plain"
         self.steps[kind] += 1
         self.seconds[kind] += result.seconds
-        self._busy += result.seconds
-        self._admissions(plan)
+        self._interval.busy += result.seconds
+        self._count_admissions(plan)
         if plan.kind == "prefill":
-            self._prefill(plan)
+            self._count_prefill(plan)
             return
-        committed = self._tree(plan, result)
+        committed = self._count_tree(plan, result)
         self._estimate(len(plan.rows), committed, result.seconds, kind == "plain")
-        self._steps += 1
-        if self._steps >= self._interval:
-            self._decode(len(plan.rows))
-            self._reset()
+        self._interval.steps += 1
+        if self._interval.steps >= self._every:
+            self._finish_interval(len(plan.rows))
 
     def pause(self) -> None:
         """There is nothing to do: the time until the next result is not the host's."""
         self._watched = None
 
-    def plain_step(self, rows: int, seconds: float) -> None:
-        """What a step without drafts takes for a batch of `rows`: measured in passing, or at start."""
-        size = rows.bit_length()
-        steps, mean = self._plain.get(size, (0, seconds))
-        weight = max(self.PLAIN_RATE, 1 / (steps + 1))
-        # Now and then a step is held up: that is not to count in full.
-        self._plain[size] = steps + 1, mean + weight * (min(seconds, 3 * mean) - mean)
-
     # -- totals -------------------------------------------------------------------------------------------------------
 
-    def _admissions(self, plan: Plan) -> None:
+    def _count_admissions(self, plan: Plan) -> None:
         for admit in plan.admits:
             self._admitted += 1
             self._cached += len(admit.slots)
@@ -228,80 +225,82 @@ class Reporter:
                 self.queried_tokens += admit.prompt_len
                 self.hit_tokens += len(admit.slots)
 
-    def _tree(self, plan: Plan, result: StepResult) -> float:
+    def _count_tree(self, plan: Plan, result: StepResult) -> float:
         """Counts what the step gave to requests that still run; returns committed tokens per row."""
         current = {req.admission: req for req in self._sched.running}
-        reqs = [current.get(number) for number in plan.admission.tolist()]
-        live = [i for i, req in enumerate(reqs) if req is not None]
-        if not live:
-            return 0.0
-        count = result.count.tolist()
-        committed = sum(count[i] for i in live)
-        self._rows += len(live)
-        self._tokens += committed
-        self.total_rows += len(live)
-        self.total_tokens += committed
+        by_drafter: dict[str, list[int]] = {}  # rows that each drafted for
+        rows = tokens = 0
+        for i, number in enumerate(plan.admission.tolist()):
+            req = current.get(number)
+            if req is None:
+                continue
+            rows += 1
+            tokens += int(result.count[i])
+            by_drafter.setdefault(self._drafter_of(req), []).append(i)
+        self._interval.rows += rows
+        self._interval.tokens += tokens
+        self.total_rows += rows
+        self.total_tokens += tokens
         if plan.shape != PLAIN:
-            for name, rows in self._by_drafter(reqs, live).items():
-                at = rows if len(rows) < len(reqs) else slice(None)
+            for name, at in by_drafter.items():
                 depth, accepted = result.depth[at], result.count[at] - 1
-                self._proposed += self._counts(name).add(depth, accepted, plan.shape.depth)
-        return committed / len(live)
+                self._interval.proposed += self._counts(name).add(depth, accepted, plan.shape.depth)
+        return tokens / rows if rows else 0.0
 
-    def _by_drafter(self, reqs: list[Req | None], live: list[int]) -> dict[str, list[int]]:
-        """The rows that each drafted for. With a prediction only the device knows whether it was used."""
-        predicted = "prediction" if self._drafter == "none" else f"{self._drafter}+prediction"
-        groups: dict[str, list[int]] = {}
-        for i in live:
-            req = reqs[i]
-            assert req is not None
-            groups.setdefault(predicted if req.prediction else self._drafter, []).append(i)
-        return groups
+    def _drafter_of(self, req: Req) -> str:
+        """Returns who drafts for a request. With a prediction only the device knows whether it was used."""
+        if not req.prediction:
+            return self._drafter
+        return "prediction" if self._drafter == "none" else f"{self._drafter}+prediction"
 
     def _counts(self, name: str) -> DraftCounts:
-        if name not in self.drafters:
-            self.drafters[name] = DraftCounts()
-        return self.drafters[name]
+        return self.drafters.setdefault(name, DraftCounts())
 
     def _estimate(self, rows: int, tokens: float, seconds: float, plain: bool) -> None:
         """Adds a step to the estimated speed-up: the time that plain steps would have taken for its tokens."""
         size = rows.bit_length()
-        if plain and size in self._met:
-            self.plain_step(rows, seconds)
-        elif plain:
-            self._met.add(size)
-        if size in self._plain and tokens:
-            self.plain_seconds += tokens * self._plain[size][1]
-            self.timed_seconds += seconds
+        if plain:
+            # The first step of a size pays for caches and allocations: it counts for nothing. Now and then a step is
+            # held up: it counts for three at most.
+            steps, mean = self._plain.get(size, (-1, 0.0))
+            if steps == 0:
+                mean = seconds
+            elif steps > 0:
+                weight = max(self.PLAIN_RATE, 1 / (steps + 1))
+                mean += weight * (min(seconds, 3 * mean) - mean)
+            self._plain[size] = steps + 1, mean
+        steps, mean = self._plain.get(size, (0, 0.0))
+        if steps and tokens:
+            for sums in (self, self._interval):
+                sums.plain_seconds += tokens * mean
+                sums.timed_seconds += seconds
 
     # -- log lines ----------------------------------------------------------------------------------------------------
 
-    def _prefill(self, plan: Plan) -> None:
+    def _count_prefill(self, plan: Plan) -> None:
         length = sum(chunk.length for chunk in plan.chunks)
         self.prefilled_tokens += length
         self.last["cache_hit_rate"] = self._cached / (self._cached + length)
-        if log.isEnabledFor(logging.INFO):
-            log.info(
-                "prefill batch: #new-seq %d, #new-token %d, #cached-token %d, #running-req %d, #queue-req %d",
-                self._admitted,
-                length,
-                self._cached,
-                len(self._sched.running),
-                len(self._sched.waiting),
-            )
+        log.info(
+            "prefill batch: #new-seq %d, #new-token %d, #cached-token %d, #running-req %d, #queue-req %d",
+            self._admitted,
+            length,
+            self._cached,
+            len(self._sched.running),
+            len(self._sched.waiting),
+        )
         self._admitted = self._cached = 0
 
-    def _decode(self, rows: int) -> None:
-        sched = self._sched
-        if not self._rows:
+    def _finish_interval(self, rows: int) -> None:
+        sched, sums = self._sched, self._interval
+        self._interval = Interval()
+        if not sums.rows:
             return
         used = sched.config.slots - sched.pool.available - sched.radix.evictable
-        accepted = self._tokens - self._rows
-        self.last["accept_length"] = self._tokens / self._rows
-        self.last["accept_rate"] = accepted / self._proposed if self._proposed else 0.0
-        self.last["gen_throughput"] = self._tokens / max(self._busy, 1e-9)
-        plain, timed = self.plain_seconds - self._plain_before, self.timed_seconds - self._timed_before
-        self.speedup = plain / timed if timed else None
+        self.last["accept_length"] = sums.tokens / sums.rows
+        self.last["accept_rate"] = (sums.tokens - sums.rows) / sums.proposed if sums.proposed else 0.0
+        self.last["gen_throughput"] = sums.tokens / max(sums.busy, 1e-9)
+        self.speedup = sums.plain_seconds / sums.timed_seconds if sums.timed_seconds else None
         log.info(
             "decode batch: #running-req %d, #token %d, token usage %.2f, accept len %.2f, accept rate %.2f, "
             "gen throughput %.1f token/s, #queue-req %d%s",
@@ -314,8 +313,3 @@ class Reporter:
             len(sched.waiting),
             self._mark,
         )
-
-    def _reset(self) -> None:
-        self._steps = self._rows = self._tokens = self._proposed = 0
-        self._busy = 0.0  # seconds in steps, prefills included
-        self._plain_before, self._timed_before = self.plain_seconds, self.timed_seconds

@@ -277,7 +277,8 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         for family in self.requests.registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
+            if family.samples:
+                yield family
         for series in SERIES:
             value = self._numbers.get(series.key)
             if value is None:
