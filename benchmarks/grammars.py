@@ -6,7 +6,7 @@ SCHEMAS: an archive of MaskBench files (guidance-ai/jsonschemabench), `{"schema"
 REGEXES: an expression a line. Expressions have no examples, so they are checked by random walks: what a library
 generates must match in Python's `re`, and the strings that do must be accepted by every library.
 
-The libraries are not installed together with draftwing except for the one that it uses (docs/constrained.md).
+The libraries are not installed together with draftwing except for the one that it uses (docs/dev/grammar.md).
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ _OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm 
 _LOSSY = "it would change what the model says; leave it out"
 _ADAPTS = "the shape of a draft follows what was accepted already, up to --speculative-num-draft-tokens"
 _ONE_DEVICE = "a server of this version runs on one device; run one per device and balance the load in front"
-_QUANTIZATION = "weights are not quantized on the way; give a checkpoint that is quantized, such as a .gguf file"
+_QUANTIZATION = (
+    "this version computes with float weights only; give the original checkpoint, or a .gguf file, whose weights are "
+    "dequantised at load"
+)
 
 NO_EFFECT = {
     "grammar_backend": Foreign(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
@@ -66,7 +69,9 @@ REFUSED = {
     "speculative_accept_threshold_single": Foreign(float, _LOSSY, True, (1.0,)),
     "speculative_accept_threshold_acc": Foreign(float, _LOSSY, True, (1.0,)),
     "speculative_draft_load_format": Foreign(str, "weights are read as they are found", True, ("auto", "safetensors")),
-    "speculative_draft_model_quantization": Foreign(str, "drafts are not quantized on the way", True, ("unquant",)),
+    "speculative_draft_model_quantization": Foreign(
+        str, "drafts are computed with float weights only", True, ("unquant",)
+    ),
     "speculative_draft_window_size": Foreign(int, "the draft attends to everything", True),
     "speculative_draft_sink_size": Foreign(int, "the draft attends to everything", True),
     "speculative_ngram_external_corpus_path": Foreign(str, "only prompts and answers are remembered", True),

@@ -1,0 +1,137 @@
+"""The pages agree with each other and with the code: links, files, flags, endpoints, and figures that stand twice."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, byte_tokenizer, local
+
+from draftwing.cli.main import main
+from draftwing.server.app import create_app
+
+ROOT = Path(__file__).parent.parent
+CODE = ROOT / "src" / "draftwing"
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+CARDS = {"EAGLE-3": "eagle3", "EAGLE, whole vocabulary": "eagle", "MTP": "mtp"}  # performance.md -> folder of the head
+PLANNED = {"ops/types.py", "spec/registry.py"}  # decided in architecture.md, not there yet
+COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf8")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, as the forges make them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def table_rows(text: str) -> list[list[str]]:
+    lines = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)] for line in lines]
+
+
+def ours(page: Path) -> str:
+    """What the page says of draftwing: in migrating.md the last column, since others' names stand before it."""
+    text = text_of(page)
+    return "\n".join(row[-1] for row in table_rows(text)) if page.name == "migrating.md" else text
+
+
+def figures(cells: list[str]) -> set[str]:
+    return set(re.findall(r"\d[\d,.]*(?<=\d)", " ".join(cells)))
+
+
+@pages
+def test_links(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(page)))
+    for link in links:
+        if re.match(r"https?:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_index_has_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", text_of(index))}
+    assert linked >= {page for page in PAGES if page != index}
+
+
+@pages
+def test_files(page: Path) -> None:
+    """Files of this repository that a page names, from its root or from the package's."""
+    for name in re.findall(r"(?<![\w./-])((?:[\w-]+/)+[\w.-]+\.(?:py|c|cu|md|jsonl))\b", ours(page)):
+        found = any((folder / name).exists() for folder in (page.parent, ROOT, CODE))
+        assert found or name in PLANNED, f"{page.name}: {name}"
+
+
+@pytest.fixture(scope="module")
+def flags() -> set[str]:
+    """Of all commands and of the benchmarks' scripts."""
+    found = set()
+    for command in COMMANDS:
+        text = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), pytest.raises(SystemExit):
+            patch.setenv("COLUMNS", "1000")
+            main([command, "--help"])
+        found |= set(re.findall(r"--[a-z][a-z0-9-]*", text.getvalue()))
+    scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    return found | {flag for file in scripts for flag in re.findall(r'"(--[a-z-]+)"', text_of(file))}
+
+
+@pages
+def test_flags(page: Path, flags: set[str]) -> None:
+    for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w{-])", ours(page)):
+        assert flag in flags, f"{page.name}: {flag}"
+
+
+@pytest.fixture(scope="module")
+def endpoints() -> set[str]:
+    engine = local(FakeEngine())
+    app = create_app(engine, byte_tokenizer())
+    return {route.path for route in app.routes}  # type: ignore[attr-defined]
+
+
+@pages
+def test_endpoints(page: Path, endpoints: set[str]) -> None:
+    for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
+        assert any(path.startswith(endpoint) for path in endpoints), f"{page.name}: {endpoint}"
+
+
+def test_readme_quotes_performance() -> None:
+    """Every figure of the README's results is in the row of the same name on the page that has its command."""
+    _, results = text_of(ROOT / "README.md").split("## Results")
+    measured = {row[0]: figures(row[1:]) for row in table_rows(text_of(ROOT / "docs" / "performance.md"))}
+    quoted = [row for row in table_rows(results) if figures(row[1:])]
+    assert len(quoted) >= 10
+    for name, *cells in quoted:
+        if name != "work":
+            assert figures(cells) <= measured.get(name, set()), name
+
+
+def test_performance_quotes_the_cards() -> None:
+    """Accept lengths of the bundled heads, greedy / at temperature 1, are those of the cards beside them."""
+    section = text_of(ROOT / "docs" / "performance.md").split("## Accept length of the bundled heads")[1]
+    rows = [row for row in table_rows(section) if len(row) == 4 and re.fullmatch(r"\(\d+, \d+, \d+\)", row[1])]
+    assert len(rows) == 9
+    head = ""
+    for name, tree, *cells in rows:
+        head = name or head
+        card = table_rows(text_of(CODE / "heads" / "smollm2" / CARDS[head] / "README.md"))
+        column = next(row for row in card if row[0] == "prompts").index(tree)
+        found = {(row[0], row[1]): row[column] for row in card}
+        for prompts, cell in zip(("mt_bench", "gsm8k"), cells, strict=True):
+            assert cell == f"{found[prompts, '0']} / {found[prompts, '1']}", (head, tree, prompts)
