@@ -16,7 +16,12 @@ from draftwing.server.app import create_app
 ROOT = Path(__file__).parent.parent
 CODE = ROOT / "src" / "draftwing"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-CARDS = {"EAGLE-3": "eagle3", "EAGLE, whole vocabulary": "eagle", "MTP": "mtp"}  # performance.md -> folder of the head
+HEADS = CODE / "heads" / "smollm2"
+CARDS = {  # as performance.md names the heads
+    "EAGLE-3": HEADS / "eagle3" / "README.md",
+    "EAGLE, whole vocabulary": HEADS / "eagle" / "README.md",
+    "MTP": HEADS / "mtp" / "README.md",
+}
 PLANNED = {"ops/types.py", "spec/registry.py"}  # decided in architecture.md, not there yet
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
 
@@ -92,7 +97,7 @@ def flags() -> set[str]:
     return found | {flag for file in scripts for flag in re.findall(r'"(--[a-z-]+)"', text_of(file))}
 
 
-@pages
+@pytest.mark.parametrize("page", [*PAGES, *CARDS.values()], ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags(page: Path, flags: set[str]) -> None:
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w{-])", ours(page)):
         assert flag in flags, f"{page.name}: {flag}"
@@ -130,7 +135,7 @@ def test_performance_quotes_the_cards() -> None:
     head = ""
     for name, tree, *cells in rows:
         head = name or head
-        card = table_rows(text_of(CODE / "heads" / "smollm2" / CARDS[head] / "README.md"))
+        card = table_rows(text_of(CARDS[head]))
         column = next(row for row in card if row[0] == "prompts").index(tree)
         found = {(row[0], row[1]): row[column] for row in card}
         for prompts, cell in zip(("mt_bench", "gsm8k"), cells, strict=True):

@@ -31,12 +31,12 @@ def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) ->
     return "\n\n".join(
         [
             f"# {_TITLES[settings.algorithm]} for {model}",
-            "Drafts for its target in speculative decoding; the text is the target's own, only sooner.",
+            "Drafts for its target in speculative decoding. The text stays the target's own, only sooner.",
             f"```\ndraftwing serve {flags}\n```",
             *_note(settings.algorithm, target),
             "## Acceptance",
-            f"Mean tokens per step of the target, measured by the engine: first turns, {settings.eval_tokens} tokens "
-            f"an answer, trees of (steps, topk, draft tokens).",
+            "Accept length: mean tokens per verification, the target's own token included. Measured by the engine on "
+            f"first turns, {settings.eval_tokens} tokens an answer. Trees are (steps, topk, draft tokens).",
             summary(records),
             _positions(records),
             "## Data",
@@ -51,8 +51,8 @@ def _note(algorithm: str, target: ModelConfig) -> list[str]:
     if algorithm != "MTP" or target.architecture == "MiMoForCausalLM":
         return []
     return [
-        f"A layer with the tensor names of MiMo for a target that is a {target.architecture}: a layout of draftwing's "
-        "own, which other engines do not load."
+        f"The layer has MiMo's tensor names, for a target that is a {target.architecture}. Only draftwing loads this "
+        "layout."
     ]
 
 
@@ -62,7 +62,7 @@ def _positions(records: Sequence[Mapping[str, Any]]) -> str:
     if not greedy:
         return ""
     deepest = max(record["shape"][0] for record in greedy)
-    lines = ["Share of steps that go on at each position, where they came that far:", ""]
+    lines = ["Share of drafts accepted at each position, of the steps in which all before it were accepted:", ""]
     for record in greedy:
         if record["shape"][0] == deepest:
             shares = ", ".join(f"{share:.2f}" for share in record["positions"])
