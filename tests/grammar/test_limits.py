@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from draftwing.core import Grammar
 from draftwing.errors import RequestError
-from draftwing.grammar.compiler import check
-from draftwing.grammar.limits import schema_text, with_ascii_classes
+from draftwing.grammar.limits import checked_regex, schema_text
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from draftwing.grammar.limits import schema_text, with_ascii_classes
     ],
 )
 def test_short_classes_are_ascii(pattern: str, expected: str) -> None:
-    assert with_ascii_classes(pattern) == expected
+    assert checked_regex(pattern) == expected
 
 
 def test_patterns_of_schemas_are_rewritten_and_values_are_not() -> None:
@@ -34,6 +34,6 @@ def test_patterns_of_schemas_are_rewritten_and_values_are_not() -> None:
 @pytest.mark.parametrize("grammar", [Grammar("regex", "a{%s}"), Grammar("regex", "a{1,%s}"),
                                      Grammar("ebnf", 'root ::= "a"{%s}'), Grammar("ebnf", 'root ::= "a"{1,%s}'),
                                      Grammar("json_schema", '{"type": "string", "pattern": "a{%s}"}')])  # fmt: skip
-def test_counts_that_python_does_not_read_are_refused(grammar: Grammar) -> None:
+def test_counts_that_python_does_not_read_are_refused(byte_vocab: Any, grammar: Grammar) -> None:
     with pytest.raises(RequestError, match="5000 digits"):
-        check(Grammar(grammar.kind, grammar.text % ("9" * 5000)))
+        byte_vocab.compiler.compile(Grammar(grammar.kind, grammar.text % ("9" * 5000)))

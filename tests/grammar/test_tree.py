@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftwing.core import Grammar
-from draftwing.grammar import GrammarCompiler, guide, masks_of
+from draftwing.grammar import GrammarCompiler, Guided, guide
 
 SCHEMA = {
     "type": "object",
@@ -163,7 +163,7 @@ def test_rows_in_parallel(byte_vocab, compact):
         rows.append(guide(state, *tree, 9))
         alone.append(guide(state.fork(), *tree, 9).masks())
     with ThreadPoolExecutor(2) as pool:
-        for found, expected in zip(masks_of(rows, pool), alone, strict=True):
+        for found, expected in zip(pool.map(Guided.masks, rows), alone, strict=True):
             assert (found == expected).all()
 
 

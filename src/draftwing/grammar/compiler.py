@@ -30,7 +30,7 @@ _PARAMS = {"json_object": "response_format"}
 
 
 def json_options(any_whitespace: bool = True, whitespace_pattern: str | None = None) -> dict[str, Any]:
-    """How JSON may be written. `whitespace_pattern` is a regular expression of what may stand between its tokens."""
+    """Returns how JSON may be written. whitespace_pattern: a regular expression of what may stand between tokens."""
     options: dict[str, Any] = {
         "whitespace_flexible": any_whitespace,
         "json_allow_general_unicode_escapes": True,
@@ -43,7 +43,7 @@ def json_options(any_whitespace: bool = True, whitespace_pattern: str | None = N
 
 
 def translate(grammar: Grammar, special: Mapping[str, int], options: Mapping[str, Any]) -> str:
-    """The grammar in the library's own language. Raises GrammarError for what can be seen without the library."""
+    """Returns the grammar in the library's own language. Raises GrammarError for what is wrong without the library."""
     if len(grammar.text) > MAX_CHARS:
         raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_CHARS} are allowed")
     if grammar.kind == "json_object":
@@ -83,25 +83,8 @@ def _refusal(grammar: Grammar, reason: str, param: str | None) -> RequestError:
     return RequestError(f"{name}: the grammar cannot be used: {short}", name)
 
 
-def check(grammar: Grammar, special: Mapping[str, int] | None = None, param: str | None = None) -> None:
-    """Refuses a grammar that is invalid or not supported, without a vocabulary and in a few milliseconds.
-
-    special: ids of special tokens, for structural tags.  param: the request's field, if it is not named as the kind.
-    Raises RequestError. What only building the automaton can find is left to `GrammarCompiler.compile`.
-    """
-    import llguidance
-
-    try:
-        text = translate(grammar, special or {}, json_options())
-        reason = on_large_stack(lambda: llguidance.LLMatcher.validate_grammar(text, None, limits=_limits()))
-    except (GrammarError, RecursionError) as error:
-        raise _refusal(grammar, str(error), param) from None
-    if reason and not reason.startswith("WARNING"):
-        raise _refusal(grammar, reason, param)
-
-
 def _limits() -> Any:
-    """Bounds on the work of compiling and of one mask; the library counts steps, so they hold on every machine."""
+    """Bounds the work of compiling and of one mask; the library counts steps, so they hold on every machine."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -144,16 +127,12 @@ class GrammarCompiler:
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, vocab_size: int, stop_ids: Iterable[int]) -> GrammarCompiler:
-        """As the server's options say; the processes of a server must agree."""
+        """Makes a compiler as the server's options say; the processes of a server must agree."""
         whitespace = not options.constrained_json_disable_any_whitespace
         return cls(tokenizer, vocab_size, stop_ids, whitespace, options.constrained_json_whitespace_pattern)
 
-    def check(self, grammar: Grammar, param: str | None = None) -> None:
-        """As the function `check`, with the special tokens of this vocabulary."""
-        check(grammar, self._special, param)
-
     def compile(self, grammar: Grammar, param: str | None = None) -> GrammarState:
-        """The state before the first token. Releases the interpreter's lock while the library works.
+        """Returns the state before the first token. Releases the interpreter's lock while the library works.
 
         Raises RequestError, whose `param` is `param` or the grammar's kind ("response_format" for json_object), when
         the grammar is invalid, not supported, too complex, or when no answer can fulfil it.

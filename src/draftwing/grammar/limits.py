@@ -1,4 +1,4 @@
-"""What a request may ask of the grammar library, beside the limits that the library has itself.
+"""Limits what a request may ask of the grammar library, beside the limits that the library has itself.
 
 Its own limits count steps of some phases; a long expression, or repetitions of repetitions, cost seconds before any of
 them is looked at, and long chains of references cost stack, whose end kills the process.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from draftwing.grammar.ebnf import GrammarError, written_count
@@ -21,21 +22,36 @@ _STACK = 512 << 20  # bytes of address space; pages that are not touched cost no
 
 _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
 _lock = threading.Lock()
 T = TypeVar("T")
 
 
-def check_regex(pattern: str) -> str:
-    """`pattern`, if it is not too large. Raises GrammarError."""
+def checked_regex(pattern: str) -> str:
+    """Returns `pattern` with \\d, \\w and \\s as the ASCII characters that their users mean, not as the hundreds of
+    digits of all scripts, from which a hot sampler would choose. Whatever matches it matches the original, too.
+
+    Raises GrammarError if the expression is too large.
+    """
     if len(pattern) > MAX_REGEX_CHARS:
         raise GrammarError(f"the expression has {len(pattern)} characters, at most {MAX_REGEX_CHARS} are allowed")
     if _written_out(pattern) > MAX_REPETITION:
         raise GrammarError(f"the expression's repetitions stand for more than {MAX_REPETITION} characters")
-    return pattern
+
+    def replaced(match: re.Match[str]) -> str:
+        atom = match[0]
+        if atom.startswith("[^"):
+            return atom  # fewer characters less are more characters
+        if atom.startswith("["):
+            return re.sub(r"\\.", lambda inside: _ASCII.get(inside[0][1], inside[0]), atom, flags=re.DOTALL)
+        kind = _ASCII.get(atom[1:]) if atom.startswith("\\") else None
+        return atom if kind is None else f"[{kind}]"
+
+    return _ATOM.sub(replaced, pattern)
 
 
 def _written_out(pattern: str) -> int:
-    """Atoms after every x{n} was replaced by n times x; nothing else of the syntax matters for it."""
+    """Counts the atoms after every x{n} was replaced by n times x; nothing else of the syntax matters for it."""
     sizes, last, at = [0], 0, 0  # of the open groups, of the newest atom
     while at < len(pattern):
         count = _COUNT.match(pattern, at)
@@ -59,53 +75,28 @@ def _written_out(pattern: str) -> int:
     return sum(sizes)
 
 
-_ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\f\v"}
-
-
-def with_ascii_classes(pattern: str) -> str:
-    """The expression with \\d, \\w and \\s as the ASCII characters that their users mean, not as the hundreds of digits
-    of all scripts, from which a hot sampler would choose. Whatever matches it matches the original, too."""
-
-    def inside(match: re.Match[str]) -> str:
-        return _ASCII.get(match[0][1], match[0])
-
-    def replaced(match: re.Match[str]) -> str:
-        atom = match[0]
-        if atom.startswith("[^"):
-            return atom  # fewer characters less are more characters
-        if atom.startswith("["):
-            return re.sub(r"\\.", inside, atom, flags=re.DOTALL)
-        kind = _ASCII.get(atom[1:]) if atom.startswith("\\") else None
-        return atom if kind is None else f"[{kind}]"
-
-    return _ATOM.sub(replaced, pattern)
-
-
 def lark_regex(pattern: str) -> str:
-    """A regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large."""
-    pattern = with_ascii_classes(check_regex(pattern))
-    written = re.sub(r"\\.|/", lambda m: r"\/" if m.group() == "/" else m.group(), pattern, flags=re.DOTALL)
+    """Returns a regular expression as it stands between slashes in Lark. Raises GrammarError if it is too large."""
+    written = re.sub(r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], checked_regex(pattern), flags=re.DOTALL)
     return written.replace("\\\n", "\\n").replace("\n", "\\n")
 
 
 def schema_text(schema: Any, options: Mapping[str, Any]) -> str:
-    """A JSON schema with our options in it; those that the request may have written there itself are dropped, as they
-    could relax what the schema says. Raises GrammarError."""
+    """Returns a JSON schema with our options in it; those that the request may have written there itself are dropped,
+    as they could relax what the schema says. Raises GrammarError."""
     if schema is False:
         raise GrammarError("the schema false allows nothing")
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError(f"expected an object, true or false, found {type(schema).__name__}")
-    for pattern in _patterns(schema):
-        check_regex(pattern)
-    return json.dumps({**_with_ascii_patterns(schema), "x-guidance": dict(options)}, ensure_ascii=False)
+    return json.dumps({**_with_checked_patterns(schema), "x-guidance": dict(options)}, ensure_ascii=False)
 
 
-def _with_ascii_patterns(value: Any) -> Any:
-    """A part of a schema with its expressions rewritten. Values that a document is compared with stay as they are."""
+def _with_checked_patterns(value: Any) -> Any:
+    """Returns a part of a schema with its expressions rewritten. Values that a document is compared with stay."""
     if isinstance(value, list):
-        return [_with_ascii_patterns(item) for item in value]
+        return [_with_checked_patterns(item) for item in value]
     if not isinstance(value, dict):
         return value
     out = {}
@@ -113,48 +104,22 @@ def _with_ascii_patterns(value: Any) -> Any:
         if key in ("const", "enum", "default", "examples"):
             out[key] = item
         elif key == "pattern" and isinstance(item, str):
-            out[key] = with_ascii_classes(item)
+            out[key] = checked_regex(item)
         elif key == "patternProperties" and isinstance(item, dict):
-            out[key] = {with_ascii_classes(name): _with_ascii_patterns(one) for name, one in item.items()}
+            out[key] = {checked_regex(name): _with_checked_patterns(one) for name, one in item.items()}
         else:
-            out[key] = _with_ascii_patterns(item)
+            out[key] = _with_checked_patterns(item)
     return out
 
 
-def _patterns(schema: Any) -> Iterator[str]:
-    """All that may be a regular expression in a schema."""
-    todo = [schema]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            if isinstance(value.get("pattern"), str):
-                yield value["pattern"]
-            if isinstance(value.get("patternProperties"), dict):
-                yield from value["patternProperties"]
-            todo += value.values()
-        elif isinstance(value, list):
-            todo += value
-
-
 def on_large_stack(work: Callable[[], T]) -> T:
-    """`work()` on a thread with room for deep recursion: the library follows references by calling itself."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
+    """Returns `work()`, run on a thread with room for deep recursion: the library follows references by calls."""
     with _lock:  # the size is the process's; other threads that start meanwhile only get more address space
         before = threading.stack_size(_STACK)
         try:
-            thread = threading.Thread(target=run, name="grammar-compiler")
-            thread.start()
+            pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+            result = pool.submit(work)
         finally:
             threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with pool:
+        return result.result()

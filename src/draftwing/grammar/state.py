@@ -1,4 +1,4 @@
-"""Where an answer stands in its grammar."""
+"""The state of an answer in its grammar."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class GrammarState:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text so far is a whole answer."""
+        """Tells whether the text so far is a whole answer."""
         return bool(self._ended or self._matcher.is_accepting())
 
     @property
     def done(self) -> bool:
-        """Whether nothing but a stop id may follow."""
+        """Tells whether nothing but a stop id may follow."""
         if self._ended or (self._matcher.is_stopped() and not self._matcher.is_error()):
             return True
         return bool(self._matcher.is_accepting()) and not (self._own_mask() & self._vocabulary.keep).any()
 
     @property
     def complete(self) -> bool:
-        """Whether nothing at all may follow: the answer must end, and there is no stop id to say so."""
+        """Tells whether nothing at all may follow: the answer must end, and there is no stop id to say so."""
         return not self._vocabulary.stop_ids and self.done
 
     def mask(self, out: Mask | None = None) -> Mask:
-        """The legal tokens, [W] uint32, written into `out` if it is given. All zeros when the answer must end but there
+        """Returns the legal tokens, [W] uint32, in `out` if it is given; all zeros when the answer must end but there
         are no stop ids. Raises RequestError when the grammar becomes too complex here."""
         out = np.empty_like(self._vocabulary.keep) if out is None else out
         if self._ended:
@@ -114,11 +114,11 @@ class GrammarState:
             assert taken_back
 
     def fork(self) -> GrammarState:
-        """An independent state at the same place."""
+        """Returns an independent copy."""
         return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._ended)
 
     def forced(self) -> list[int]:
-        """Tokens that must follow, one after the other; empty where there is a choice, stop ids not among them."""
+        """Returns the tokens that must follow, in order and without stop ids; empty where there is a choice."""
         if self._ended or self._matcher.is_stopped():
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()

@@ -1,9 +1,6 @@
-"""Draft trees under a grammar: illegal nodes die, forced text takes their places, every node gets its mask."""
+"""Fits draft trees to a grammar: illegal nodes die, forced text takes their nodes, every node gets its mask."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from concurrent.futures import Executor
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +23,8 @@ class Guided:
         self._masks: npt.NDArray[np.uint32] | None = None
 
     def masks(self, out: npt.NDArray[np.uint32] | None = None) -> npt.NDArray[np.uint32]:
-        """What may follow each node, [N, W] uint32; the rows of dead nodes are the root's. Computed at the first call,
-        one mask for each live node; meant for the time in which the target runs. Raises RequestError as
+        """Returns what may follow each node, [N, W] uint32; the rows of dead nodes are the root's. Computed at the
+        first call, one mask for each live node; meant for the time in which the target runs. Raises RequestError as
         `GrammarState.mask`."""
         if self._masks is None:
             root = self.state.mask()
@@ -56,7 +53,7 @@ def guide(state: GrammarState, tokens: IntArray, parent: IntArray, alive: BoolAr
     state: after the root's token.  tokens, parent [N] int64, alive [N] bool: a tree as `ops.torch.tree.derive` wants
     it, parent[0] = 0 and parent[i] < i; the root's token is not looked at.  max_depth: of the tree that comes back.
 
-    Nodes keep their places. Illegal ones die with all below them; the places of dead nodes are given to text that the
+    Nodes keep their indices. Illegal ones die with all below them; the indices of dead nodes are given to text that the
     grammar forces after the root and after live nodes, the deepest first. Siblings stay distinct, parents stay before
     their children. The arrays given are not changed.
     """
@@ -77,15 +74,8 @@ def guide(state: GrammarState, tokens: IntArray, parent: IntArray, alive: BoolAr
     return Guided(state, tokens, parent, alive)
 
 
-def masks_of(rows: Sequence[Guided], pool: Executor | None = None) -> list[npt.NDArray[np.uint32]]:
-    """`Guided.masks` of many rows, at the same time on the threads of `pool`."""
-    if pool is None or len(rows) < 2:
-        return [row.masks() for row in rows]
-    return list(pool.map(Guided.masks, rows))
-
-
 def _children(parent: IntArray, alive: BoolArray) -> list[list[int]]:
-    """Live children of each node; nodes below a dead one do not count as children of anybody that is reached."""
+    """Returns the live children of each node; those of a dead one are never reached."""
     found: list[list[int]] = [[] for _ in range(parent.size)]
     for node in range(1, parent.size):
         if alive[node]:
@@ -127,7 +117,7 @@ def _insert(
     free: list[int],
     max_depth: int,
 ) -> None:
-    """Puts `chain` below `node`, as far as there are places and as far as it is not there already."""
+    """Puts `chain` below `node`, as far as there are free nodes and as far as it is not there already."""
     for token in chain:
         if depth[node] >= max_depth:
             return
@@ -136,9 +126,9 @@ def _insert(
         if known.size:
             node = int(known[0])
             continue
-        place = next((i for i in free if i > node), None)
-        if place is None:
+        index = next((i for i in free if i > node), None)
+        if index is None:
             return
-        free.remove(place)
-        tokens[place], parent[place], alive[place], depth[place] = token, node, True, depth[node] + 1
-        node = place
+        free.remove(index)
+        tokens[index], parent[index], alive[index], depth[index] = token, node, True, depth[node] + 1
+        node = index
