@@ -164,7 +164,7 @@ def test_tool_refusals(tmp_path: Path) -> None:
     refused("", "no text to count", "in.txt")
     refused(None, "nothing.txt cannot be read", "nothing.txt")
     refused('{"text": "a"}\n{', "cannot be read")
-    refused('{"text": "a"}\n{"prompt": "a"}', "line 2: expected a text")
+    refused('{"text": "a"}\n{"prompt": "a"}', ":2: expected a text")
     refused("[3]", "entry 1: expected a text", "in.json")
     (tmp_path / "in.txt").write_text("a")
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -21,6 +21,7 @@ from tiny_checkpoint import write_checkpoint, write_tokenizer
 from draftwing import LLM
 from draftwing.errors import ConfigError
 from draftwing.models.decoder import DecoderModel
+from draftwing.train import files as files_module
 from draftwing.train import store as store_module
 from draftwing.train.capture import FeatureModel, batches, capture, eagle3_taps, online, target_taps
 from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
@@ -165,7 +166,7 @@ def test_killed_at_any_moment_it_goes_on(
         if next(kills) == moment:
             raise Killed
 
-    save, sync = store_module.save_file, store_module._sync_and_rename
+    save, sync = store_module.save_file, files_module.replace_file
 
     def torn_save(tensors: Any, path: Path) -> None:
         save(tensors, path)
@@ -184,7 +185,8 @@ def test_killed_at_any_moment_it_goes_on(
     store = FeatureStore.create(folder, target.meta("tiny", "EAGLE3"))
     with monkeypatch.context() as patch:
         patch.setattr(store_module, "save_file", torn_save)
-        patch.setattr(store_module, "_sync_and_rename", torn_rename)
+        for module in (store_module, files_module):
+            patch.setattr(module, "replace_file", torn_rename)
         with pytest.raises(Killed):
             capture(target, store, tokens, 64, 20000)
     again = FeatureStore.create(folder, target.meta("tiny", "EAGLE3"))

@@ -210,7 +210,7 @@ def test_conversations_as_they_are(bench: Bench, capsys: pytest.CaptureFixture[s
     assert main([*args, *ENGINE, "--steps", "2", "--shapes", "3,1,4", "--eval-tokens", "8"]) == 0
     data = json.loads((out / "data.json").read_text())
     assert data["read"] == 23 and data["prompts"] == 0 and 10 < data["conversations"] < 20
-    assert data["places"] == {
+    assert data["examples"] == {
         "no assistant turn": ["talks.jsonl:21"],
         "neither messages nor conversations": ["talks.jsonl:22"],
         "a broken line": ["talks.jsonl:23"],

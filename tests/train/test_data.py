@@ -84,7 +84,7 @@ def test_what_cannot_be_used_is_counted_with_its_lines(tmp_path: Path) -> None:
     skipped = Skipped()
     assert texts(read_prompts([path], skipped)) == ["good", "fine"]
     fields = "none of the fields prompt, turns, question, instruction, text"
-    assert skipped.places == {
+    assert skipped.examples == {
         "a broken line": ["p.jsonl:2"],
         "empty": ["p.jsonl:3", "p.jsonl:8"],
         fields: ["p.jsonl:4"],
@@ -148,7 +148,7 @@ def test_bad_conversations(tmp_path: Path) -> None:
     )  # fmt: skip
     skipped = Skipped()
     assert len(read_conversations([path], skipped)) == 1
-    assert skipped.places == {
+    assert skipped.examples == {
         "no assistant turn": ["c.jsonl:2"],
         "wrong roles": ["c.jsonl:3", "c.jsonl:4", "c.jsonl:5", "c.jsonl:11"],
         "empty": ["c.jsonl:6", "c.jsonl:7"],
@@ -236,4 +236,4 @@ def test_prompts_that_share_with_an_evaluation_are_dropped(tmp_path: Path) -> No
     skipped = Skipped()
     prompts = [Prompt(("fine",), where="p:1"), Prompt(("fine", words(3, 15)), where="p:2")]
     assert without_overlap(prompts, Overlap(first_turns(asked, Skipped())), skipped) == prompts[:1]
-    assert skipped.places == {"an evaluation prompt or 13 words of one": ["p:2"]}
+    assert skipped.examples == {"an evaluation prompt or 13 words of one": ["p:2"]}

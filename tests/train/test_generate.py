@@ -155,7 +155,7 @@ def test_prompts_without_room_for_an_answer(llm: LLM) -> None:
     fits, not_any_more = (Prompt(("x" * (most - overhead + more),), where=f"p:{more}") for more in (0, 1))
     found = usable([fits, not_any_more], llm.engine.tokenizer, SAMPLING, skipped)
     assert [prompt for prompt, _ in found] == [fits] and len(found[0][1]) == most
-    assert skipped.places == {f"longer than {most} tokens": ["p:1"]}
+    assert skipped.examples == {f"longer than {most} tokens": ["p:1"]}
 
 
 def test_what_is_drawn_depends_on_seed_and_prompt_alone() -> None:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from draftwing.errors import ConfigError, RequestError
 from draftwing.text.tokenizer import Tokenizer
+from draftwing.train.data import Skipped, entries, role_and_content
 
 logger = logging.getLogger(__name__)
-
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 
 
 class TokenMapReport(NamedTuple):
@@ -57,14 +56,8 @@ def write_token_map(files: Sequence[str | Path], tokenizer: Tokenizer, size: int
     report = TokenMapReport(documents, counted, len(ids), sum(counts[i] for i in ids) / counted)
     if report.kept < size:
         logger.warning("the corpus has %d different tokens; the token map is shorter than %d", report.kept, size)
-    logger.info(
-        "token map %s: %d tokens, %.2f%% of %d in %d documents",
-        out,
-        report.kept,
-        100 * report.coverage,
-        counted,
-        documents,
-    )
+    share = 100 * report.coverage
+    logger.info("token map %s: %d tokens, %.2f%% of %d in %d documents", out, report.kept, share, counted, documents)
     return report
 
 
@@ -78,40 +71,29 @@ def _encode(document: str | list[dict[str, Any]], tokenizer: Tokenizer) -> list[
 
 
 def _documents(path: Path) -> Iterator[str | list[dict[str, Any]]]:
-    try:
-        if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield _document(json.loads(line), f"{path}, line {number}")
-        elif path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
-            for number, entry in enumerate(content if isinstance(content, list) else [content], 1):
-                yield _document(entry, f"{path}, entry {number}")
-        else:
+    if path.suffix not in (".jsonl", ".json"):
+        try:
             yield path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        return
+    skipped = Skipped()
+    for where, entry in entries(path, skipped):
+        yield _document(entry, where)
+    for reason, (where, *_) in skipped.examples.items():
+        raise ConfigError(f"{path} cannot be read: {reason} ({where})")
 
 
 def _document(entry: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(entry, dict):
+        turns = entry.get("text", entry.get("messages", entry.get("conversations")))
+        if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+            found = map(role_and_content, turns)
+            return [{"role": role or "user", "content": content or ""} for role, content in found]
+        entry = turns
     if isinstance(entry, str):
         return entry
-    if isinstance(entry, dict):
-        if isinstance(entry.get("text"), str):
-            text: str = entry["text"]
-            return text
-        turns = entry.get("messages", entry.get("conversations"))
-        if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-            return [_message(turn) for turn in turns]
     raise ConfigError(f"{where}: expected a text, or an object with text, messages or conversations")
-
-
-def _message(turn: dict[str, Any]) -> dict[str, Any]:
-    role, content = turn.get("role", turn.get("from", "user")), turn.get("content", turn.get("value"))
-    if isinstance(content, list):  # OpenAI's parts
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return {"role": _ROLES.get(role, role), "content": content or ""}
 
 
 def _write(ids: list[int], out: Path) -> None:

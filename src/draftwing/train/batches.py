@@ -24,11 +24,8 @@ _POOL = 64  # batches whose sequences are sorted by length together: little padd
 
 
 def usable(source: FeatureSource, max_length: int) -> dict[int, int]:
-    """Number of each sample that has anything to learn from -> its length, cut at max_length."""
-    lengths: Sequence[int] | None = getattr(source, "lengths", None)
-    if lengths is None:
-        lengths = [len(source.read(i).ids) for i in range(len(source))]
-    return {i: min(length, max_length) for i, length in enumerate(lengths) if length >= SHORTEST}
+    """Returns the number of each sample that has anything to learn from, with its length, cut at max_length."""
+    return {i: min(length, max_length) for i, length in enumerate(source.lengths) if length >= SHORTEST}
 
 
 def epoch_batches(lengths: dict[int, int], tokens: int, seed: int, epoch: int) -> list[list[int]]:

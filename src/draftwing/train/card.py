@@ -10,6 +10,7 @@ from typing import Any
 import draftwing
 from draftwing.models.config import ModelConfig
 from draftwing.train.evaluate import ALGORITHMS, summary
+from draftwing.train.files import write_text
 from draftwing.train.settings import Run
 
 _TITLES = {"EAGLE3": "EAGLE-3 head", "EAGLE": "EAGLE-2 head", "MTP": "Multi-token prediction layer"}
@@ -17,9 +18,7 @@ _TITLES = {"EAGLE3": "EAGLE-3 head", "EAGLE": "EAGLE-2 head", "MTP": "Multi-toke
 
 def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> Path:
     path = run.out / "head" / "README.md"
-    partial = path.with_suffix(".partial")
-    partial.write_text(card(run, target, records), encoding="utf-8")
-    partial.replace(path)
+    write_text(path, card(run, target, records))
     return path
 
 

@@ -5,8 +5,6 @@ Names and shapes come from the head's own `stored_tensors`, the table that the l
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from draftwing.models.heads.config import resolve_taps
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
+from draftwing.train.files import replace_file, write_json, write_text
 
 _EAGLE_CLASSES = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
 
@@ -67,12 +66,10 @@ def save_head(
         replace_file(partial, folder / file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
-        _write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}, 2)
     if card is not None:
-        partial = folder / "README.md.partial"
-        partial.write_text(card, encoding="utf-8")
-        replace_file(partial, folder / "README.md")
-    _write(folder / "config.json", {**head_config(head, dtype), **(extra or {})})
+        write_text(folder / "README.md", card)
+    write_json(folder / "config.json", {**head_config(head, dtype), **(extra or {})}, 2)
     return folder
 
 
@@ -185,16 +182,3 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
         shards[-1].append(name)
         size += needed
     return shards
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    replace_file(partial, path)
-
-
-def replace_file(partial: Path, path: Path) -> None:
-    """Renames a complete file into its place; what is found there is whole even after the machine went down."""
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)

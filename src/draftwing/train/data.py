@@ -13,11 +13,11 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draftwing.errors import ConfigError
 
@@ -28,7 +28,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 _PROMPT_FIELDS = ("prompt", "turns", "question", "instruction", "text")
 # A word is a run of letters and digits, or one character of a script that is written without spaces.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
-_SHOWN = 20  # places that a report names for each reason
+_SHOWN = 20  # examples that a report names for each reason
 
 
 class BadData(Exception):
@@ -47,7 +47,7 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """The same for texts that differ in case and white space only, and of the same copy."""
+        """Returns a name that texts share which differ in case and white space only, and are of the same copy."""
         key = _key([self.system or "", *self.turns])
         return f"{key}-{self.copy}" if self.copy else key
 
@@ -66,40 +66,43 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """What the user says."""
+        """Returns what the user says."""
         return tuple(message["content"] for message in self.messages if message["role"] == "user")
 
     def prompt(self) -> Prompt:
-        """Without the answers."""
+        """Returns it without the answers."""
         first = self.messages[0]
         return Prompt(self.turns, first["content"] if first["role"] == "system" else None, self.where)
 
 
+Item = TypeVar("Item", Prompt, Conversation)
+
+
 @dataclass
 class Skipped:
-    """Counts of what was read and of what was left out, with the first places of each reason."""
+    """Counts of what was read and of what was left out, with the first examples of each reason."""
 
     read: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    places: dict[str, list[str]] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, reason: str | BadData, where: str) -> None:
         reason = str(reason)
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        places = self.places.setdefault(reason, [])
-        if len(places) < _SHOWN:
-            places.append(where)
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < _SHOWN:
+            examples.append(where)
 
     @property
     def total(self) -> int:
         return sum(self.counts.values())
 
     def report(self) -> dict[str, Any]:
-        return {"read": self.read, "skipped": self.counts, "places": self.places}
+        return {"read": self.read, "skipped": self.counts, "examples": self.examples}
 
     def log(self) -> None:
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
-            some = ", ".join(self.places[reason][:5]) + (", ..." if count > 5 else "")
+            some = ", ".join(self.examples[reason][:5]) + (", ..." if count > 5 else "")
             logger.warning("skipped %d of %d: %s (%s)", count, self.read, reason, some)
 
     def require(self, left: int, what: str) -> None:
@@ -107,7 +110,7 @@ class Skipped:
         if left:
             return
         reasons = "; ".join(
-            f"{count} {reason} (such as {self.places[reason][0]})" for reason, count in self.counts.items()
+            f"{count} {reason} (such as {self.examples[reason][0]})" for reason, count in self.counts.items()
         )
         raise ConfigError(f"no {what} is left of {self.read} read: {reasons or 'the files are empty'}")
 
@@ -116,7 +119,7 @@ class Skipped:
 
 
 def read_prompts(files: Sequence[str | Path], skipped: Skipped, seed: int = 0) -> list[Prompt]:
-    """Distinct prompts of all files, in the order read; the first of equals stays.
+    """Returns the distinct prompts of all files, in the order read; the first of equals stays.
 
     files: JSON lines, JSON (an array, or an object of arrays), CSV, or text with a prompt a line, each also as .gz.
     `FILE:N` takes a random N of a file's prompts, the same ones for the same seed.
@@ -126,17 +129,7 @@ def read_prompts(files: Sequence[str | Path], skipped: Skipped, seed: int = 0) -
     found: dict[str, Prompt] = {}
     for name in files:
         path, limit = _limited(name)
-        here: dict[str, Prompt] = {}
-        for where, entry in _entries(path, skipped):
-            try:
-                prompt = Prompt(_turns(entry), where=where)
-            except BadData as error:
-                skipped.note(error, where)
-                continue
-            if prompt.key in found or prompt.key in here:
-                skipped.note("repeated", where)
-            else:
-                here[prompt.key] = prompt
+        here = _read(path, skipped, lambda entry, where: Prompt(_turns(entry), where=where), found)
         if limit is not None and limit < len(here):
             chosen = set(sorted(here, key=lambda key: _key([str(seed), key]))[:limit])
             here = {key: prompt for key, prompt in here.items() if key in chosen}
@@ -145,28 +138,35 @@ def read_prompts(files: Sequence[str | Path], skipped: Skipped, seed: int = 0) -
 
 
 def read_conversations(files: Sequence[str | Path], skipped: Skipped) -> list[Conversation]:
-    """Distinct conversations of files in ShareGPT's or OpenAI's layout, in the order read.
+    """Returns the distinct conversations of files in ShareGPT's or OpenAI's layout, in the order read.
 
     An entry has `conversations` or `messages`, whose elements have `from` and `value`, or `role` and `content`.
     What the user says after the last answer is left out. Raises ConfigError for files that cannot be read.
     """
     found: dict[str, Conversation] = {}
     for name in files:
-        for where, entry in _entries(Path(name), skipped):
-            try:
-                conversation = Conversation(_messages(entry), where)
-            except BadData as error:
-                skipped.note(error, where)
-                continue
-            if conversation.key in found:
-                skipped.note("repeated", where)
-            else:
-                found[conversation.key] = conversation
+        found |= _read(Path(name), skipped, lambda entry, where: Conversation(_messages(entry), where), found)
     return list(found.values())
 
 
+def _read(path: Path, skipped: Skipped, make: Callable[[Any, str], Item], known: Mapping[str, Item]) -> dict[str, Item]:
+    """Returns what `make` makes of the entries of a file, by key, without those that are `known`."""
+    found: dict[str, Item] = {}
+    for where, entry in entries(path, skipped):
+        try:
+            item = make(entry, where)
+        except BadData as error:
+            skipped.note(error, where)
+            continue
+        if item.key in found or item.key in known:
+            skipped.note("repeated", where)
+        else:
+            found[item.key] = item
+    return found
+
+
 def first_turns(path: str | Path, skipped: Skipped) -> list[str]:
-    """What an evaluation asks: the first turn of every prompt of a file."""
+    """Returns what an evaluation asks: the first turn of every prompt of a file."""
     return [prompt.turns[0] for prompt in read_prompts([path], skipped)]
 
 
@@ -195,13 +195,9 @@ def _messages(entry: Any) -> tuple[dict[str, str], ...]:
     for turn in raw:
         if not isinstance(turn, dict):
             raise BadData("a message that is no object")
-        role = turn.get("role", turn.get("from"))
-        role = _ROLES.get(str(role), role)
+        role, content = role_and_content(turn)
         if role not in ("system", "user", "assistant"):
             raise BadData("wrong roles")
-        content = turn.get("content", turn.get("value"))
-        if isinstance(content, list):  # OpenAI's parts
-            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
         if role == "system" and not (content or "").strip():
             continue
         messages.append({"role": role, "content": _text(content)})
@@ -215,6 +211,14 @@ def _messages(entry: Any) -> tuple[dict[str, str], ...]:
     if [m["role"] for m in messages[start:]] != ["user", "assistant"] * ((len(messages) - start) // 2):
         raise BadData("wrong roles")
     return tuple(messages)
+
+
+def role_and_content(turn: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Reads a message in ShareGPT's or OpenAI's layout; parts of a content are joined."""
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if isinstance(content, list):  # OpenAI's parts
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return _ROLES.get(str(role), role), content
 
 
 def _text(value: Any) -> str:
@@ -246,39 +250,37 @@ class Overlap:
             self._grams.update(_grams(words))
 
     def found_in(self, texts: Iterable[str]) -> bool:
-        for text in texts:
-            words = _words(text)
-            if " ".join(words) in self._short or any(gram in self._grams for gram in _grams(words)):
-                return True
-        return False
+        words = map(_words, texts)
+        return any(" ".join(w) in self._short or any(gram in self._grams for gram in _grams(w)) for w in words)
 
 
 def without_overlap(items: Iterable[Any], overlap: Overlap, skipped: Skipped) -> list[Any]:
-    """Prompts or conversations in which `overlap` finds nothing, in what the user says."""
-    kept = []
+    """Returns the prompts or conversations in which `overlap` finds nothing, in what the user says."""
+    left = []
     for item in items:
         if overlap.found_in(item.turns):
             skipped.note(f"an evaluation prompt or {NGRAM} words of one", item.where)
         else:
-            kept.append(item)
-    return kept
+            left.append(item)
+    return left
 
 
 def held_out(keys: Iterable[str], share: float, seed: int, purpose: str) -> set[str]:
-    """A random `share` of the keys, at least one, a prompt's copies always together. What is chosen does not change
-    when others are added; choices for different purposes are independent."""
+    """Chooses a random `share` of the keys, at least one, a prompt's copies always together. It stays the same when
+    other keys are added; choices for different purposes are independent."""
     order = {key: int(_key([str(seed), purpose, original(key)])[:13], 16) / 2**52 for key in keys}
     least = min(order.values(), default=0.0)
-    return {key for key, place in order.items() if place < share or place == least}
+    return {key for key, at in order.items() if at < share or at == least}
 
 
 def original(key: str) -> str:
-    """The key of the prompt that `key` names a copy of."""
+    """Returns the key of the prompt that `key` names a copy of."""
     return key.partition("-")[0]
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.casefold())
+    words: list[str] = _WORD.findall(text.casefold())
+    return words
 
 
 def _grams(words: Sequence[str]) -> Iterator[str]:
@@ -295,7 +297,7 @@ def _key(parts: Iterable[str]) -> str:
 
 
 def _limited(name: str | Path) -> tuple[Path, int | None]:
-    """FILE:N -> FILE, N"""
+    """Splits FILE:N into FILE and N."""
     path = Path(name)
     head, colon, tail = str(name).rpartition(":")
     if colon and tail.isdecimal() and not path.exists():
@@ -303,15 +305,17 @@ def _limited(name: str | Path) -> tuple[Path, int | None]:
     return path, None
 
 
-def _entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, Any]]:
-    """(file and line, entry) of everything that can be parsed."""
+def entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, Any]]:
+    """Gives (file and line, entry) of everything that can be parsed."""
     kind = Path(path.stem if path.suffix == ".gz" else path.name).suffix
     try:
         with _open(path) as lines:
             if kind == ".csv":
                 found = _csv(lines, path)
-            elif kind in (".jsonl", ".json"):
-                found = _json(lines, path, kind)
+            elif kind == ".json":
+                found = _json(lines, path)
+            elif kind == ".jsonl":
+                found = _json_lines(lines, path)
             else:
                 found = ((f"{path.name}:{number}", line.strip()) for number, line in enumerate(lines, 1))
             for where, entry in found:
@@ -338,35 +342,31 @@ def _csv(lines: Iterable[str], path: Path) -> Iterator[tuple[str, Any]]:
     rows = csv.DictReader(lines)
     while True:
         try:
-            row = next(rows)
+            row: Any = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            yield f"{path.name}:{rows.line_num}", BadData(f"a broken line: {error}")
-            continue
+            row = BadData(f"a broken line: {error}")
         yield f"{path.name}:{rows.line_num}", row
 
 
-def _json(lines: io.TextIOWrapper, path: Path, kind: str) -> Iterator[tuple[str, Any]]:
-    if kind == ".json":
-        text = lines.read()
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            first = text.lstrip().partition("\n")[0]
-            if not first.startswith("{") or isinstance(_line(first), BadData):
-                raise ConfigError(f"{path} is not valid JSON: {error}") from None
-            yield from _json_lines(text.split("\n"), path)  # JSON lines under another name
-            return
-        parts: Sequence[Any] = [content]
-        if isinstance(content, dict) and content and all(isinstance(value, list) for value in content.values()):
-            looks_like_one = {"messages", "conversations", "turns"} & set(content)
-            parts = [content] if looks_like_one else list(content.values())  # an object of splits
-        entries = (entry for part in parts for entry in (part if isinstance(part, list) else [part]))
-        for number, entry in enumerate(entries, 1):
-            yield f"{path.name}, entry {number}", entry
+def _json(lines: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, Any]]:
+    text = lines.read()
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        first = text.lstrip().partition("\n")[0]
+        if not first.startswith("{") or isinstance(_line(first), BadData):
+            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        yield from _json_lines(text.split("\n"), path)  # JSON lines under another name
         return
-    yield from _json_lines(lines, path)
+    parts: Sequence[Any] = [content]
+    if isinstance(content, dict) and content and all(isinstance(value, list) for value in content.values()):
+        looks_like_one = {"messages", "conversations", "turns"} & set(content)
+        parts = [content] if looks_like_one else list(content.values())  # an object of splits
+    found = (entry for part in parts for entry in (part if isinstance(part, list) else [part]))
+    for number, entry in enumerate(found, 1):
+        yield f"{path.name}, entry {number}", entry
 
 
 def _json_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[str, Any]]:

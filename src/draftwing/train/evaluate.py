@@ -18,6 +18,7 @@ from draftwing.cli.bench import Local, Sample, measure
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
+from draftwing.train.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def evaluate(
         records = [r for r in records if r["shape"] != list(shape)]
         for record in _measure_shape(options, shape, runs, sets, trial):
             records.append(record)
-            _write(report, same, records)
+            write_json(report, {**same, "records": records})
     return records
 
 
@@ -164,10 +165,3 @@ def _known(report: Path, same: Mapping[str, Any]) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s cannot be read (%s); everything is measured again", report, error)
         return []
-
-
-def _write(report: Path, same: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
-    report.parent.mkdir(parents=True, exist_ok=True)
-    partial = report.with_suffix(".partial")
-    partial.write_text(json.dumps({**same, "records": records}, indent=1), encoding="utf-8")
-    partial.replace(report)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from draftwing.engine.device import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
-from draftwing.train.checkpoint import replace_file
+from draftwing.train.files import replace_file
 from draftwing.train.heads import TargetHead
 from draftwing.train.optimizer import OPTIMIZERS, HeadOptimizer, OptimizerName
 from draftwing.train.progress import Progress, Row, summary

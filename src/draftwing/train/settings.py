@@ -19,6 +19,7 @@ from typing import Any
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
+from draftwing.train.files import write_json
 
 ALGORITHMS = ("EAGLE3", "EAGLE", "MTP")
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
@@ -237,11 +238,8 @@ class Run:
 
     def save(self) -> None:
         """Remembers it in the folder."""
-        self.out.mkdir(parents=True, exist_ok=True)
         content = {"settings": dataclasses.asdict(self.settings), "options": dict(self.options)}
-        partial = self.out / "train.json.partial"
-        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        partial.replace(self.out / "train.json")
+        write_json(self.out / "train.json", content)
 
 
 def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> Run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import os
 import shutil
@@ -46,6 +45,7 @@ from draftwing.train.data import (
     without_overlap,
 )
 from draftwing.train.evaluate import ALGORITHMS, Trial, evaluate, summary
+from draftwing.train.files import write_json
 from draftwing.train.fit import FitConfig, FitReport, fit, join_world, recipe
 from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import conversation_tokens, read_responses, responses_files
@@ -217,10 +217,9 @@ class Stages:
     def _report_data(self) -> None:
         if self.rank:
             return
-        self.run.out.mkdir(parents=True, exist_ok=True)
         data = self.data
         counts = {"prompts": len(data.prompts), "conversations": len(data.conversations)}
-        (self.run.out / "data.json").write_text(json.dumps(counts | data.skipped.report(), indent=1), encoding="utf-8")
+        write_json(self.run.out / "data.json", counts | data.skipped.report())
 
     @cached_property
     def tokens(self) -> list[Tokens]:
@@ -404,7 +403,7 @@ class Stages:
         out = self.run.out
         dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
         save_head(head, out / "head", dtype, self.settings.max_file_mb * 1_000_000)
-        (out / "fit.json").write_text(json.dumps(dataclasses.asdict(report), indent=1), encoding="utf-8")
+        write_json(out / "fit.json", dataclasses.asdict(report))
         logger.info("the head is in %s", out / "head")
 
     def _trim(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.train.files import replace_file, write_json
 
 _VERSION = 1
 _OPEN_SHARDS = 64  # each open one holds a file handle
@@ -76,10 +76,13 @@ class SourceMeta:
 
 
 class FeatureSource(Protocol):
-    """What training reads. `FeatureStore` and `OnlineSource` also know all `lengths` beforehand."""
+    """What training reads: `FeatureStore`, `OnlineSource` or a `Part` of them."""
 
     @property
     def meta(self) -> SourceMeta: ...
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
 
     def __len__(self) -> int: ...
 
@@ -160,7 +163,7 @@ class FeatureStore:
         assert all(len(tensor) == total for tensor in tensors.values()), "all of a sample's tensors have T rows"
         partial = path.with_suffix(".partial")
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial)
-        _sync_and_rename(partial, path)
+        replace_file(partial, path)
         shard = _Shard(
             name, path.stat().st_size, tuple(s.key for s in samples), tuple(len(s.ids) for s in samples)
         )  # fmt: skip
@@ -251,22 +254,14 @@ class Part:
         return self.source.meta
 
     @property
-    def lengths(self) -> list[int] | None:
-        """None where the source does not know them."""
-        lengths: Sequence[int] | None = getattr(self.source, "lengths", None)
-        return None if lengths is None else [lengths[i] for i in self.numbers]
+    def lengths(self) -> list[int]:
+        return [self.source.lengths[i] for i in self.numbers]
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def read(self, i: int) -> Sample:
         return self.source.read(self.numbers[i])
-
-    def read_many(self, numbers: Sequence[int]) -> list[Sample]:
-        """By one forward where the source computes."""
-        many: Callable[[Sequence[int]], list[Sample]] | None = getattr(self.source, "read_many", None)
-        chosen = [self.numbers[i] for i in numbers]
-        return many(chosen) if many is not None else [self.source.read(i) for i in chosen]
 
 
 def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:
@@ -296,13 +291,4 @@ def _write_index(folder: Path, meta: SourceMeta, shards: Sequence[_Shard]) -> No
         "meta": dataclasses.asdict(meta),
         "shards": [dataclasses.asdict(shard) for shard in shards],
     }
-    partial = folder / "index.json.partial"
-    partial.write_text(json.dumps(index), encoding="utf-8")
-    _sync_and_rename(partial, folder / "index.json")
-
-
-def _sync_and_rename(partial: Path, path: Path) -> None:
-    """What is behind the new name is complete even after the machine goes down."""
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_json(folder / "index.json", index, None)

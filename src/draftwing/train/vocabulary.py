@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.train.files import write_json
 from draftwing.train.store import Tokens
 
 MULTIPLE = 64  # rows of a product that run at full speed on a GPU
@@ -33,9 +34,7 @@ class Vocabulary(NamedTuple):
         return torch.tensor(self.ids, dtype=torch.int64)
 
     def save(self, path: Path) -> None:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._asdict()), encoding="utf-8")
-        partial.replace(path)
+        write_json(path, self._asdict(), None)
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:

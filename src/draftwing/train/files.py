@@ -1,0 +1,28 @@
+"""Writes files so that they are whole or not there, whenever the process or the machine stops."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def replace_file(partial: Path, path: Path) -> None:
+    """Renames a complete file to `path`; what is found there is whole even after the machine went down."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `path`, and its folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    replace_file(partial, path)
+
+
+def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
+    """Writes `content` as `write_text` does."""
+    write_text(path, json.dumps(content, indent=indent))
