@@ -16,20 +16,24 @@ import pytest
 from stand_ins import accept_length, chat, llama2, llama3, llama31, mimo, model_of, qwen25, served, write_all
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/migrating.md", "docs/speculative_decoding.md")
+PAGES = ("README.md", "docs/constrained.md", "docs/migrating.md", "docs/speculative_decoding.md")
 PORT_OF_PAGES = "http://127.0.0.1:30000"
 PYTHON = shlex.quote(sys.executable)
 
 
 def commands(page: str) -> list[str]:
-    """Those of every ```bash block; lines that end in a backslash go on, comments do not count."""
+    """Those of every ```bash block; lines that end in a backslash or inside quotes go on, comments do not count."""
     text = (ROOT / page).read_text(encoding="utf8")
     found = []
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        command = ""
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words:
-                found.append(shlex.join(words))
+            command += line + "\n"
+            if command.count("'") % 2 == 0:
+                words, command = shlex.split(command, comments=True), ""
+                if words:
+                    found.append(shlex.join(words))
+        assert not command, f"{page}: a quotation does not end in {block!r}"
     return found
 
 
@@ -104,6 +108,19 @@ def test_requests(folder: Path) -> None:
             assert done.returncode == 0, done.stdout
             if "/generate" in command:
                 assert '"spec_accept_length"' in done.stdout
+
+
+def scripts(page: str) -> list[str]:
+    """Its ```python blocks that load a model."""
+    text = (ROOT / page).read_text(encoding="utf8")
+    return [b for b in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "LLM(" in b]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/constrained.md"])
+def test_python(page: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = scripts(page)
+    exec(compile(script, page, "exec"), {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_make_targets() -> None:
