@@ -1,0 +1,348 @@
+"""Scheduler and radix cache under random sequences of whatever may happen to them, on a device of plain Python.
+
+After every rule each slot has one owner and each row one holder. Whatever happened on the way, a request's text is that
+of plain decoding, and everything that was submitted ends. The last test breaks one rule at a time and must find it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from toy_device import VOCAB, ToyDevice, next_token, span
+
+from draftwing.core import PLAIN, LogprobParams, Plan, SamplingParams, StepResult, TreeShape
+from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.radix import RadixCache
+from draftwing.sched.req import Req, ReqState
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+
+CONTEXT = 36
+CHAINS = (TreeShape(5, 1, 6), TreeShape(3, 1, 4), PLAIN)
+TREES = (TreeShape(4, 4, 12), TreeShape(3, 3, 8), TreeShape(1, 4, 5), *CHAINS)
+MENUS = {"plain": (PLAIN,), "chains": CHAINS, "trees": TREES}
+PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 7, 7, 7, 7, 7, 7, 7], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]]
+
+
+class AnyShape:
+    """The policy: whatever shape the test says."""
+
+    sees_predictions = True
+
+    def __init__(self, menu: tuple[TreeShape, ...]) -> None:
+        self.menu = menu
+        self.next = 0
+
+    def choose(self, hints: Sequence[int]) -> TreeShape:
+        return self.menu[self.next % len(self.menu)]
+
+    def record(self, shape: TreeShape, hints: Any, accepted: Any, seconds: float) -> None:
+        assert len(hints) == len(accepted) and (accepted <= shape.depth).all()
+
+
+class Asked:
+    """A request as the test knows it."""
+
+    def __init__(self, prompt: list[int], seed: int, limit: int, stop: frozenset[int]) -> None:
+        self.prompt, self.seed = prompt, seed
+        self.answer: list[int] = []  # as plain decoding gives it
+        while len(prompt) + len(self.answer) < limit and not stop & set(self.answer[-1:]):
+            self.answer.append(next_token(prompt + self.answer, seed))
+        self.got: list[int] = []
+        self.ended: str | None = None
+
+
+class Wish(NamedTuple):
+    prefix: int  # of PREFIXES
+    length: int  # of it
+    more: list[int]
+    after: int  # an earlier request whose text comes first; 0: none
+    new: int
+    seed: int
+    stops: bool
+    priority: int
+    salt: int
+    tell: int | None  # `LogprobParams.start`
+
+
+WISHES = st.builds(
+    Wish,
+    prefix=st.integers(0, len(PREFIXES) - 1),
+    length=st.integers(1, 12),
+    more=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+    after=st.integers(0, 8),
+    new=st.sampled_from([CONTEXT, 9, 3, 1]),
+    seed=st.integers(0, 2),
+    stops=st.booleans(),
+    priority=st.sampled_from([0, 0, 0, 1]),
+    salt=st.sampled_from([0, 0, 0, 7]),
+    tell=st.sampled_from([None, None, -1, 0, 2]),
+)
+
+
+class Serving(RuleBasedStateMachine):
+    seen: ClassVar[Counter[str]] = Counter()  # over all examples
+
+    @initialize(
+        menu=st.sampled_from(sorted(MENUS)),
+        rows=st.sampled_from([4, 2, 5, 1]),
+        lookahead=st.integers(0, 2),
+        spare=st.sampled_from([10, 20, 30, 0, 200]),
+        tail=st.sampled_from([0, 3]),
+        ahead=st.sampled_from([0, 6]),
+        chunk=st.sampled_from([5, 16, 64]),
+        radix=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, menu: str, rows: int, lookahead: int, spare: int, tail: int, ahead: int, chunk: int, radix: bool
+    ) -> None:
+        shapes = MENUS[menu]
+        spans = {shape: max(span(shape), tail) for shape in shapes}
+        room = max(spans.values()) + max(shape.max_commit for shape in shapes)
+        slots = CONTEXT + room + spare  # at the least, one request fits
+        config = SchedulerConfig(slots, rows, max(spans.values()), chunk, lookahead, tail, radix, ahead=ahead)
+        self.policy = AnyShape(shapes)
+        self.sched = Scheduler(config, self.policy, spans)
+        self.device = ToyDevice(rows, CONTEXT + room, lookahead, tail)
+        self.flying: list[Plan] = []
+        self.asked: dict[str, Asked] = {}
+
+    @rule(wishes=st.lists(WISHES, min_size=1, max_size=6))
+    def submit(self, wishes: list[Wish]) -> None:
+        for wish in wishes:
+            prompt = PREFIXES[wish.prefix][: wish.length] + wish.more
+            ended = [one for one in self.asked.values() if one.ended is not None]
+            if wish.after and ended:  # the next turn of a chat
+                one = ended[wish.after % len(ended)]
+                prompt = (one.prompt + one.got + wish.more)[: CONTEXT - 2]
+            limit, uid = min(len(prompt) + wish.new, CONTEXT), str(len(self.asked))
+            stop = frozenset([0] if wish.stops else [])
+            self.asked[uid] = Asked(prompt, wish.seed, limit, stop)
+            params = SamplingParams(max_new_tokens=wish.new, temperature=0)
+            logprobs = None if wish.tell is None else LogprobParams(start=min(wish.tell, len(prompt) - 1))
+            self.sched.submit(
+                Req(uid, list(prompt), params, wish.seed, limit, stop, wish.priority, wish.salt, logprobs=logprobs)
+            )
+
+    @precondition(lambda self: not self.sched.idle)
+    @rule(which=st.integers(0, 20))
+    def abort(self, which: int) -> None:
+        going = [uid for uid, one in self.asked.items() if one.ended is None]
+        self.sched.abort(going[which % len(going)])
+        self.hear()
+
+    @precondition(lambda self: self.sched.running)
+    @rule(which=st.integers(0, 20))
+    def preempt(self, which: int) -> None:
+        """As when the pool is empty, but at any time."""
+        req = self.sched.running[which % len(self.sched.running)]
+        self.seen["preempted in prefill"] += req.state is ReqState.PREFILL
+        self.seen["preempted in flight"] += req.inflight > 0
+        self.sched._retract(req)
+
+    @rule(shape=st.integers(0, 9))
+    def plan(self, shape: int) -> None:
+        """One step ahead of the results at most: then the oldest is waited for first."""
+        if len(self.flying) == 2:
+            self.commit()
+        self.policy.next = shape
+        before, evictable = self.sched.retractions, self.sched.radix.size
+        plan = self.sched.plan()
+        self.hear()
+        if plan is None:
+            assert self.flying or not self.sched.running, "nothing runs, and nothing is on its way"
+            return
+        self.seen["pool exhausted"] += self.sched.retractions > before
+        self.seen["evicted"] += self.sched.radix.size < evictable
+        self.seen["prefix hits"] += any(len(admission.slots) for admission in plan.admits)
+        self.seen["resumed"] += any(len(admission.tokens) > admission.prompt_len for admission in plan.admits)
+        self.seen["chunks of several"] += len(plan.chunks) > 1
+        self.device.launch(plan)
+        self.flying.append(plan)
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def commit(self) -> None:
+        plan, stale = self.flying.pop(0), self.sched.stale_results
+        places = zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)
+        reused = [r for r, number in places if r in self.sched._by_row and self.sched._by_row[r].admission != number]
+        self.sched.commit(plan, self.device.wait())
+        self.seen["stale"] += self.sched.stale_results > stale
+        self.seen["stale, row reused"] += bool(reused)
+        self.hear()
+
+    @rule(turns=st.integers(1, 12), shape=st.integers(0, 9), lag=st.booleans())
+    def run(self, turns: int, shape: int, lag: bool) -> None:
+        for turn in range(turns):
+            self.plan(shape + turn)
+            while len(self.flying) > lag:
+                self.commit()
+            self.integrity()
+
+    @rule()
+    def flush(self) -> None:
+        assert self.sched.flush_cache() == self.sched.idle
+        if self.sched.idle:
+            assert self.sched.pool.available == self.sched.config.slots
+
+    def hear(self) -> None:
+        """Takes the news; a text is that of plain decoding as far as it goes, and whole where it was not aborted."""
+        for output in self.sched.take_outputs():
+            one = self.asked[output.uid]
+            assert one.ended is None, "news of a request that has ended"
+            if not one.got and output.prompt_logprobs:
+                told = [None if known is None else known.value for known in output.prompt_logprobs]
+                assert told == [None, *one.prompt[1:]][-len(told) :], "a prompt's tokens, each told once"
+            one.got += output.token_ids
+            assert one.got == one.answer[: len(one.got)], "not the text of plain decoding"
+            if output.finish_reason is not None:
+                one.ended = output.finish_reason["type"]
+                assert one.ended == "abort" or one.got == one.answer
+                self.seen[f"ended: {one.ended}"] += 1
+
+    @invariant()
+    def integrity(self) -> None:
+        self.sched.check_integrity()
+
+    def teardown(self) -> None:
+        """Everything that was submitted ends, and nothing is left over."""
+        if not hasattr(self, "sched"):  # an example without a step
+            return
+        for turn in range(3000):
+            if self.sched.idle and not self.flying:
+                break
+            self.plan(turn)
+            while len(self.flying) > turn % 2:
+                self.commit()
+            self.sched.check_integrity()
+        assert all(one.ended for one in self.asked.values()), "no progress"
+        self.sched.check_idle()
+        self.flush()
+        self.seen.update(self.device.seen)
+
+
+CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+RANDOM = settings(
+    max_examples=120,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=CHECKS,
+)
+MUST = {
+    *("ended: stop", "ended: length", "ended: abort", "pool exhausted", "preempted in prefill", "preempted in flight"),
+    *("resumed", "stale", "stale, row reused", "prefix hits", "evicted", "chunks of several", "plans of several rows"),
+    "permuted",
+}
+
+
+def test_random_requests_aborts_steps_and_preemptions() -> None:
+    Serving.seen.clear()
+    run_state_machine_as_test(Serving, settings=RANDOM)
+    assert not {what for what in MUST if Serving.seen[what] < 5}, Serving.seen
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a method by `around(method, self, ...)`."""
+    method = getattr(owner, name)
+    patch.setattr(owner, name, lambda self, *args: around(method, self, *args))
+
+
+def any_admission(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, Scheduler, "_live", lambda method, self, row, number: self._by_row.get(row))
+
+
+def match_everything(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, Scheduler, "_may_reuse", lambda method, self, req: len(req.tokens))
+
+
+def narrow_windows(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, RadixCache, "__init__", lambda method, self, lookahead, enabled=True: method(self, 0, enabled))
+
+
+def no_permutation(patch: pytest.MonkeyPatch) -> None:
+    def around(method: Any, self: Scheduler, plan: Plan, result: StepResult) -> None:
+        method(self, plan, replace(result, order=np.sort(result.order, axis=1)))
+
+    wrap(patch, Scheduler, "commit", around)
+
+
+def cache_too_early(patch: pytest.MonkeyPatch) -> None:
+    """The newest token's KV is computed by the step after."""
+
+    def around(method: Any, self: Scheduler, req: Req) -> None:
+        req.kv = min(len(req.tokens), req.covered)
+        method(self, req)
+
+    wrap(patch, Scheduler, "_release", around)
+
+
+def moves_untold(patch: pytest.MonkeyPatch) -> None:
+    def around(method: Any, self: Scheduler, req: Req) -> None:
+        before = list(self._new_slots.get(req.row, []))
+        method(self, req)
+        self._new_slots[req.row] = before
+
+    wrap(patch, Scheduler, "_share", around)
+
+
+def one_slot_forgotten(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, SlotAllocator, "free", lambda method, self, slots: method(self, slots[: max(len(slots) - 1, 1)]))
+
+
+def locks_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixCache, "unlock", lambda self, node: None)
+
+
+def slots_given_twice(patch: pytest.MonkeyPatch) -> None:
+    """A duplicate's slots are freed, and the row goes on with them."""
+
+    def around(method: Any, self: Scheduler, req: Req) -> None:
+        slots = req.slots.copy()
+        method(self, req)
+        self._new_slots.pop(req.row, None)
+        req.slots = slots
+
+    wrap(patch, Scheduler, "_share", around)
+
+
+def nobody_retracted(patch: pytest.MonkeyPatch) -> None:
+    """Who finds no room waits for ever."""
+
+    def around(method: Any, self: Scheduler, req: Req, upto: int) -> bool:
+        short = upto - req.covered > self.pool.available + self.radix.evictable
+        return not short and bool(method(self, req, upto))
+
+    wrap(patch, Scheduler, "_cover", around)
+
+
+BROKEN: list[Patch] = [
+    *(any_admission, match_everything, narrow_windows, no_permutation, cache_too_early, moves_untold),
+    *(one_slot_forgotten, locks_kept, slots_given_twice, nobody_retracted),
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_rule_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    once = settings(RANDOM, phases=(Phase.generate,), report_multiple_bugs=False)
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
+        run_state_machine_as_test(Serving, settings=once)

@@ -1,0 +1,181 @@
+"""A device of plain Python for the scheduler: its text is a function of what came before, its KV remembers its tokens.
+
+It runs a plan as late as it may, and of a plan it sees only what survives pickling. A KV entry is the token and the
+position that it was computed for; a drafter's entry of position p is the window of tokens p .. p + lookahead. Reading
+checks every entry below the row's length, so a slot that two requests share by mistake, a page table that is not
+permuted as the host believes, or a prefix that was cached too early is an AssertionError here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections import Counter
+
+import numpy as np
+
+from draftwing.core import Chunk, Plan, StepResult, TokenLogprobs, TreeShape
+
+VOCAB = 8
+
+
+def mixed(tokens: list[int], *key: int) -> int:
+    return zlib.crc32(bytes([*key, *tokens])) >> 7
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """What plain decoding gives after `tokens`."""
+    return mixed(tokens, seed) % VOCAB
+
+
+def span(shape: TreeShape) -> int:
+    """Page-table entries past the length that a step may write: its nodes, and what growing them scribbles."""
+    return max(shape.nodes, 1 + shape.topk * max(shape.depth - 1, 0))
+
+
+class Tree:
+    """A draft after `tokens`: mostly right, sometimes with fewer nodes than there is room for."""
+
+    def __init__(self, tokens: list[int], seed: int, shape: TreeShape) -> None:
+        self.tokens, self.parent, self.depth = [tokens[-1]], [0], [0]
+        self.text = [tokens]  # of each node, up to and with itself
+        alive = shape.nodes if mixed(tokens, seed, 1) % 5 else 1 + shape.nodes // 2
+        for i in range(1, shape.nodes):
+            children = Counter(self.parent[1:])
+            open_nodes = [j for j in range(i) if self.depth[j] < shape.depth and children[j] < shape.topk]
+            if i >= alive or not open_nodes:
+                parent, token, depth = 0, 1, 0  # a dead node
+            else:
+                parent = open_nodes[mixed(tokens, seed, i) % len(open_nodes)]
+                taken = {self.tokens[j] for j in range(1, i) if self.parent[j] == parent}
+                right = next_token(self.text[parent], seed)
+                others = [t for t in range(VOCAB) if t not in taken]
+                token = right if right not in taken and mixed(tokens, seed, i, 2) % 4 else others[0]
+                depth = self.depth[parent] + 1
+            self.tokens.append(token)
+            self.parent.append(parent)
+            self.depth.append(depth)
+            self.text.append([*self.text[parent], token])
+
+    def accepted(self, seed: int) -> list[int]:
+        """Nodes of the longest path that agrees with the text, the root first."""
+        good = [0]
+        for i in range(1, len(self.tokens)):
+            parent = self.parent[i]
+            if self.depth[i] and parent in good and self.tokens[i] == next_token(self.text[parent], seed):
+                good.append(i)
+        path = [max(good, key=lambda i: self.depth[i])]
+        while path[-1]:
+            path.append(self.parent[path[-1]])
+        return path[::-1]
+
+
+class ToyDevice:
+    def __init__(self, rows: int, entries: int, lookahead: int, tail: int) -> None:
+        """entries: of a page-table row."""
+        self.lookahead, self.tail = lookahead, tail
+        self.seen: Counter[str] = Counter()
+        self._queue: list[bytes] = []
+        self._table = np.full((rows, entries), -1)
+        self._kv_len, self._seed = [0] * rows, [0] * rows
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]  # the last one has no KV yet
+        self._kv: dict[int, tuple[int, int]] = {}  # slot -> token, position
+        self._draft_kv: dict[int, tuple[int, ...]] = {}
+
+    def launch(self, plan: Plan) -> None:
+        self._queue.append(pickle.dumps(plan))
+
+    def wait(self) -> StepResult:
+        """Runs the oldest plan."""
+        plan: Plan = pickle.loads(self._queue.pop(0))
+        for admission in plan.admits:
+            row, cached = admission.row, len(admission.slots)
+            self._table[row] = -1
+            self._table[row, :cached] = admission.slots
+            self._kv_len[row], self._tokens[row], self._seed[row] = cached, list(admission.tokens), admission.seed
+        for row, first, slots in plan.new_slots:
+            assert first + len(slots) <= self._table.shape[1], "page-table row too short"
+            self._table[row, first : first + len(slots)] = slots
+        rows = plan.rows.tolist()
+        assert len(set(rows)) == len(rows), "a row runs twice"
+        if plan.kind == "prefill":
+            steps = [self._prefill(row, chunk, plan) for row, chunk in zip(rows, plan.chunks, strict=True)]
+        else:
+            steps = [self._tree(row, plan) for row in rows]
+        self.seen["plans of several rows"] += len(rows) > 1
+        padded = np.zeros((len(rows), plan.shape.max_commit), np.int64)
+        for i, (new, _, _) in enumerate(steps):
+            padded[i, : len(new)] = new
+        prompt_logprobs = []
+        for part in plan.prompt_parts:
+            first = plan.chunks[part.chunk].start + part.first + 1  # a query tells of the token after it
+            known = self._tokens[rows[part.chunk]]
+            prompt_logprobs.append([TokenLogprobs(known[p], [], []) for p in range(first, first + part.length)])
+        return StepResult(
+            tokens=padded,
+            count=np.asarray([len(new) for new, _, _ in steps]),
+            order=np.asarray([order for _, order, _ in steps]),
+            depth=np.asarray([depth for _, _, depth in steps]),
+            hint=np.asarray([mixed(self._tokens[row], 3) % 3 for row in rows]),
+            logprobs=tuple([TokenLogprobs(t, [], []) for t in steps[i][0]] for i, _ in plan.logprobs),
+            prompt_logprobs=tuple(prompt_logprobs),
+        )
+
+    def _slot(self, row: int, position: int) -> int:
+        slot = int(self._table[row, position])
+        assert slot >= 0, "read or write past what the row was given"
+        return slot
+
+    def _read(self, row: int, length: int) -> None:
+        for p in range(length):
+            assert self._kv[self._slot(row, p)] == (self._tokens[row][p], p), "attention reads another's KV"
+
+    def _observe(self, row: int, start: int, end: int, known: int) -> None:
+        """Drafter KV of [start, end), and of those before whose window reached past the `known` tokens."""
+        for p in range(max(0, min(start, known - self.lookahead)), end):
+            window = tuple(self._tokens[row][p : p + 1 + self.lookahead])
+            if p < start:  # complete windows may be shared by now
+                old = self._draft_kv[self._slot(row, p)]
+                assert len(old) < len(window) and old == window[: len(old)], "a complete window is written again"
+            self._draft_kv[self._slot(row, p)] = window
+
+    def _prefill(self, row: int, chunk: Chunk, plan: Plan) -> tuple[list[int], list[int], list[int]]:
+        tokens, end = self._tokens[row], chunk.start + chunk.length
+        assert self._kv_len[row] == chunk.start < end <= plan.max_bound, "a chunk starts where the row ends"
+        known = len(tokens)
+        for p in range(chunk.start, end):
+            self._kv[self._slot(row, p)] = (tokens[p], p)
+        self._kv_len[row] = end
+        self._read(row, end)
+        new = []
+        if chunk.final:
+            assert end == known
+            new = [next_token(tokens, self._seed[row])]
+            tokens += new
+            for p in range(end, end + self.tail):
+                self._draft_kv[self._slot(row, p)] = (-1,)
+        self._observe(row, chunk.start, end, known)
+        return new, [0], [0]
+
+    def _tree(self, row: int, plan: Plan) -> tuple[list[int], list[int], list[int]]:
+        n, tokens, seed, nodes = self._kv_len[row], self._tokens[row], self._seed[row], plan.shape.nodes
+        assert n == len(tokens) - 1 and n <= plan.max_bound, "the row is longer than the host believes"
+        self._read(row, n)
+        for p in range(n):
+            whole = tuple(tokens[p : p + 1 + self.lookahead])
+            assert self._draft_kv[self._slot(row, p)] == whole, "the drafter reads another's KV"
+        for p in range(n + (self.lookahead == 0), n + span(plan.shape)):  # scribbled on while the draft grows
+            self._draft_kv[self._slot(row, p)] = (-1,)
+        tree = Tree(tokens, seed, plan.shape)
+        for i in range(nodes):
+            self._kv[self._slot(row, n + i)] = (tree.tokens[i], n + tree.depth[i])
+        path = tree.accepted(seed)
+        order = path + [i for i in range(nodes) if i not in path]
+        self._table[row, n : n + nodes] = self._table[row, n : n + nodes][order]
+        new = [tree.tokens[i] for i in path[1:]]
+        new.append(next_token(tree.text[path[-1]], seed))
+        tokens += new
+        self._kv_len[row] = n + len(path)
+        self._observe(row, n, n + len(path), n + 1)
+        self.seen["permuted"] += order != sorted(order)
+        return new, order, tree.depth
