@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import CONTEXT, EOS, FakeEngine
 
 import draftwing
 from draftwing import LLM, Completion, ConfigError, RequestError, SamplingParams, core
-
-sys.path.insert(0, str(Path(__file__).parent / "server"))
-
-from fake_engine import CONTEXT, EOS, FakeEngine
 
 
 @pytest.fixture

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
-
-sys.path.insert(0, str(Path(__file__).parent / "server"))
-
 from fake_engine import FakeEngine, local
+from starlette.testclient import TestClient
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM, CheckpointError, ConfigError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,10 +12,6 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "server"))
-
 from fake_engine import FakeEngine, local
 from tiny_checkpoint import write_checkpoint
 

@@ -1,5 +1,5 @@
 """Heads that come with the package, the trees that heads' configs ask for, and `draftwing bench` that writes and checks
-what a head says of itself; on small heads in a temporary folder. The real ones: test_shipped_heads.py."""
+what a head says of itself; on small heads in a temporary folder. The real ones: tests/models/heads/test_bundled.py."""
 
 from __future__ import annotations
 

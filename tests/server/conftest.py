@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.server.app import create_app
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests are no package: this is how they share fake_engine.py
-
-from fake_engine import FakeEngine, local
 
 
 @pytest.fixture

@@ -13,15 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_engine import FakeEngine, local
 
 from draftwing.config.options import Options

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server

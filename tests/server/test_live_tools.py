@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,9 +11,6 @@ import jsonschema
 import openai
 import pytest
 from scripted import TEMPLATE
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from reference.checkpoints import eagle2_head, eagle3_head, llama_target
 from tiny_checkpoint import write_checkpoint, write_tokenizer
 

@@ -19,12 +19,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from reference import exact_heads
 from reference.checkpoints import Checkpoint, Maker
+from safetensors.torch import load_file
 from tiny_checkpoint import write_tokenizer
 
 from draftwing import LLM

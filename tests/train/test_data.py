@@ -5,13 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from tiny_checkpoint import write_tokenizer
 
 from draftwing.errors import ConfigError

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from reference import exact_heads
 from reference.checkpoints import Checkpoint, Maker
 from tiny_checkpoint import write_tokenizer

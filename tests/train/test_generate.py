@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM

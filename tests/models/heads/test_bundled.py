@@ -20,7 +20,7 @@ HIDDEN, HEADS, KV, SIZE, FFN, VOCAB, LAYERS = 576, 9, 3, 64, 1536, 49152, 30  # 
 MOST_FILE, MOST_ALL = 16_000_000, 45_000_000  # bytes
 # Greedy tokens a step that (3, 1, 4) has to reach on the questions below: far from none, and no more than is sure.
 LEAST_ACCEPTED = {"EAGLE3": 1.5, "EAGLE": 1.4, "NEXTN": 1.4}
-MT_BENCH = Path(__file__).parent.parent / "benchmarks/data/mt_bench.jsonl"
+MT_BENCH = Path(__file__).parents[3] / "benchmarks/data/mt_bench.jsonl"
 ENGINE: dict[str, Any] = {"max_total_tokens": 4096, "max_running_requests": 8}
 
 FOUND = {name: head.folder for name in FOLDERS if (head := shipped_head("smollm2", name)) is not None}
