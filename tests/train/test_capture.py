@@ -203,7 +203,7 @@ def test_a_store_refuses_what_is_not_its_own(target: FeatureModel, tmp_path: Pat
     capture(target, store, sequences([9, 8]))
     with pytest.raises(ConfigError, match=r"taps: expected .*, found"):
         FeatureStore.create(tmp_path / "f", SourceMeta(**{**meta.__dict__, "taps": (1, 2, 3)}))
-    with pytest.raises(ConfigError, match="no feature store"):
+    with pytest.raises(ConfigError, match="expected features from"):
         FeatureStore(tmp_path)
     with pytest.raises(IndexError):
         store.read(2)

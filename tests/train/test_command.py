@@ -353,7 +353,7 @@ def test_what_cannot_work_is_refused_at_once(
         ("eval", "run `draftwing train fit --out"),
     ):
         assert message in refused(bench.args(out, stage=stage), capsys)
-    assert "no feature store" in refused(bench.args(out, *data, "--aux-layers", "1", "2", "5", stage="fit"), capsys)
+    assert "expected features" in refused(bench.args(out, *data, "--aux-layers", "1", "2", "5", stage="fit"), capsys)
     assert "nothing to train on: give --prompts" in refused(
         ["train", "--model", bench.target, "--out", str(tmp_path / "new")], capsys
     )

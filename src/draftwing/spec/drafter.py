@@ -1,4 +1,7 @@
-"""What a drafter is: two methods on device state. It never sees requests, the scheduler, the sampler or others."""
+"""The protocol of a drafter: `propose` a tree, `observe` what the target ran, give an `outlook` for the next draft.
+
+A drafter works on device state alone. It never sees requests, the scheduler, the sampler or other drafters.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,17 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """taps: target layers whose hidden states `observe` wants; lookahead: how many tokens past position t the
-    drafter's KV at t depends on; kv_layers: its layers in the pool, after the target's; tail: page-table entries past
-    the end of a prompt that observing its last chunk may write; first_hint: the outlook to assume for a row until a
-    result tells it; fixed_hint: whether that is what it always is, so that nobody needs to ask.
+    """Proposes a draft tree for each row of a batch, and follows what the target commits.
 
-    `noisy` are indices of the rows with temperature > 0, for drafters that couple with the target by adding the same
-    noise before they choose; their number is known to the host.
+    taps: target layers whose hidden states `observe` reads.
+    lookahead: how many tokens past position t the drafter's KV at t depends on.
+    kv_layers: its layers in the KV pool; they come after the target's.
+    tail: page-table entries past the end of a prompt that observing its last chunk may write.
+    first_hint: the outlook of a row before a result has told it.
+    fixed_hint: whether the outlook always is `first_hint`, so that `outlook` need not be called.
+
+    `noisy`, in the methods: batch indices of rows with temperature > 0; the host knows their number. Drafters that
+    couple with the target add the target's own noise before they choose.
     """
 
     taps: tuple[int, ...]

@@ -1,8 +1,7 @@
-"""Draft trees no larger than a request wants: what is beyond its limits is dead.
+"""Limits a draft tree to what its request allows: nodes beyond the limits are dead.
 
-Wiring: after `propose` (and `PredictedOutput.overlay`), before the target's batch is made of the draft. The drafter
-observes every row as ever, so that what it keeps stays complete. Depth 0 leaves the root alone, which is plain
-decoding; rows without limits of their own have those of the shape.
+`limit` runs after `propose` and before the target's batch is made. Draft extend still runs for every row, so the
+drafter's KV stays complete. Depth 0 leaves only the root, which is plain decoding.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from draftwing.spec.drafter import Draft
 
 
 def limit(draft: Draft, depth_max: int, max_depth: Tensor, max_topk: Tensor, max_nodes: Tensor) -> Draft:
-    """The draft with fewer live nodes; tokens and parents stay.
+    """Returns the draft with fewer live nodes; tokens and parents stay.
 
     depth_max: of the shape, no node is deeper; max_depth, max_topk, max_nodes [B] int64, at least 0, 1, 1. A node is
     dead if it is deeper than max_depth, if max_topk or more live siblings come before it, if an ancestor is dead, or if

@@ -1,12 +1,8 @@
 """Drafts copied from the text that a request expects its answer to resemble (OpenAI's `prediction`).
 
-Wiring: `write` at admission of a request with a prediction. In a step, after the drafter's `propose` (or, without a
-drafter, with a draft of roots alone that has shape.nodes nodes), for the batch indices `which` of such rows:
-
-    draft = predicted.overlay(draft, slots, rows, which, shape, predicted.longest(host_rows))
-
-and at its end `predicted.outlook(slots, rows[which], ...)` beside the drafter's, so that a shape is chosen that has
-room for the copy.
+`write` takes a prediction when its request is admitted. In a step, `overlay` puts the copied chain over what the
+drafter proposed, or over bare roots where there is no drafter. At the end of a step, `outlook` says how promising the
+next copy is, so that the policy chooses a shape with room for it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
         for form in forms:
             ids = tokenizer.encode(form, add_special_tokens=False)
             if not ids:
-                raise RequestError(f"bad_words: {word!r} gives no tokens", "bad_words")
+                raise RequestError(f"bad_words: expected a word that has tokens, found {word!r}", "bad_words")
             if len(ids) > MOST_BAD_WORD_TOKENS:
                 raise RequestError(
                     f"bad_words takes words of at most {MOST_BAD_WORD_TOKENS} tokens; {word[:80]!r} has {len(ids)}",

@@ -400,7 +400,10 @@ def _check(head: AnyHead, params: Sequence[Tensor], source: FeatureSource, eval_
             head.target.config.hidden_size,
             head.target.config.vocab_size,
         ):
-            raise ConfigError("the features are those of a target of another size")
+            raise ConfigError(
+                f"expected features of the target's size, hidden {head.target.config.hidden_size} and vocabulary "
+                f"{head.target.config.vocab_size}; found those of another size, {one.meta.hidden} and {one.meta.vocab}"
+            )
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -273,8 +273,7 @@ def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:
         meta = SourceMeta(**{**index["meta"], "taps": tuple(index["meta"]["taps"])})
         shards = [_Shard(s["file"], s["bytes"], tuple(s["keys"]), tuple(s["lengths"])) for s in index["shards"]]
     except FileNotFoundError:
-        raise ConfigError(f"{folder} has no index.json: it is no feature store; make one by `draftwing train capture`"
-                          ) from None  # fmt: skip
+        raise ConfigError(f"{folder} has no index.json: expected features from `draftwing train capture`") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): remove {folder} and capture again") from None
     for shard in shards:
