@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import draftwing
 from draftwing.cli.commands import Run, add_commands
 from draftwing.config.arguments import add_arguments, dashed
-from draftwing.config.options import LOG_LEVELS, Options
+from draftwing.config.choices import LOG_LEVELS
+from draftwing.config.options import Options
 from draftwing.config.sglang_compat import from_environment
 from draftwing.errors import DraftwingError
 from draftwing.log import configure_logging

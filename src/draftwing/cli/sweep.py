@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.cli.bench import Local, measure
-from draftwing.config.bundled import shipped_head
+from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_map_in
 from draftwing.config.options import Options
+from draftwing.config.trees import TREE
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import ConfigError
 
-SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -47,15 +47,15 @@ class Found:
 def points(options: dict[str, Any], grid: Grid) -> Iterator[Options]:
     """Resolved options of every shape of the grid that is possible, each once, none first."""
     plain = {name: value for name, value in options.items() if not name.startswith("speculative_")}
-    if Options.from_kwargs(**options).resolve().drafter == "none":
+    if not Options.from_kwargs(**options).resolve().drafts:
         raise ConfigError("--sweep needs --speculative-algorithm, whose shapes it measures")
-    yield Options.from_kwargs(**plain, speculative_algorithm="none").resolve()
+    yield Options.from_kwargs(**plain, speculative_algorithm=NO_DRAFTER.name).resolve()
     seen = set()
     for shape in itertools.product(grid.steps, grid.topk, grid.draft_tokens):
         if shape[1] == 1 and shape[2] != shape[0] + 1:
             continue  # a chain has one size
         try:
-            point = Options.from_kwargs(**{**options, **dict(zip(SHAPE, shape, strict=True))}).resolve()
+            point = Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=True))}).resolve()
         except ConfigError:
             continue
         if point.speculative_shape not in seen:
@@ -68,7 +68,7 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
     from draftwing.engine.engine import Engine  # late: it imports torch
 
     todo = list(points(options, grid))
-    if all(point.drafter == "none" for point in todo):
+    if not any(point.drafts for point in todo):
         raise ConfigError(f"--sweep: no tree has any of these numbers of steps, topk and draft tokens: {grid}")
     best: dict[int, tuple[float, Options]] = {}
     overall: tuple[float, TreeShape] = (-math.inf, PLAIN)
@@ -83,11 +83,11 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
             record = measure(target, ids, params, batch)
             depth, topk, nodes = point.speculative_shape
             shape = {"batch_size": batch, "steps": depth, "topk": topk, "num_draft_tokens": nodes}
-            emit({**shape, "speculative_algorithm": point.speculative_algorithm, **record})
+            emit({**shape, "speculative_algorithm": point.drafter, **record})
             logs += math.log(record["throughput"])
             if batch not in best or record["throughput"] > best[batch][0]:
                 best[batch] = record["throughput"], point
-        if point.drafter != "none":
+        if point.drafts:
             overall = max(overall, (logs, point.speculative_shape))
         engine.close()
         del engine, target
@@ -99,8 +99,9 @@ def head_folder(options: dict[str, Any]) -> Path:
     """Of the head that would draft, to write into. Raises ConfigError where there is none."""
     resolved = Options.from_kwargs(**options).resolve()
     draft = resolved.speculative_draft_model_path
-    if not resolved.drafts_with_head or draft is None:
-        raise ConfigError(f"--save-shape needs a head that drafts (EAGLE, EAGLE3, NEXTN); found {resolved.drafter}")
+    if not resolved.drafter_spec.heads or draft is None:
+        able = ", ".join(spec.name for spec in DRAFTERS if spec.heads)
+        raise ConfigError(f"--save-shape needs a head that drafts ({able}); found {resolved.drafter}")
     folder = Path(draft).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--save-shape writes into the head's folder: expected one with config.json, found {draft}")
@@ -111,12 +112,12 @@ def head_folder(options: dict[str, Any]) -> Path:
 
 def flags(options: Options) -> str:
     """What to type for a point of the sweep."""
-    if options.drafter == "none":
-        return "--speculative-algorithm none"
-    shape = dict(zip(SHAPE, options.speculative_shape, strict=True))
-    head = shipped_head(options.model, options.drafter)
+    if not options.drafts:
+        return f"--speculative-algorithm {NO_DRAFTER.name}"
+    shape = dict(zip(TREE, options.speculative_shape, strict=True))
+    head = shipped_head(options.model, options.drafter_spec)
     # What comes with a head of this package need not be typed.
-    own = () if head is None else tuple(str(file) for file in head if file is not None)
+    own = () if head is None else (str(head), str(token_map_in(head)))
     words = []
     for spec in dataclasses.fields(Options):
         value = shape.get(spec.name, getattr(options, spec.name))

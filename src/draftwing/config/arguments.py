@@ -1,43 +1,30 @@
-"""The command line's arguments, made of the fields of `Options`."""
+"""The command line's arguments: one per field of `Options`, and one per option that only SGLang has."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 
 from draftwing.config import sglang_compat as compat
-from draftwing.config.options import Options, type_of
+from draftwing.config.fields import add_fields, flag
+from draftwing.config.options import Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one argument per field of `Options`, grouped. Defaults stay out, so that only what was given is set."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for spec in dataclasses.fields(Options):
-        meta = spec.metadata
-        group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
-        flags = ["--" + name.replace("_", "-") for name in (spec.name, *meta["aliases"])]
-        kind, _ = type_of(spec.name)
-        text = meta["help"].replace("%", "%%")
-        if kind is bool:
-            group.add_argument(*flags, dest=spec.name, action="store_true", default=argparse.SUPPRESS, help=text)
-            continue
-        if spec.default is not None:
-            text += f" (default: {spec.default})"
-        metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.__name__.upper()
-        group.add_argument(*flags, dest=spec.name, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+    """Adds all of them, grouped. Defaults stay out, so that only what was given is set."""
+    add_fields(parser, Options)
     for title, table in (
         ("accepted for SGLang's users, without effect", compat.NO_EFFECT),
         ("known from SGLang, refused", compat.REFUSED),
     ):
         group = parser.add_argument_group(title)
         for name, foreign in table.items():
-            flag, text = "--" + name.replace("_", "-"), foreign.why.replace("%", "%%")
+            text = foreign.why.replace("%", "%%")
             if foreign.kind is bool:
-                group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+                group.add_argument(flag(name), action="store_true", default=argparse.SUPPRESS, help=text)
             else:
                 metavar = foreign.kind.__name__.upper()
-                group.add_argument(flag, type=foreign.kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+                group.add_argument(flag(name), type=foreign.kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
 
 def dashed(argv: Sequence[str]) -> list[str]:

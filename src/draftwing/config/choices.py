@@ -16,3 +16,5 @@ REASONING_PARSERS = (
     "step3",
 )
 TOOL_CALL_PARSERS = ("hermes", "json", "llama3", "llama3_json", "mistral", "qwen", "qwen25", "qwen3")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+AUX_LAYER_IDS = ("auto", "output", "boundary")

@@ -7,40 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import math
-import types
-import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draftwing.config import resolve
 from draftwing.config import sglang_compat as compat
-from draftwing.config.choices import REASONING_PARSERS, TOOL_CALL_PARSERS
+from draftwing.config.choices import AUX_LAYER_IDS, LOG_LEVELS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from draftwing.config.drafters import NAMES, NO_DRAFTER, DrafterSpec, find_drafter
+from draftwing.config.fields import check_fields, names_of, option
+from draftwing.config.trees import TREE
 from draftwing.core import MAX_HINT, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
 REQUESTS, CUDA = "requests", "CUDA"
-ALGORITHMS = ("none", "NGRAM", *resolve.MODEL_ALGORITHMS)
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-AUX_LAYER_IDS = ("auto", "output", "boundary")
-
-
-def _option(
-    default: Any,
-    group: str,
-    help: str,
-    *,
-    aliases: Sequence[str] = (),
-    choices: Sequence[str] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """A field with what the command line and the checks need. `minimum` and `maximum` are inclusive."""
-    meta = {"group": group, "help": help, "aliases": aliases, "choices": choices, "min": minimum, "max": maximum}
-    return field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True)
@@ -48,47 +28,47 @@ class Options:
     """What a user can choose. `resolve()` checks it and fills what follows from other options; resolving twice is the
     same as once."""
 
-    model: str = _option(
+    model: str = option(
         "smollm2",
         MODEL,
         "an alias (smollm2), a folder in Hugging Face's format, a hub id, or a .gguf file",
         aliases=("model_path",),
     )
-    tokenizer_path: str | None = _option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
-    revision: str | None = _option(None, MODEL, "branch, tag or commit, when the model is a hub id")
-    chat_template: str | None = _option(
+    tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
+    revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")
+    chat_template: str | None = option(
         None, MODEL, "Jinja chat template in place of the model's own: a file, or the text itself"
     )
-    trust_remote_code: bool = _option(False, MODEL, "accepted; code that comes with a checkpoint is never executed")
-    dtype: str = _option(
+    trust_remote_code: bool = option(False, MODEL, "accepted; code that comes with a checkpoint is never executed")
+    dtype: str = option(
         "auto",
         MODEL,
         "of weights and KV; auto on a CPU: bfloat16 where it is native, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    load_format: str = _option(
+    load_format: str = option(
         "auto",
         MODEL,
         "dummy: random weights from config.json alone, to time steps; every output says so",
         choices=("auto", "dummy"),
     )
-    device: str = _option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    context_length: int | None = _option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
-    random_seed: int | None = _option(
+    device: str = option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    context_length: int | None = option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
+    random_seed: int | None = option(
         None, MODEL, "where the seeds of unseeded requests come from (default: random)", minimum=0, maximum=2**63 - 1
     )
 
-    served_model_name: str | None = _option(None, SERVER, "name in /v1/models (default: the model as given)")
-    host: str = _option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0 for every interface")
-    port: int = _option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
-    log_level: str = _option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)
-    api_key: str | None = _option(
+    served_model_name: str | None = option(None, SERVER, "name in /v1/models (default: the model as given)")
+    host: str = option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0 for every interface")
+    port: int = option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
+    log_level: str = option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)
+    api_key: str | None = option(
         None, SERVER, "clients have to send it as a bearer token, but for /health (default: no key)"
     )
-    request_timeout: float | None = _option(
+    request_timeout: float | None = option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
     )
-    drain_timeout: float = _option(
+    drain_timeout: float = option(
         30.0,
         SERVER,
         "seconds that running requests have after SIGTERM before they are aborted",
@@ -96,42 +76,42 @@ class Options:
         maximum=86400,
     )
 
-    enable_metrics: bool = _option(False, SERVER, "accepted; /metrics is always there")
-    log_requests: bool = _option(False, SERVER, "log a line of JSON for every request")
-    log_requests_level: int = _option(
+    enable_metrics: bool = option(False, SERVER, "accepted; /metrics is always there")
+    log_requests: bool = option(False, SERVER, "log a line of JSON for every request")
+    log_requests_level: int = option(
         0,
         SERVER,
         "0: sizes and times; 1: parameters too; 2: the beginning of texts; 3: texts",
         minimum=0,
         maximum=3,
     )
-    otlp_traces_endpoint: str | None = _option(
+    otlp_traces_endpoint: str | None = option(
         None, SERVER, "send an OpenTelemetry span per request there (install draftwing[otel])"
     )
 
-    sampling_defaults: str = _option(
+    sampling_defaults: str = option(
         "openai",
         REQUESTS,
         "where sampling fields that a request does not give come from: the model's generation_config.json, or openai",
         choices=("model", "openai"),
     )
-    reasoning_parser: str | None = _option(
+    reasoning_parser: str | None = option(
         None, REQUESTS, "how the model marks its reasoning, which is then answered apart", choices=REASONING_PARSERS
     )
-    tool_call_parser: str | None = _option(
+    tool_call_parser: str | None = option(
         None, REQUESTS, "how the model writes its tool calls", choices=TOOL_CALL_PARSERS
     )
-    logit_processor: str | None = _option(
+    logit_processor: str | None = option(
         None, REQUESTS, "module:attribute of a logit processor that requests may name; several with commas"
     )
-    constrained_json_whitespace_pattern: str | None = _option(
+    constrained_json_whitespace_pattern: str | None = option(
         None, REQUESTS, "regular expression of the white space in JSON that a schema asks for (default: any)"
     )
-    constrained_json_disable_any_whitespace: bool = _option(
+    constrained_json_disable_any_whitespace: bool = option(
         False, REQUESTS, "JSON that a schema asks for is written without white space"
     )
 
-    mem_fraction_static: float | None = _option(
+    mem_fraction_static: float | None = option(
         None,
         MEMORY,
         "share of the device's memory for weights and KV pool (default on a CPU: the smaller of 2 GiB and a quarter "
@@ -140,28 +120,28 @@ class Options:
         minimum=0.01,
         maximum=0.99,
     )
-    max_total_tokens: int | None = _option(
+    max_total_tokens: int | None = option(
         None, MEMORY, "tokens in the KV pool, in place of a share of the memory", minimum=2
     )
-    max_running_requests: int | None = _option(
+    max_running_requests: int | None = option(
         None,
         MEMORY,
         "requests that run at once; others wait (default: 64 on a CPU, 64 to 256 on CUDA, by its memory)",
         minimum=1,
         maximum=65536,
     )
-    chunked_prefill_size: int | None = _option(
+    chunked_prefill_size: int | None = option(
         None,
         MEMORY,
         "most prompt tokens of one step; -1: no limit (default: 512 on a CPU, 2048 to 8192 on CUDA, by its memory)",
         minimum=-1,
     )
-    disable_radix_cache: bool = _option(False, MEMORY, "do not reuse the KV of common prefixes")
-    disable_overlap_schedule: bool = _option(False, MEMORY, "wait for every step's result before planning the next")
-    enable_overlap: bool = _option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
-    num_threads: int | None = _option(None, MEMORY, "CPU threads of a forward (default: all cores)", minimum=1)
+    disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
+    disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
+    enable_overlap: bool = option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
+    num_threads: int | None = option(None, MEMORY, "CPU threads of a forward (default: all cores)", minimum=1)
 
-    cuda_graph_max_bs: int | None = _option(
+    cuda_graph_max_bs: int | None = option(
         None,
         CUDA,
         "largest batch that decodes from CUDA graphs; fewer start faster (default: 32 to 128, by the device's memory)",
@@ -169,42 +149,43 @@ class Options:
         minimum=1,
         maximum=65536,
     )
-    disable_cuda_graph: bool = _option(False, CUDA, "launch every kernel of every step")
-    enable_torch_compile: bool = _option(False, CUDA, "let torch.compile have small batches of target and draft")
-    torch_compile_max_bs: int = _option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
-    enable_deterministic_inference: bool = _option(
+    disable_cuda_graph: bool = option(False, CUDA, "launch every kernel of every step")
+    enable_torch_compile: bool = option(False, CUDA, "let torch.compile have small batches of target and draft")
+    torch_compile_max_bs: int = option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
+    enable_deterministic_inference: bool = option(
         False, CUDA, "a request's text does not depend on what runs beside it, nor on whether tokens are drafted"
     )
 
-    speculative_algorithm: str | None = _option(
+    speculative_algorithm: str | type[Any] | None = option(
         None,
         SPECULATION,
-        "who drafts tokens (default: EAGLE3 for smollm2, whose head is included, none for other models)",
+        "who drafts tokens; module:Class is a drafter of your own (default: EAGLE3 for smollm2, whose head is "
+        "included, none for other models)",
         aliases=("speculative_algo",),
-        choices=ALGORITHMS,
+        metavar="{" + ",".join((*NAMES, "module:Class")) + "}",
     )
-    speculative_draft_model_path: str | None = _option(
+    speculative_draft_model_path: str | None = option(
         None,
         SPECULATION,
         "model or head that drafts: as --model (default: the head that comes with smollm2; of other models their own "
         "prediction layers, with EAGLE and NEXTN)",
         aliases=("speculative_draft_model",),
     )
-    speculative_draft_model_revision: str | None = _option(
+    speculative_draft_model_revision: str | None = option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
     )
-    speculative_token_map: str | None = _option(
+    speculative_token_map: str | None = option(
         None,
         SPECULATION,
         "tokens that EAGLE may draft (FR-Spec): a .pt, JSON or text list, or org/repo/file of the hub",
     )
-    speculative_aux_layer_ids: str = _option(
+    speculative_aux_layer_ids: str = option(
         "auto",
         SPECULATION,
         "what the layer ids of an EAGLE-3 config count: outputs of layers, or boundaries between them",
         choices=AUX_LAYER_IDS,
     )
-    speculative_num_steps: int | None = _option(
+    speculative_num_steps: int | None = option(
         None,
         SPECULATION,
         "depth of a draft (default: as the head's config says, else 3, or 5 for EAGLE on Llama; draft tokens - 1 for "
@@ -212,7 +193,7 @@ class Options:
         minimum=1,
         maximum=256,
     )
-    speculative_eagle_topk: int | None = _option(
+    speculative_eagle_topk: int | None = option(
         None,
         SPECULATION,
         "branching factor of a draft (default: as the head's config says, else 1, or 4 for EAGLE on Llama; max bfs "
@@ -220,7 +201,7 @@ class Options:
         minimum=1,
         maximum=64,
     )
-    speculative_num_draft_tokens: int | None = _option(
+    speculative_num_draft_tokens: int | None = option(
         None,
         SPECULATION,
         "nodes verified in a step, the root included (default: as the head's config says, else 4, or 8 for EAGLE on "
@@ -228,21 +209,21 @@ class Options:
         minimum=2,
         maximum=512,
     )
-    speculative_adaptive: bool = _option(
+    speculative_adaptive: bool = option(
         False,
         SPECULATION,
         "take shorter drafts, or none, for steps in which that is faster (always so with NGRAM, and where no tree is "
         "asked for)",
     )
-    speculative_ngram_min_match_window_size: int = _option(
+    speculative_ngram_min_match_window_size: int = option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_HINT
     )
-    speculative_ngram_max_match_window_size: int = _option(
+    speculative_ngram_max_match_window_size: int = option(
         12, SPECULATION, "most last tokens that are matched", minimum=1, maximum=MAX_HINT
     )
-    speculative_ngram_min_bfs_breadth: int = _option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
-    speculative_ngram_max_bfs_breadth: int = _option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)
-    speculative_ngram_branch_length: int = _option(
+    speculative_ngram_min_bfs_breadth: int = option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
+    speculative_ngram_max_bfs_breadth: int = option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)
+    speculative_ngram_branch_length: int = option(
         18,
         SPECULATION,
         "most tokens of one remembered continuation",
@@ -250,11 +231,11 @@ class Options:
         minimum=1,
         maximum=256,
     )
-    speculative_ngram_capacity: int = _option(
+    speculative_ngram_capacity: int = option(
         10_000_000, SPECULATION, "tokens of log that the shared memory keeps", minimum=1024, maximum=2**31 - 1
     )
 
-    simulate_accept_length: float | None = _option(
+    simulate_accept_length: float | None = option(
         None,
         SPECULATION,
         "accept drafts at random, this many tokens a step on average, the target's own included, to time steps; the "
@@ -268,7 +249,7 @@ class Options:
 
         SGLang's options that have no counterpart are logged, or refused if they ask for what is not built.
         """
-        names = _names()
+        names = names_of(cls)
         values: dict[str, Any] = {}
         for key, value in compat.take({key.replace("-", "_"): value for key, value in kwargs.items()}).items():
             name = names.get(key)
@@ -282,25 +263,17 @@ class Options:
 
     def resolve(self) -> Options:
         """Checked options with every default that follows from other options filled in: afterwards somebody drafts or
-        `speculative_algorithm` is "none". Raises ConfigError."""
-        for spec in dataclasses.fields(self):
-            _check_field(spec, getattr(self, spec.name))
+        `speculative_algorithm` is "none". The tree of a head is left to `for_engine`. Raises ConfigError."""
+        check_fields(self)
         return resolve.resolved(self)
 
-    def for_device(self, device_type: str, memory: int) -> Options:
-        """Sizes by the device, `memory` bytes in all, where none were given."""
-        return resolve.for_device(self, device_type, memory)
-
-    def for_architecture(self, architecture: str, carried: TreeShape | None = None) -> Options:
-        """Resolved options with the tree that an EAGLE-like algorithm has by default: `carried`, what the head's config
-        asks for, or else what such targets have."""
-        return resolve.for_architecture(self, architecture, carried)
-
-    def lag(self, device_type: str) -> int:
-        """Steps between a launch and the commit of its result: 1 with overlap, else 0. Overlap is CUDA's default."""
-        if self.disable_overlap_schedule:
-            return 0
-        return 1 if self.enable_overlap or device_type == "cuda" else 0
+    def for_engine(
+        self, device: str, memory: int, architecture: str = "", carried: TreeShape | None = None
+    ) -> Options:
+        """Resolved options with all that depends on the device, "cpu" or "cuda" with `memory` bytes, and on the models:
+        sizes, overlap (the default on CUDA), and a head's tree. That is `carried`, what the head's config asks for, or
+        else what targets of this architecture have. A second call changes nothing. Raises ConfigError."""
+        return resolve.for_engine(self, device, memory, architecture, carried)
 
     @property
     def deterministic(self) -> bool:
@@ -323,66 +296,28 @@ class Options:
         return {"simulated": parts} if parts else {}
 
     @property
-    def drafter(self) -> str:
-        """Who drafts, one of `ALGORITHMS`; of resolved options."""
+    def drafter_spec(self) -> DrafterSpec:
+        """Who drafts; of resolved options. Imports a drafter of the user's own."""
         assert self.speculative_algorithm is not None, "options are not resolved"
-        return self.speculative_algorithm
+        return find_drafter(self.speculative_algorithm)
 
     @property
-    def drafts_with_head(self) -> bool:
-        """Whether an EAGLE-like algorithm drafts; of resolved options."""
-        return self.drafter in ("EAGLE", "EAGLE3", "NEXTN")
+    def drafter(self) -> str:
+        """The name of who drafts; of resolved options."""
+        asked = self.speculative_algorithm
+        assert asked is not None, "options are not resolved"
+        return asked if isinstance(asked, str) else self.drafter_spec.name
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anybody drafts; of resolved options."""
+        return self.drafter != NO_DRAFTER.name
 
     @property
     def speculative_shape(self) -> TreeShape:
-        """The draft tree that the user asked for; of resolved options."""
-        if self.drafter == "none":
+        """The largest draft tree; of resolved options, and with a head of those `for_engine`."""
+        steps, topk, nodes = (getattr(self, name) for name in TREE)
+        if steps is None and not self.drafts:
             return PLAIN
-        steps, topk, nodes = (
-            self.speculative_num_steps,
-            self.speculative_eagle_topk,
-            self.speculative_num_draft_tokens,
-        )
         assert steps is not None and topk is not None and nodes is not None, "options are not resolved"
         return TreeShape(steps, topk, nodes)
-
-
-def _names() -> dict[str, str]:
-    """Every accepted name, aliases included, to its field's name."""
-    fields = dataclasses.fields(Options)
-    return {f.name: f.name for f in fields} | {alias: f.name for f in fields for alias in f.metadata["aliases"]}
-
-
-@functools.cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(Options)
-
-
-def type_of(name: str) -> tuple[type[Any], bool]:
-    """A field's type, and whether None is allowed."""
-    hint = _hints()[name]
-    if isinstance(hint, types.UnionType):
-        return typing.get_args(hint)[0], True
-    return hint, False
-
-
-def _check_field(spec: dataclasses.Field[Any], value: Any) -> None:
-    kind, optional = type_of(spec.name)
-    if value is None and optional:
-        return
-    allowed: tuple[type[Any], ...] = (int, float) if kind is float else (kind,)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{spec.name} must be a {kind.__name__}; found {value!r}")
-    meta = spec.metadata
-    if spec.name == "speculative_algorithm":
-        value = value.upper() if value.lower() != "none" else "none"
-    if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"{spec.name} must be one of {', '.join(meta['choices'])}; found {value!r}")
-    if kind is str and not value:
-        raise ConfigError(f"{spec.name} must not be empty")
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"{spec.name} must be a finite number; found {value!r}")
-    if meta["min"] is not None and value < meta["min"]:
-        raise ConfigError(f"{spec.name} must be at least {meta['min']}; found {value}")
-    if meta["max"] is not None and value > meta["max"]:
-        raise ConfigError(f"{spec.name} must be at most {meta['max']}; found {value}")

@@ -7,14 +7,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.config.bundled import carried_shape
+from draftwing.config.trees import carried_shape
 from draftwing.config.options import Options
 from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
@@ -26,20 +25,14 @@ from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.base import FeatureHead
-from draftwing.models.heads.config import AuxLayerIds
-from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import use_triton
 from draftwing.ops.cpu.attention import pick_attention
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
-from draftwing.spec.drafter import Drafter
-from draftwing.spec.heads import DraftHead, DraftLM
-from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram.drafter import NGramDrafter
+from draftwing.sched.shapes import FixedShape, ShapePolicy
+from draftwing.spec.drafter import DraftContext, Drafter
 from draftwing.spec.simulate import Simulation
 from draftwing.spec.token_map import load_token_map
 
@@ -61,10 +54,10 @@ class Parts:
 
 
 def build(options: Options, path: Path) -> Parts:
+    """The engine of options `for_engine`; path: of the target."""
     device = pick_device(options.device)
     if options.num_threads and not device.is_cuda:
         torch.set_num_threads(options.num_threads)
-    options = options.for_device("cuda" if device.is_cuda else "cpu", device.total_memory())
     if options.deterministic and device.is_cuda and not use_triton(torch.empty(0, device=device.device)):
         raise ConfigError(
             "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "
@@ -102,8 +95,7 @@ def assemble(
     drafter: Drafter | None,
     policy: ShapePolicy,
 ) -> Parts:
-    """The engine around a loaded model."""
-    options = options.for_device("cuda" if device.is_cuda else "cpu", device.total_memory())
+    """The engine of options `for_engine` around a loaded model."""
     config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
     graph_size = graph_size_of(options)
@@ -190,46 +182,33 @@ def capture(executor: Executor, policy: ShapePolicy) -> None:
 def make_drafter(
     options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, dtype: torch.dtype, device: Device
 ) -> tuple[Drafter | None, ShapePolicy]:
-    """The drafter and shape policy that resolved options ask for; path: of the draft model, or of the target where it
-    drafts for itself."""
-    shape, rows = options.speculative_shape, options.max_running_requests
-    assert rows is not None, "for_device gives it a value"
-    if options.drafter == "none":
+    """The drafter and shape policy that options `for_engine` ask for; path: of the draft model, or of the target where
+    it drafts for itself."""
+    if not options.drafts:
         return None, FixedShape(PREDICTED)  # without a predicted output every step is plain
-    if options.drafter != "NGRAM":
-        head = load_head(options, path, token_ids, target, dtype, device)
-        drafter = make_model_drafter(head, rows + 1, shape.topk, dtype, device.device)
-        return drafter, WorthDrafting(chain_menu(shape)) if options.speculative_adaptive else FixedShape(shape)
-    assert target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
-    ngram = NGramDrafter(
-        min_window=options.speculative_ngram_min_match_window_size,
-        max_window=options.speculative_ngram_max_match_window_size,
-        min_breadth=options.speculative_ngram_min_bfs_breadth,
-        max_breadth=options.speculative_ngram_max_bfs_breadth,
-        branch_length=options.speculative_ngram_branch_length,
-        capacity=options.speculative_ngram_capacity,
-        rows=rows + 1,
-        device=device.device,
+    shape, rows = options.speculative_shape, options.max_running_requests
+    assert rows is not None, "for_engine gives it a value"
+
+    def load(path: Path) -> DecoderModel:
+        return load_with_progress(path, dtype, device, options.dummy)
+
+    drafter: Drafter = options.drafter_spec.make(
+        DraftContext(options, target, shape, rows + 1, dtype, device.device, path, token_ids, load)
     )
-    return ngram, ExpectedGain(shape_menu(shape))
+    return drafter, drafter.policy(shape, options.speculative_adaptive)
 
 
 def find_draft(options: Options, vocab: int) -> tuple[Path | None, Tensor | None]:
     """Where the draft model is, and the tokens that may be drafted [n] int64; None where not given. vocab: the
     target's."""
-    path, token_ids = _draft_path(options), None
-    if options.speculative_token_map is not None:
-        if options.drafter == "EAGLE3":
-            log.warning("speculative_token_map is ignored: an EAGLE-3 head has its own draft vocabulary")
-        elif options.drafter in ("EAGLE", "NEXTN"):
-            token_ids = load_token_map(options.speculative_token_map, vocab)
-    return path, token_ids
+    tokens = options.speculative_token_map
+    return _draft_path(options), None if tokens is None else load_token_map(tokens, vocab)
 
 
 def asked_shape(options: Options, path: Path, device_type: str) -> TreeShape | None:
-    """The tree that an EAGLE-like head's config asks for on such a device, None where it asks for none. path: of the
-    target, which may draft for itself."""
-    return carried_shape(_draft_path(options) or path, device_type) if options.drafts_with_head else None
+    """The tree that a head's config asks for on such a device, None where it asks for none. path: of the target, which
+    may draft for itself."""
+    return carried_shape(_draft_path(options) or path, device_type) if options.drafter_spec.heads else None
 
 
 def _draft_path(options: Options) -> Path | None:
@@ -239,29 +218,6 @@ def _draft_path(options: Options) -> Path | None:
         options.speculative_draft_model_path, options.speculative_draft_model_revision,
         option="--speculative-draft-model-path", weights=not options.dummy,
     )  # fmt: skip
-
-
-def load_head(
-    options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, dtype: torch.dtype, device: Device
-) -> DraftHead:
-    """The model that drafts for `target`."""
-    if options.drafter == "STANDALONE":
-        model = load_with_progress(path, dtype, device, options.dummy)
-        known, used = model.config.max_positions, options.context_length or target.config.max_positions
-        if known < used:
-            log.warning("the draft model knows %d positions and is run up to %d: it may draft worse there", known, used)
-        return DraftLM(model, min(model.config.vocab_size, target.config.vocab_size))
-    head: FeatureHead
-    if options.speculative_draft_model_path is None:
-        head = load_mtp_head(path, target, dtype, device.device, token_ids=token_ids, dummy=options.dummy)
-    else:
-        head = load_draft_head(
-            path, target, options.drafter, dtype, device.device, token_ids=token_ids,
-            aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
-            dummy=options.dummy,
-        )  # fmt: skip
-    head.pack()
-    return head
 
 
 def load_with_progress(

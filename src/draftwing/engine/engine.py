@@ -5,7 +5,6 @@ Everything but `step` may be called from any thread; `step` belongs to one threa
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import queue
@@ -53,26 +52,17 @@ class Engine:
                 self.options.tokenizer_path, self.options.revision, option="--tokenizer-path", weights=False
             )
         device = pick_device(self.options.device)
-        shape = asked_shape(self.options, path, device.device.type)
-        self.options = self.options.for_architecture(load_config(path).architecture, shape)
+        kind = device.device.type
+        shape = asked_shape(self.options, path, kind)
+        architecture = load_config(path).architecture
+        self.options = self.options.for_engine(kind, device.total_memory(), architecture, shape)
         tokenizer = load_tokenizer(tokenizer_path, self.options.chat_template)
-        if self.options.speculative_algorithm == "STANDALONE" and not self.options.dummy:
+        if self.options.drafter_spec.same_tokenizer and not self.options.dummy:
             check_draft_tokenizer(self.options, tokenizer)
-        self.options = self.options.for_device(device.device.type, device.total_memory())
         log_drafter(self.options)
         parts = build(self.options, path)
         defaults = sampling_defaults(path) if self.options.sampling_defaults == "model" else {}
         self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
-
-    @classmethod
-    def from_parts(cls, options: Options, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int]) -> Engine:
-        """An engine around a model that is already in memory; stop: token ids that end every answer."""
-        engine = cls.__new__(cls)
-        # The parts have their drafter or none: what would draft for the model by default is not among them.
-        algorithm = options.speculative_algorithm or "none"
-        engine.options = dataclasses.replace(options, speculative_algorithm=algorithm).resolve()
-        engine._start(tokenizer, parts, stop)
-        return engine
 
     def _start(
         self, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int], defaults: Mapping[str, Any] | None = None
@@ -101,8 +91,7 @@ class Engine:
         times = _step_times(device)
         self.reporter = Reporter(parts.sched, simulated=simulated, drafter=self.options.drafter, times=times)
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
-        lag = self.options.lag(device.type)
-        self._loop = Loop(parts.sched, parts.executor, lag == 1, self.reporter.watch)
+        self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()
         self._turning = threading.Lock()  # held while a step runs
         self._seeds = random.Random(self.options.random_seed)
@@ -220,7 +209,7 @@ def salt_of(cache_salt: str | None) -> int:
 
 def log_drafter(options: Options) -> None:
     """Who drafts, in which trees, and how to do without: nobody may have asked for it."""
-    if options.drafter == "none":
+    if not options.drafts:
         return
     draft = options.speculative_draft_model_path
     log.info(

@@ -42,21 +42,22 @@ def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED)
 
 
 def draft_weights(
-    raw: Mapping[str, Any], algorithm: str, target: ModelConfig, dtype: torch.dtype, path: Path
+    raw: Mapping[str, Any], kind: str, target: ModelConfig, dtype: torch.dtype, path: Path
 ) -> dict[str, Tensor]:
     """The tensors by which a draft head is told and sized, on the meta device but for maps of vocabularies, as its
     config speaks of them.
 
-    raw: flat keys (`draft_config.flatten_config`).  algorithm: EAGLE, NEXTN or EAGLE3.
+    raw: flat keys (`draft_config.flatten_config`).  kind: of the head, "mtp", "eagle" or "eagle3"; configs for the first may
+    be an EAGLE head's.
     """
     hidden, layers = (_positive(raw, name, path) for name in ("hidden_size", "num_hidden_layers"))
-    if algorithm == "NEXTN" and raw.get("num_nextn_predict_layers"):
+    if kind == "mtp" and raw.get("num_nextn_predict_layers"):
         return mtp_weights(raw, path)
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    eagle3, vocab = algorithm == "EAGLE3", target.vocab_size
+    eagle3, vocab = kind == "eagle3", target.vocab_size
     first = "midlayer" if eagle3 and layers == 1 else "layers.0"
     weights = {f"{first}.self_attn.q_proj.weight": meta(1, 2 * hidden if eagle3 else hidden)}
     weights |= {f"layers.{i}.mlp.down_proj.weight": meta(1) for i in range(1, layers)}

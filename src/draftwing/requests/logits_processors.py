@@ -12,14 +12,12 @@ nodes whose path is then not accepted, in any order. Minus infinity bans a token
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwing.errors import ConfigError, RequestError
+from draftwing.plugins import import_attribute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,23 +68,12 @@ def apply(
 
 
 def _load(name: str) -> LogitProcessor:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"{_OPTION}: expected module:attribute, found {name!r}")
-    here = str(Path.cwd())
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        value: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            value = getattr(value, part)
-        value = value() if isinstance(value, type) else value
-    except Exception as error:  # whatever importing somebody's module raises
-        raise ConfigError(f"{_OPTION} {name}: cannot be loaded: {type(error).__name__}: {error}") from error
-    finally:
-        if added:
-            sys.path.remove(here)
+    value = import_attribute(name, _OPTION)
+    if isinstance(value, type):
+        try:
+            value = value()
+        except Exception as error:  # code of the server's owner
+            raise ConfigError(f"{_OPTION} {name}: cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(value):
         raise ConfigError(f"{_OPTION} {name}: expected a function or a class, found {type(value).__name__}")
     processor: LogitProcessor = value

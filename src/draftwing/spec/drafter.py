@@ -1,21 +1,25 @@
-"""The protocol of a drafter: `propose` a tree, `observe` what the target ran, give an `outlook` for the next draft.
-
-A drafter works on device state alone. It never sees requests, the scheduler, the sampler or other drafters.
-"""
+"""What a drafter is. It works on device state and never sees requests, the scheduler, the sampler or others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
-from draftwing.core import TreeShape
+from draftwing.config.options import Options
+from draftwing.core import MAX_HINT, TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops.attention import AttnBackend, Batch
+from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
 
 if TYPE_CHECKING:
     from draftwing.engine.row_table import SlotTable
+    from draftwing.models.decoder import DecoderModel
 
 
 class Draft(NamedTuple):
@@ -30,39 +34,95 @@ class Draft(NamedTuple):
     alive: Tensor  # [B, N] bool, alive[:, 0] is True
 
 
-class Drafter(Protocol):
-    """Proposes a draft tree for each row of a batch, and follows what the target commits.
+@dataclass(frozen=True)
+class DraftContext:
+    """What there is to know when a drafter is made.
 
-    taps: target layers whose hidden states `observe` reads.
-    lookahead: how many tokens past position t the drafter's KV at t depends on.
-    kv_layers: its layers in the KV pool; they come after the target's.
-    tail: page-table entries past the end of a prompt that observing its last chunk may write.
-    first_hint: the outlook of a row before a result has told it.
-    fixed_hint: whether the outlook always is `first_hint`, so that `outlook` need not be called.
-
-    `noisy`, in the methods: batch indices of rows with temperature > 0; the host knows their number. Drafters that
-    couple with the target add the target's own noise before they choose.
+    options: resolved.  target: loaded and packed.  shape: the largest tree that will be asked for.
+    rows: of the slot table, its last one a dummy.  dtype: of weights and KV.
+    draft_path: of the model that drafts, the target's own where none is given.
+    token_ids [n] int64: tokens of the target that may be drafted, None for all.
+    load_model: loads a language model from a folder or file, on the device.
     """
 
-    taps: tuple[int, ...]
-    lookahead: int
-    kv_layers: Sequence[LayerSpec]
-    tail: int
-    first_hint: int
-    fixed_hint: bool
+    options: Options
+    target: DecoderModel
+    shape: TreeShape
+    rows: int
+    dtype: torch.dtype
+    device: torch.device
+    draft_path: Path
+    token_ids: Tensor | None
+    load_model: Callable[[Path], DecoderModel]
+
+
+class Drafter(ABC):
+    """Proposes tokens, which the target checks: bad ones cost time and never change the text.
+
+    `propose` is all that one has to write. The other methods are for drafters that learn from the text, keep KV in the
+    pool, or know how good their next draft will be. All tensors are on the device. Nothing may read their values on the
+    host, and no shape may depend on them: on a GPU the methods are captured as CUDA graphs.
+
+    What methods are given:
+
+    - slots: device state indexed by row. `slots.tokens` [R, L] int64 is the text of each row, valid at 0 .. kv_len;
+      `slots.kv_len` [R] the index of its newest token, which is `slots.last` [R].
+    - rows [B] int64: the rows of this step.
+    - max_bound: upper bound of their kv_len, known on the host.
+    - noisy: indices of the rows with temperature > 0, for drafters that couple with the target by adding the same
+      noise before they choose; their number is known on the host.
+    """
+
+    # Facts that options are checked with: the tree where the user asks for none, all that fits where num_draft_tokens
+    # (the root included) is None; and further options of speculation that the class reads of its context.
+    num_steps: ClassVar[int] = 3
+    topk: ClassVar[int] = 1
+    num_draft_tokens: ClassVar[int | None] = None
+    reads_options: ClassVar[tuple[str, ...]] = ()
+
+    taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants
+    lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
+    kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
+    tail: int = 0  # page-table entries past the end of a prompt that observing its last chunk may write
+    first_hint: int = MAX_HINT  # the outlook to assume for a row until a result tells it
+    fixed_hint: bool = True  # whether that is what it always is, so that `outlook` need not be called
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Self:
+        """Returns a new drafter; for those that want to know sizes, device or options."""
+        return cls()
+
+    @abstractmethod
+    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+        """Returns a draft tree for each row, of shape.nodes nodes and at most shape.depth levels."""
+
+    def chain(self, slots: SlotTable, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
+        """Returns chains of drafts, for `propose`. tokens [B, D] int64: valid ids that may follow the newest token, in
+        their order; known [B, D] bool: whether there is such a token. What follows an unknown one is not drafted."""
+        depth, nodes = min(tokens.shape[1], shape.depth), shape.nodes
+        missing = nodes - 1 - depth
+        alive = known[:, :depth].cummin(1).values if depth else known[:, :0]
+        root = slots.last.index_select(0, rows).unsqueeze(1)  # [B, 1]
+        parent = torch.arange(-1, nodes - 1, device=rows.device).clamp_(min=0)
+        return Draft(
+            torch.cat((root, tokens[:, :depth], root.expand(-1, missing)), 1),
+            parent.expand(rows.shape[0], nodes),
+            torch.cat((torch.ones_like(root, dtype=torch.bool), alive, alive.new_zeros(root.shape[0], missing)), 1),
+        )
+
+    def policy(self, shape: TreeShape, adaptive: bool) -> ShapePolicy:
+        """Returns what chooses the tree of each step. adaptive: whether it may be smaller than `shape`, or none."""
+        if not adaptive:
+            return FixedShape(shape)
+        return WorthDrafting(chain_menu(shape)) if self.fixed_hint else ExpectedGain(shape_menu(shape))
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
-        """Once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its
+        """Called once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its
         rotary table must cover."""
-        ...
 
     def span(self, shape: TreeShape) -> int:
-        """Page-table entries past kv_len that a step of this shape may write."""
-        ...
-
-    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
-        """A draft tree for each row; `max_bound` bounds kv_len of the rows on the host."""
-        ...
+        """Returns the number of page-table entries past kv_len that a step of this shape may write."""
+        return shape.nodes
 
     def observe(
         self,
@@ -74,27 +134,25 @@ class Drafter(Protocol):
         noisy: Tensor,
     ) -> None:
         """Sees what the target ran: a prefill chunk (`batch.chunks`) or the accepted path of each row. The table has
-        advanced already; `batch.prefix_len` is kv_len before the step.
+        advanced already; `batch.prefix_len` is kv_len before the step. Of the accepted path, drafters without taps
+        and without KV layers are told next_ids and count alone.
 
         next_ids [M]: the token that follows each query.  count [B]: valid queries of each row's path, None for
         prefill. Queries past the count are garbage: what they write past kv_len is never read.
         noisy: among the batch's rows; for prefill among those whose chunk is final.
         """
-        ...
 
     def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
-        """[B] int64 in [0, MAX_HINT]: how promising the next draft is; 0 means that nothing can be proposed. Written
-        into `out` where that is given, a column of a packed result.
+        """Returns [B] int64 in [0, MAX_HINT]: how promising the next draft is; 0 means that nothing can be proposed.
+        Written into `out` where that is given, a column of a packed result. Not called with `fixed_hint`.
 
         Runs last in every step, so that a drafter may look its next draft up here and keep it as row state.
         """
-        ...
+        return (torch.empty_like(rows) if out is None else out).fill_(self.first_hint)
 
     def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
-        """Right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows [b],
-        banned [b, V] bool; noisy: among them."""
-        ...
+        """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
+        [b], banned [b, V] bool; noisy: among them."""
 
     def flush(self) -> None:
         """Forgets what was learnt from past requests (the prefix cache is being flushed)."""
-        ...

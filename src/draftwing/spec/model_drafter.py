@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftwing.core import MAX_HINT, TreeShape
+from draftwing.core import TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import FEW_ROWS
 from draftwing.ops import use_triton
@@ -27,7 +27,7 @@ from draftwing.ops.cpu.tree import tree_kernels_for
 from draftwing.ops.pick import take_rows
 from draftwing.ops.torch.growth import First, RowGrowth, top_tokens
 from draftwing.ops.torch.noise import gumbel, gumbel_at
-from draftwing.spec.drafter import Draft
+from draftwing.spec.drafter import Draft, Drafter
 from draftwing.spec.heads import DraftHead
 
 if TYPE_CHECKING:
@@ -38,11 +38,9 @@ if TYPE_CHECKING:
 _BANNED = -1e30  # a logit that nothing legal has
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A `Drafter` around a `DraftHead`."""
 
-    first_hint = MAX_HINT
-    fixed_hint = True
     max_lookahead = 1  # of a head
 
     def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -50,7 +48,7 @@ class ModelDrafter:
         assert 0 <= head.lookahead <= self.max_lookahead
         self.head, self.topk = head, topk
         self.taps, self.lookahead = head.taps, head.lookahead
-        self.kv_layers: Sequence[LayerSpec] = head.kv_layers
+        self.kv_layers = head.kv_layers
         self.tail = int(head.lookahead == 0)  # without lookahead the first root has a row of its own
         # The root's best continuations and its feature, row-indexed: written by `observe` (the continuations by
         # `propose` on a CPU), read by `propose`.
@@ -71,13 +69,6 @@ class ModelDrafter:
     def span(self, shape: TreeShape) -> int:
         """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows of growth."""
         return max(shape.nodes, shape.max_commit + self.tail, self.tail + shape.topk * (shape.depth - 1))
-
-    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
-        """Always the same; the engine does not ask."""
-        return (torch.empty_like(rows) if out is None else out).fill_(MAX_HINT)
-
-    def flush(self) -> None:
-        """Nothing is learnt from past requests."""
 
     # -- growth -----------------------------------------------------------------------------------------------------
 

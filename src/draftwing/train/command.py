@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.config.arguments import add_arguments
-from draftwing.config.options import LOG_LEVELS, REQUESTS, SERVER, Options
+from draftwing.config.choices import LOG_LEVELS
+from draftwing.config.options import REQUESTS, SERVER, Options
 from draftwing.config.sglang_compat import REFUSED
 from draftwing.errors import ConfigError
 from draftwing.train.settings import Settings, add_settings, open_run

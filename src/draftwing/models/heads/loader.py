@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from draftwing.config.drafters import find_drafter, head_drafter
 from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -38,14 +39,13 @@ from draftwing.models.weight_map import MTP_PREFIX, canonical
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["EAGLE", "EAGLE3", "MTP"]
+Kind = Literal["eagle", "eagle3", "mtp"]  # what `DrafterSpec.heads` names
 Head = TypeVar("Head", bound=FeatureHead)
 
-# How to say what a file holds, and which --speculative-algorithm runs it.
-_KINDS: dict[Kind, tuple[str, str]] = {
-    "EAGLE": ("an EAGLE head", "EAGLE"),
-    "EAGLE3": ("an EAGLE-3 head", "EAGLE3"),
-    "MTP": ("multi-token prediction layers", "NEXTN"),
+_WORDS: dict[Kind, str] = {
+    "eagle": "an EAGLE head",
+    "eagle3": "an EAGLE-3 head",
+    "mtp": "multi-token prediction layers",
 }
 
 # Multi-token prediction layers as DeepSeek and GLM (eh_proj) and Qwen3-Next (mtp.) name them.
@@ -67,7 +67,7 @@ def load_draft_head(
     context_length: int | None = None,
     dummy: bool = False,
 ) -> EagleHead | Eagle3Head | MTPHead:
-    """The head in the folder `path` for `target`; `algorithm` is EAGLE, NEXTN or EAGLE3.
+    """The head in the folder `path` for `target`; `algorithm` is that of a drafter that loads heads.
 
     aux_layer_ids: what ids of an EAGLE-3 config count: layers whose output is meant, boundaries between layers (0 the
     embedding), or the one that the ids look like.
@@ -77,24 +77,26 @@ def load_draft_head(
 
     Raises CheckpointError for a head of another kind, target, vocabulary or size, and for missing tensors.
     """
-    started, path = time.perf_counter(), Path(path)
+    started, path, drafter = time.perf_counter(), Path(path), find_drafter(algorithm)
     if dummy:
         flat = flatten_config(read_json(path / "config.json"))
-        weights = draft_weights(flat, algorithm, target.config, dtype, path)
+        weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
         weights = _draft_weights(path)
     kind = head_kind(weights, path)
-    if (kind == "EAGLE3") != (algorithm == "EAGLE3"):
-        what, expected = _KINDS[kind]
-        raise CheckpointError(f"{path} holds {what}: expected --speculative-algorithm {expected}, found {algorithm}")
-    if kind == "MTP":
+    if kind not in drafter.heads:
+        expected = head_drafter(kind).name
+        raise CheckpointError(
+            f"{path} holds {_WORDS[kind]}: expected --speculative-algorithm {expected}, found {algorithm}"
+        )
+    if kind == "mtp":
         return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy)
     head: EagleHead | Eagle3Head
     try:
         raw = flatten_config(read_json(path / "config.json"))
         config = draft_config(raw, weights)
-        check_target(config, raw, target, kind == "EAGLE3")
-        if kind == "EAGLE3":
+        check_target(config, raw, target, kind == "eagle3")
+        if kind == "eagle3":
             eagle = eagle3_config(config, raw, weights, target, aux_layer_ids)
             head = _eagle3(config, eagle, weights, target, dtype, device, dummy)
         else:
@@ -148,19 +150,19 @@ def head_kind(weights: Weights, path: Path) -> Kind:
     here."""
     for name in weights:
         if name.startswith(MTP_PREFIX):
-            return "MTP"
+            return "mtp"
         if _UNSERVED_MTP.search(name):
             raise _unserved_mtp(path, name)
     if "mask_hidden" in weights:
         raise CheckpointError(f"{path} holds a head for parallel drafting (mask_hidden), which is not supported")
     if {"d2t", "t2d"} & set(weights) or any(name.startswith("midlayer.") for name in weights):
-        return "EAGLE3"
+        return "eagle3"
     fc, q = weights.get("fc.weight"), weights.get("layers.0.self_attn.q_proj.weight")
     if fc is not None and q is not None and fc.dim() == q.dim() == 2:
         if q.shape[1] == 2 * fc.shape[0]:
-            return "EAGLE3"
+            return "eagle3"
         if fc.shape[1] == 2 * fc.shape[0] and "layers.0.input_layernorm.weight" not in weights:
-            return "EAGLE"
+            return "eagle"
     hint = "" if fc is not None else ", or --speculative-algorithm STANDALONE for a language model"
     first = sorted(weights, key=lambda name: (name != "fc.weight", name))[:4]
     raise CheckpointError(

@@ -17,7 +17,8 @@ from draftwing.core import MAX_HINT, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops.attention import AttnBackend, Batch
-from draftwing.spec.drafter import Draft
+from draftwing.sched.shapes import ExpectedGain, shape_menu
+from draftwing.spec.drafter import Draft, Drafter
 from draftwing.spec.ngram.memory import CANDIDATES, WAYS, NGramMemory, kernels_for
 from draftwing.spec.ngram.tree import TreeBuilder
 
@@ -46,17 +47,13 @@ class NGramSlots(Protocol):
     def salt(self) -> Tensor: ...  # [R + 1] int64, 0 = none
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Tree drafts from token matches; a `Drafter` without weights and without KV.
 
     Memory: 147 MB for 10 million tokens of `capacity`, about 15 bytes a token, taken on the CPU when it is first used
     (`NGramMemory`), and 2.5 KB a row (8 * branch_length * 16 candidates).
     """
 
-    taps: tuple[int, ...] = ()
-    lookahead = 0
-    kv_layers: Sequence[LayerSpec] = ()
-    tail = 0
     first_hint = 0
     fixed_hint = False
 
@@ -110,11 +107,9 @@ class NGramDrafter:
         self.match_of = match.to(device)
         self.hint_of = (match + source * window).clamp_max(MAX_HINT).to(device)
 
-    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
-        """Nothing to reach: no layers."""
-
-    def span(self, shape: TreeShape) -> int:
-        return shape.nodes
+    def policy(self, shape: TreeShape, adaptive: bool) -> ExpectedGain:
+        """Always adaptive: outlooks tell steps apart."""
+        return ExpectedGain(shape_menu(shape))
 
     def flush(self) -> None:
         """Forgets the shared memory; candidates found in it before are dropped too."""
@@ -202,9 +197,6 @@ class NGramDrafter:
         key = (gap & _FAR).add_(missing, alpha=4 << _LEVEL)
         key.add_(gap != source, alpha=1 << _LEVEL)
         return key.topk(OWN, dim=1, largest=False).values  # keys are distinct
-
-    def constrain(self, slots: NGramSlots, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
-        """What was found in texts either goes on as it should or is of no use."""
 
     def propose(
         self, slots: NGramSlots, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor | None = None

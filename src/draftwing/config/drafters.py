@@ -1,0 +1,191 @@
+"""The drafters, a `DrafterSpec` for each `--speculative-algorithm`. Nothing else knows their names.
+
+No torch: options are checked, and the command line is printed, before it is imported. So what makes a drafter is named
+here as `module:function` and imported when a model is loaded. docs/architecture.md says how to add a drafter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from draftwing.config.trees import checked_shape, most_nodes
+from draftwing.core import TreeShape
+from draftwing.errors import ConfigError
+from draftwing.plugins import import_attribute
+
+HEADS = Path(__file__).parents[1] / "heads"  # HEADS/model/kind of head
+MODELS = ("smollm2",)  # aliases: a checkpoint of another quantization is another target
+TOKEN_MAPS = ("token_map.json", "token_map.txt", "token_map.pt")
+
+CHAIN, LLAMA_TREE = TreeShape(3, 1, 4), TreeShape(5, 4, 8)
+MATCHES = TreeShape(11, 10, 12)
+DRAFT_MODEL, TOKEN_MAP = "speculative_draft_model_path", "speculative_token_map"
+_OPTION = "speculative_algorithm"
+
+
+class Training(NamedTuple):
+    """How `draftwing train` makes a head.
+
+    name: what --algorithm calls it.  title: of the head's card.  loss: what differs from `train.fit.Loss`'s defaults.
+    aux_hidden_states: whether it reads hidden states of several layers of the target, and drafts from a vocabulary of
+    its own; else it reads what comes after the target's final norm, and drafts from all tokens.
+    """
+
+    name: str
+    title: str
+    loss: Mapping[str, float]
+    aux_hidden_states: bool = False
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """What is to be known of a drafter before it is made.
+
+    name: what options, logs and /server_info call it; case does not matter, nor which of the aliases is used.
+    build: makes it of a `spec.drafter.DraftContext`; None where nobody drafts.
+    draft_model: whether it drafts with the model of `speculative_draft_model_path`.
+    same_tokenizer: whether that is a language model, which must have the target's token ids.
+    options: further options that it reads; others of speculation are said to have no effect.
+    tree: its trees if nothing is asked for.  llama_tree: the same for a target that is a `LlamaForCausalLM`.
+    matched: whether its trees come from matches, and so have any number of nodes; else they grow level by level.
+    heads: kinds of heads that it loads (`models.heads.loader`), its own first; their configs may ask for a tree.
+    training: how its own kind of head is trained.
+    """
+
+    name: str
+    build: str | Callable[[Any], Any] | None = None
+    aliases: tuple[str, ...] = ()
+    draft_model: Literal["", "optional", "required"] = ""
+    same_tokenizer: bool = False
+    options: tuple[str, ...] = ()
+    tree: TreeShape = CHAIN
+    llama_tree: TreeShape | None = None
+    matched: bool = False
+    heads: tuple[str, ...] = ()
+    training: Training | None = None
+
+    def make(self, context: Any) -> Any:
+        """Returns the `Drafter` for a `DraftContext`. Not for what has no `build`."""
+        assert self.build is not None, f"nobody drafts with {self.name}"
+        if not isinstance(self.build, str):
+            return self.build(context)
+        module, _, function = self.build.partition(":")
+        return getattr(importlib.import_module(module), function)(context)
+
+
+DRAFTERS = (
+    DrafterSpec("none"),
+    DrafterSpec(
+        "NGRAM",
+        "draftwing.spec.build:ngram",
+        options=(
+            "speculative_ngram_min_match_window_size",
+            "speculative_ngram_max_match_window_size",
+            "speculative_ngram_min_bfs_breadth",
+            "speculative_ngram_max_bfs_breadth",
+            "speculative_ngram_branch_length",
+            "speculative_ngram_capacity",
+        ),
+        tree=MATCHES,
+        matched=True,
+    ),
+    DrafterSpec(
+        "STANDALONE", "draftwing.spec.build:language_model", draft_model="required", same_tokenizer=True
+    ),
+    DrafterSpec(
+        "EAGLE",
+        "draftwing.spec.build:draft_head",
+        draft_model="optional",  # the prediction layers of a target draft, too
+        options=(TOKEN_MAP,),
+        llama_tree=LLAMA_TREE,
+        heads=("eagle", "mtp"),
+        training=Training("EAGLE", "EAGLE-2 head", {"steps": 1, "tokens": 0.1, "features": 1.0, "noise": 0.2}),
+    ),
+    DrafterSpec(
+        "EAGLE3",
+        "draftwing.spec.build:draft_head",
+        draft_model="required",
+        options=("speculative_aux_layer_ids",),
+        llama_tree=LLAMA_TREE,
+        heads=("eagle3",),
+        training=Training("EAGLE3", "EAGLE-3 head", {}, aux_hidden_states=True),
+    ),
+    DrafterSpec(
+        "NEXTN",
+        "draftwing.spec.build:draft_head",
+        aliases=("MTP",),
+        draft_model="optional",
+        options=(TOKEN_MAP,),
+        llama_tree=LLAMA_TREE,
+        heads=("mtp", "eagle"),
+        training=Training("MTP", "Multi-token prediction layer", {}),
+    ),
+)
+NAMES = tuple(spec.name for spec in DRAFTERS)
+NO_DRAFTER = DRAFTERS[0]
+DEFAULT = next(spec for spec in DRAFTERS if spec.name == "EAGLE3")  # for a model whose head is included
+TRAINED = {spec.training.name: spec for spec in DRAFTERS if spec.training is not None}  # by --algorithm
+
+
+def find_drafter(asked: str | type[Any]) -> DrafterSpec:
+    """The drafter of this name, or the user's own: `module:Class`, or the class itself.
+
+    Raises ConfigError for a name that nobody has, for a class that cannot be imported, and for one that is no drafter.
+    """
+    if isinstance(asked, type):
+        return _own(asked, f"{asked.__module__}:{asked.__qualname__}")
+    if ":" in asked:
+        return _own(import_attribute(asked, _OPTION), asked)
+    for spec in DRAFTERS:
+        if asked.lower() in (name.lower() for name in (spec.name, *spec.aliases)):
+            return spec
+    raise ConfigError(
+        f"{_OPTION} must be one of {', '.join(NAMES)}, or module:Class of a drafter of your own; found {asked!r}"
+    )
+
+
+def head_drafter(kind: str) -> DrafterSpec:
+    """The drafter whose own heads are of this kind."""
+    return next(spec for spec in DRAFTERS if spec.heads[:1] == (kind,))
+
+
+def _own(found: Any, name: str) -> DrafterSpec:
+    """What a user's class says of itself; see `draftwing.Drafter`, which this cannot import."""
+    if not (isinstance(found, type) and hasattr(found, "build") and hasattr(found, "num_draft_tokens")):
+        what = f"a class without these ({found.__name__})" if isinstance(found, type) else type(found).__name__
+        raise ConfigError(f"{_OPTION} {name}: expected a class derived from draftwing.Drafter, found {what}")
+    cls: Any = found
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{_OPTION} {name}: the class has to define {' and '.join(missing)}")
+    steps, topk, nodes = cls.num_steps, cls.topk, cls.num_draft_tokens
+    if nodes is None and isinstance(steps, int) and isinstance(topk, int):
+        nodes = most_nodes(steps, topk)
+    return DrafterSpec(
+        name,
+        cls.build,
+        draft_model="optional" if DRAFT_MODEL in cls.reads_options else "",
+        options=tuple(cls.reads_options),
+        tree=checked_shape([steps, topk, nodes], f"{_OPTION} {name}: num_steps, topk and num_draft_tokens"),
+    )
+
+
+# ---- heads that come with the package --------------------------------------------------------------------------------
+
+
+def shipped_head(model: str, drafter: DrafterSpec) -> Path | None:
+    """The folder of the head for `--model model` that is part of this package, if any."""
+    if model not in MODELS or not drafter.heads:
+        return None
+    folder = HEADS / model / drafter.heads[0]
+    return folder if (folder / "config.json").is_file() else None
+
+
+def token_map_in(folder: Path) -> Path | None:
+    """The file of the tokens that the head in a folder may draft, if it lies there."""
+    maps = (folder / name for name in TOKEN_MAPS)
+    return next((file for file in maps if file.is_file()), None)

@@ -1,0 +1,124 @@
+"""Dataclasses whose fields are options: their checks, and the arguments of the command line made of them.
+
+`Options` and training's `Settings` are such dataclasses. A field's type is one of bool, int, float and str, perhaps
+`| None`, or a tuple of one of them, which is typed with spaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any, NamedTuple
+
+from draftwing.errors import ConfigError
+
+
+def option(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    aliases: Sequence[str] = (),
+    choices: Sequence[str] = (),
+    metavar: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    fixed: bool = True,
+) -> Any:
+    """Returns a dataclass field with what the command line and the checks need.
+
+    metavar: shown in place of choices or type.  minimum, maximum: inclusive.
+    fixed: whether a run of training keeps its value for good.
+    """
+    bounds = {"min": minimum, "max": maximum}
+    meta = {"group": group, "help": help, "aliases": aliases, "choices": choices, "metavar": metavar, "fixed": fixed}
+    return field(default=default, metadata=meta | bounds)
+
+
+class Kind(NamedTuple):
+    """A field's type: types of one value, that of the command line first; whether it holds several; whether None is
+    allowed."""
+
+    singles: tuple[type[Any], ...]
+    many: bool
+    optional: bool
+
+
+@functools.cache
+def kinds(cls: type[Any]) -> dict[str, Kind]:
+    """Returns the type of each field."""
+    return {name: _kind(hint) for name, hint in typing.get_type_hints(cls).items()}
+
+
+def _kind(hint: Any) -> Kind:
+    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    many = typing.get_origin(hints[0]) is tuple
+    singles = typing.get_args(hints[0])[:1] if many else tuple(one for one in hints if one is not types.NoneType)
+    return Kind(tuple(typing.get_origin(one) or one for one in singles), many, types.NoneType in hints)
+
+
+def names_of(cls: type[Any]) -> dict[str, str]:
+    """Returns every accepted name, aliases included, to its field's name."""
+    fields = dataclasses.fields(cls)
+    return {f.name: f.name for f in fields} | {alias: f.name for f in fields for alias in f.metadata["aliases"]}
+
+
+def check_fields(values: Any) -> None:
+    """Raises ConfigError for the first field whose value has the wrong type or lies outside its choices or bounds."""
+    for spec in dataclasses.fields(values):
+        value, kind = getattr(values, spec.name), kinds(type(values))[spec.name]
+        if value is None and kind.optional:
+            continue
+        if kind.many and not isinstance(value, tuple):
+            raise ConfigError(f"{spec.name} must be a tuple; found {value!r}")
+        for single in value if kind.many else (value,):
+            _check(spec.name, spec.metadata, kind.singles, single)
+
+
+def _check(name: str, meta: Mapping[str, Any], kinds: tuple[type[Any], ...], value: Any) -> None:
+    allowed = (int, float) if kinds == (float,) else kinds
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
+        raise ConfigError(f"{name} must be a {kinds[0].__name__}; found {value!r}")
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"{name} must be one of {', '.join(meta['choices'])}; found {value!r}")
+    if value == "":
+        raise ConfigError(f"{name} must not be empty")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number; found {value!r}")
+    if meta["min"] is not None and value < meta["min"]:
+        raise ConfigError(f"{name} must be at least {meta['min']}; found {value}")
+    if meta["max"] is not None and value > meta["max"]:
+        raise ConfigError(f"{name} must be at most {meta['max']}; found {value}")
+
+
+def flag(name: str) -> str:
+    """Returns what is typed for a field."""
+    return "--" + name.replace("_", "-")
+
+
+def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}") -> None:
+    """Adds one argument per field, in groups with this title. Defaults stay out, so that only what was given is set."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for spec in dataclasses.fields(cls):
+        meta, kind = spec.metadata, kinds(cls)[spec.name]
+        if meta["group"] not in groups:
+            groups[meta["group"]] = parser.add_argument_group(title.format(meta["group"]))
+        text, settings = meta["help"], dict[str, Any](dest=spec.name, default=argparse.SUPPRESS)
+        if kind.singles == (bool,):
+            settings["action"] = "store_true"
+        else:
+            choices = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.singles[0].__name__.upper()
+            settings |= {"type": kind.singles[0], "metavar": meta["metavar"] or choices}
+            if kind.many:
+                settings["nargs"] = "+"
+            if spec.default not in (None, ()) and "(default" not in text:
+                shown = " ".join(map(str, spec.default)) if kind.many else spec.default
+                text += f" (default: {shown})"
+        flags = [flag(name) for name in (spec.name, *meta["aliases"])]
+        groups[meta["group"]].add_argument(*flags, help=text.replace("%", "%%"), **settings)

@@ -1,0 +1,134 @@
+"""Shapes of draft trees: which there are, which a head's config asks for, what a user's numbers leave open.
+
+No torch: see `config.drafters`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from draftwing.core import TreeShape
+from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")  # fields of a `TreeShape`
+DEVICES = ("cpu", "cuda")  # classes of devices that a tree is measured for
+_LIMITS = ((1, 256), (1, 64), (2, 512))  # of steps, topk and draft tokens, as the options have them
+Given = tuple[int | None, int | None, int | None]  # steps, topk and draft tokens, None where not given
+
+
+def most_nodes(steps: int, topk: int) -> int:
+    """Nodes that the growth loop offers, the root included: topk at level 1, then topk children of topk nodes."""
+    return 1 + topk + (steps - 1) * topk**2
+
+
+def grown_shape(given: Given, default: TreeShape) -> TreeShape:
+    """The growth loop's tree: level 1 has topk nodes, every further level topk children of topk nodes. Raises
+    ConfigError for numbers that no such tree has."""
+    if given == (None, None, None):
+        return default
+    asked = given[2]
+    steps, topk = given[0] or default.depth, given[1] or default.topk
+    if topk == 1:
+        return _chain(steps, asked or steps + 1)
+    most = most_nodes(steps, topk)
+    nodes = asked or min(max(default.nodes, steps + 1), most)
+    if not steps < nodes <= most:
+        raise ConfigError(
+            "speculative_num_draft_tokens must be from speculative_num_steps + 1 to 1 + topk + (steps - 1) * "
+            f"topk^2, which is {steps + 1} to {most} for {steps} steps and topk {topk}; found {nodes}"
+        )
+    return TreeShape(steps, topk, nodes)
+
+
+def matched_shape(given: Given, default: TreeShape) -> TreeShape:
+    """The tree of matches: any of so many nodes. Raises ConfigError for more steps than nodes below the root."""
+    steps, topk, nodes = given
+    topk = topk or default.topk
+    if nodes is None:
+        nodes = default.nodes if topk > 1 or steps is None else steps + 1
+    if steps is None:
+        steps = nodes - 1
+    if steps > nodes - 1:
+        raise ConfigError(
+            "speculative_num_steps must be at most speculative_num_draft_tokens - 1 (the root is one of the draft "
+            f"tokens); found {steps} and {nodes}"
+        )
+    return _chain(steps, nodes) if topk == 1 else TreeShape(steps, topk, nodes)
+
+
+def _chain(steps: int, nodes: int) -> TreeShape:
+    """nodes: as asked for"""
+    if nodes != steps + 1:
+        logger.warning("speculative_eagle_topk 1 is a chain: speculative_num_draft_tokens is set to %d", steps + 1)
+    return TreeShape(steps, 1, steps + 1)
+
+
+# ---- the tree in a config --------------------------------------------------------------------------------------------
+
+
+def carried_shape(folder: Path, device: str) -> TreeShape | None:
+    """The tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1, 4]}}`, in
+    steps, topk and draft tokens. None where it says nothing, as most do.
+
+    Raises ConfigError for shapes that no tree has, of any device.
+    """
+    file = folder / "config.json"
+    try:
+        own = json.loads(file.read_text(encoding="utf-8")).get("draftwing", {})
+    except (OSError, ValueError, AttributeError):
+        return None  # what is wrong with the file says who loads the head
+    shapes = _object(own, f"{file}: draftwing").get("shapes", {})
+    where = f"{file}: draftwing.shapes"
+    found = {name: checked_shape(value, f"{where}.{name}") for name, value in _object(shapes, where).items()}
+    unknown = next((name for name in found if name not in DEVICES), None)
+    if unknown is not None:
+        raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {unknown!r}")
+    return found.get(device)
+
+
+def save_shape(folder: Path, device: str, shape: TreeShape) -> None:
+    """Writes the tree into the head's config.json, which is replaced whole. Raises ConfigError where it cannot be."""
+    carried_shape(folder, device)  # refuses what it could not be added to
+    checked_shape(list(shape), "the tree to save")
+    file, partial = folder / "config.json", folder / "config.json.partial"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config.setdefault("draftwing", {}).setdefault("shapes", {})[device] = list(shape)
+        with partial.open("w", encoding="utf-8") as written:
+            written.write(json.dumps(config, indent=2) + "\n")
+            written.flush()
+            os.fsync(written.fileno())
+        partial.replace(file)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be rewritten: {error}") from None
+
+
+def checked_shape(value: Any, where: str) -> TreeShape:
+    """The tree of a list of steps, topk and draft tokens. Raises ConfigError, beginning with `where`, if none has
+    these."""
+    is_shape = (
+        isinstance(value, list)
+        and len(value) == len(_LIMITS)
+        and all(type(x) is int and low <= x <= high for x, (low, high) in zip(value, _LIMITS, strict=True))
+    )
+    if not is_shape:
+        raise ConfigError(f"{where}: expected [steps, topk, draft tokens] such as [3, 1, 4], found {value!r}")
+    steps, topk, nodes = value
+    if not steps < nodes <= most_nodes(steps, topk):
+        raise ConfigError(
+            f"{where}: expected {steps + 1} to {most_nodes(steps, topk)} draft tokens for {steps} steps and topk "
+            f"{topk}, found {nodes}"
+        )
+    return TreeShape(steps, topk, nodes)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected an object, found {value!r}")
+    return value

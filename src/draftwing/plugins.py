@@ -1,0 +1,34 @@
+"""Imports what a user names as `module:attribute`: a logit processor, a drafter."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftwing.errors import ConfigError
+
+
+def import_attribute(name: str, option: str) -> Any:
+    """Returns the attribute of a module, which is looked for in the working folder, too.
+
+    Raises ConfigError, naming the option, for a name of another form and for what cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{option}: expected module:attribute, found {name!r}")
+    here = str(Path.cwd())
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        value: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except Exception as error:  # whatever importing somebody's module raises
+        raise ConfigError(f"{option} {name}: cannot be loaded: {type(error).__name__}: {error}") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    return value

@@ -1,0 +1,62 @@
+"""Makes the drafters of `config.drafters`, each from a `DraftContext`."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+from draftwing.models.heads.config import AuxLayerIds
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.spec.drafter import DraftContext
+from draftwing.spec.heads import DraftHead, DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.ngram.drafter import NGramDrafter
+
+log = logging.getLogger("draftwing")
+
+
+def ngram(context: DraftContext) -> NGramDrafter:
+    """Drafts copied from what was seen."""
+    options = context.options
+    assert context.target.config.vocab_size < 2**22 - 1, "the n-gram memory packs token ids into 22 bits"
+    return NGramDrafter(
+        min_window=options.speculative_ngram_min_match_window_size,
+        max_window=options.speculative_ngram_max_match_window_size,
+        min_breadth=options.speculative_ngram_min_bfs_breadth,
+        max_breadth=options.speculative_ngram_max_bfs_breadth,
+        branch_length=options.speculative_ngram_branch_length,
+        capacity=options.speculative_ngram_capacity,
+        rows=context.rows,
+        device=context.device,
+    )
+
+
+def language_model(context: DraftContext) -> ModelDrafter:
+    """A small language model drafts."""
+    model, target = context.load_model(context.draft_path), context.target.config
+    known, used = model.config.max_positions, context.options.context_length or target.max_positions
+    if known < used:
+        log.warning("the draft model knows %d positions and is run up to %d: it may draft worse there", known, used)
+    return _drafter(context, DraftLM(model, min(model.config.vocab_size, target.vocab_size)))
+
+
+def draft_head(context: DraftContext) -> ModelDrafter:
+    """A head drafts: the one that is given, or the target's own prediction layers."""
+    options, target, dtype, device = context.options, context.target, context.dtype, context.device
+    if options.speculative_draft_model_path is None:
+        head = load_mtp_head(
+            context.draft_path, target, dtype, device, token_ids=context.token_ids, dummy=options.dummy
+        )
+    else:
+        head = load_draft_head(
+            context.draft_path, target, options.drafter, dtype, device, token_ids=context.token_ids,
+            aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
+            dummy=options.dummy,
+        )  # fmt: skip
+    head.pack()
+    return _drafter(context, head)
+
+
+def _drafter(context: DraftContext, head: DraftHead) -> ModelDrafter:
+    return make_model_drafter(head, context.rows, context.shape.topk, context.dtype, context.device)
