@@ -11,26 +11,34 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from draftwing import LLM, SamplingParams
-from draftwing.config.options import Options
+from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
-from draftwing.engine.build import assemble
-from draftwing.engine.device import pick_device
-from draftwing.engine.engine import Engine
 from draftwing.models.hub import fetch_default_model
 from draftwing.models.loader import load_model
-from draftwing.sched.shapes import FixedShape
+from draftwing.spec.drafter import DraftContext
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
-from draftwing.text.tokenizer import load_tokenizer
 
 PROMPTS = Path(__file__).parent / "data" / "mt_bench.jsonl"
 
 
-class Uncoupled(ModelDrafter):
+class Coupled(ModelDrafter):
+    """Drafts with the blurred model."""
+
+    blur: ClassVar[float]
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Coupled:
+        head = DraftLM(blurred(cls.blur), context.target.config.vocab_size)
+        return cls(head, context.rows, context.shape.topk, context.dtype, context.device)
+
+
+class Uncoupled(Coupled):
     """Drafts without the target's noise."""
 
     def propose(self, slots, rows, shape, max_bound, noisy):  # type: ignore[no-untyped-def]
@@ -56,21 +64,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--blur", type=float, default=0.25)
     args = parser.parse_args()
-    target = load_model(fetch_default_model(), torch.float32, "cpu")
-    draft = blurred(args.blur)
-    device = pick_device("cpu")
-    options = Options(
-        max_total_tokens=8192, max_running_requests=16, dtype="float32", speculative_algorithm="none"
-    ).resolve()
-    tokenizer = load_tokenizer(fetch_default_model())
+    Coupled.blur = args.blur
     with PROMPTS.open(encoding="utf8") as lines:
         questions = [json.loads(line)["turns"][0] for line in lines][:: 80 // args.prompts][: args.prompts]
     for shape in (TreeShape(4, 1, 5), TreeShape(4, 4, 16)):
-        for kind in (ModelDrafter, Uncoupled):
-            head = DraftLM(draft, target.config.vocab_size)
-            drafter = kind(head, 17, shape.topk, torch.float32, torch.device("cpu"))
-            parts = assemble(options, target, torch.float32, device, drafter, FixedShape(shape))
-            llm = LLM.from_engine(Engine.from_parts(options, tokenizer, parts, ()))
+        for kind in (Coupled, Uncoupled):
+            options = dict(zip(TREE, shape, strict=True))
+            llm = LLM(
+                speculative_algorithm=kind, max_total_tokens=8192, max_running_requests=16, dtype="float32", **options
+            )
             for temperature in (0.0, 0.7, 1.0):
                 params = SamplingParams(
                     temperature=temperature, max_new_tokens=args.tokens, sampling_seed=1, ignore_eos=True
@@ -81,11 +83,12 @@ def main() -> None:
                 steps = sum(meta["spec_verify_ct"] for meta in metas)
                 row = {
                     "shape": list(shape),
-                    "coupled": kind is ModelDrafter,
+                    "coupled": kind is Coupled,
                     "temperature": temperature,
                     "accept_length": round(1 + drafts / steps, 3),
                 }
                 print(json.dumps(row), flush=True)
+            llm.close()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ KNOWN_UPWARD: set[str] = {
 }
 KNOWN_TORCH = {"layers.rope", "models.config", "models.gguf"}  # reached from the host's side
 KNOWN_QUESTIONS: set[str] = {
-    "config.options: compares with a device's name",
     "config.resolve: compares with a device's name",
     "engine.build: imports ops.cpu",
     "engine.build: is_cuda",

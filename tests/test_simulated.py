@@ -154,8 +154,8 @@ def test_options_that_cannot_work() -> None:
     assert Options(**chain, simulate_accept_length=4.0).resolve().label == {"simulated": ["accept length 4"]}
     eagle = Options(speculative_algorithm="EAGLE", simulate_accept_length=5.0).resolve()
     with pytest.raises(ConfigError, match="which is 4; found 5"):
-        eagle.for_architecture("Qwen2ForCausalLM")
-    assert eagle.for_architecture("LlamaForCausalLM").speculative_num_steps == 5
+        eagle.for_engine("cpu", 0, "Qwen2ForCausalLM")
+    assert eagle.for_engine("cpu", 0, "LlamaForCausalLM").speculative_num_steps == 5
     with pytest.raises(ConfigError, match="simulate_accept_length"):
         Options(**chain, simulate_accept_length=0.5).resolve()
     with pytest.raises(ConfigError, match="load_format"):

@@ -14,8 +14,9 @@ from reference.learnable import ENGINE, VOCAB, write_target
 
 from draftwing import LLM, ConfigError
 from draftwing.cli.main import main
-from draftwing.config.bundled import carried_shape, save_shape, shipped_head
+from draftwing.config.drafters import find_drafter, shipped_head
 from draftwing.config.options import Options
+from draftwing.config.trees import carried_shape, save_shape
 from draftwing.core import TreeShape
 from draftwing.models.loader import load_model
 from draftwing.train.checkpoint import save_head
@@ -32,7 +33,7 @@ def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "smollm2" / name).mkdir(parents=True)
         (tmp_path / "smollm2" / name / "config.json").write_text("{}")
     (tmp_path / "smollm2/eagle/token_map.json").write_text("[1, 2]")
-    monkeypatch.setattr("draftwing.config.bundled.HEADS", tmp_path)
+    monkeypatch.setattr("draftwing.config.drafters.HEADS", tmp_path)
     return tmp_path / "smollm2"
 
 
@@ -84,9 +85,9 @@ def test_what_is_given_is_taken(heads: Path) -> None:
 
 
 def test_without_heads_nobody_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwing.config.bundled.HEADS", tmp_path)
+    monkeypatch.setattr("draftwing.config.drafters.HEADS", tmp_path)
     (tmp_path / "smollm2/eagle3").mkdir(parents=True)  # one that is being written has no config yet
-    assert shipped_head("smollm2", "EAGLE3") is None and drafting() == ("none", None, None)
+    assert shipped_head("smollm2", find_drafter("EAGLE3")) is None and drafting() == ("none", None, None)
     with pytest.raises(ConfigError, match="EAGLE3 needs speculative_draft_model_path"):
         drafting(speculative_algorithm="EAGLE3")
 
@@ -169,8 +170,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shipped(models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As if the head came with the package, for the alias tiny."""
     monkeypatch.chdir(models)
-    monkeypatch.setattr("draftwing.config.bundled.HEADS", models / "heads")
-    monkeypatch.setattr("draftwing.config.bundled.MODELS", ("tiny",))
+    monkeypatch.setattr("draftwing.config.drafters.HEADS", models / "heads")
+    monkeypatch.setattr("draftwing.config.drafters.MODELS", ("tiny",))
     return models / "heads/tiny/eagle3"
 
 

@@ -17,7 +17,8 @@ from draftwing.errors import ConfigError
     [
         (
             {"speculative_algorithm": "magic"},
-            "must be one of none, NGRAM, STANDALONE, EAGLE, EAGLE3, NEXTN; found 'MAGIC'",
+            "must be one of none, NGRAM, STANDALONE, EAGLE, EAGLE3, NEXTN, or module:Class of a drafter of your own; "
+            "found 'magic'",
         ),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "at least 2; found 1"),
         ({"port": 65536}, "port must be at most 65535; found 65536"),
@@ -41,9 +42,12 @@ def test_a_value_out_of_range_is_refused_with_the_rule(fields: dict[str, Any], r
 
 
 def test_overlap_is_the_default_on_cuda_only() -> None:
-    assert (Options().lag("cuda"), Options().lag("cpu")) == (1, 0)
-    assert Options(enable_overlap=True).lag("cpu") == 1
-    assert Options(disable_overlap_schedule=True).lag("cuda") == 0
+    def overlaps(device: str, **fields: bool) -> bool:
+        return Options(**fields).resolve().for_engine(device, 0).enable_overlap  # type: ignore[arg-type]
+
+    assert overlaps("cuda") and not overlaps("cpu")
+    assert overlaps("cpu", enable_overlap=True)
+    assert not overlaps("cuda", disable_overlap_schedule=True)
 
 
 def test_keyword_options() -> None:

@@ -49,9 +49,14 @@ def test_the_commands_of_the_page(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_environment(caplog: pytest.LogCaptureFixture) -> None:
     chain = options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="True")
-    assert chain.enable_overlap and chain.lag("cpu") == 1 and chain.speculative_shape == TreeShape(4, 1, 5)
+    assert (
+        chain.enable_overlap
+        and chain.for_engine("cpu", 0).enable_overlap
+        and chain.speculative_shape == TreeShape(4, 1, 5)
+    )
     assert not options(SPEC_V2, SGLANG_ENABLE_SPEC_V2="False").enable_overlap
-    assert options(SPEC_V2 + " --disable-overlap-schedule", SGLANG_ENABLE_SPEC_V2="1").lag("cuda") == 0
+    off = options(SPEC_V2 + " --disable-overlap-schedule", SGLANG_ENABLE_SPEC_V2="1")
+    assert not off.for_engine("cuda", 0).enable_overlap
     with caplog.at_level(logging.WARNING):
         options(NGRAM, SGLANG_NGRAM_FORCE_GREEDY_VERIFY="True")
     assert "SGLANG_NGRAM_FORCE_GREEDY_VERIFY has no effect" in caplog.text

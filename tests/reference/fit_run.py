@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from draftwing.models.loader import load_model
-from draftwing.train.fit import LOSSES, FitConfig, FitReport, fit, join_world, recipe
+from draftwing.train.fit import FitConfig, FitReport, fit, join_world, recipe
 from draftwing.train.heads import TargetHead, new_eagle3_head, new_eagle_head
 from draftwing.train.store import Sample, SourceMeta
 from draftwing.train.ttt import Loss
@@ -45,7 +45,7 @@ class Random:
 
 
 def config(algorithm: str, **changes: Any) -> FitConfig:
-    loss = Loss(steps=3) if algorithm == "EAGLE3" else LOSSES["EAGLE"]
+    loss = Loss(steps=3) if algorithm == "EAGLE3" else recipe("EAGLE").loss
     small = {"tokens": 40, "steps": 11, "max_length": 18, "lr": 1e-2, "log_every": 4, "eval_every": 3, "save_every": 3}
     return recipe(algorithm, **{"loss": loss, "precision": "float32", **small, **changes})
 

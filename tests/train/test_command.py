@@ -332,10 +332,10 @@ def test_what_cannot_work_is_refused_at_once(
 ) -> None:
     out, data = str(tmp_path / "out"), ("--data", str(run))
     for more, message in (
-        (["--algorithm", "EAGLE9"], "--algorithm: expected one of EAGLE3, EAGLE, MTP, found 'EAGLE9'"),
+        (["--algorithm", "EAGLE9"], "algorithm must be one of EAGLE, EAGLE3, MTP; found 'EAGLE9'"),
         (["--shapes", "3,1"], "--shapes: expected steps,topk,draft tokens such as 5,4,16; found '3,1'"),
-        (["--shapes", "3,2,99"], "which is 4 to 11 for 3 steps and topk 2; found 99"),
-        (["--greedy-share", "1.5"], "--greedy-share: expected a share from 0 to 1, found 1.5"),
+        (["--shapes", "3,2,99"], "--shapes: expected 4 to 11 draft tokens for 3 steps and topk 2, found 99"),
+        (["--greedy-share", "1.5"], "greedy_share must be at most 1; found 1.5"),
         (["--temperatures", "1", "0.5"], "--temperatures: expected the lowest and the highest"),
         (["--aux-layers", "1", "2", "40"], "taps: expected 0 to 7 for a target of 7 layers, found [1, 2, 40]"),
         (["--regenerate"], "--regenerate needs --conversations"),

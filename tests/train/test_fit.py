@@ -20,7 +20,7 @@ from draftwing.models.loader import load_model
 from draftwing.train import capture, progress
 from draftwing.train.batches import collate, epoch_batches, in_order, load, stream
 from draftwing.train.checkpoint import save_head
-from draftwing.train.fit import LOSSES, FitConfig, fit, recipe
+from draftwing.train.fit import FitConfig, fit, recipe
 from draftwing.train.heads import TargetHead, load_head, new_eagle3_head, new_eagle_head, new_mtp_head
 from draftwing.train.store import FeatureStore, SourceMeta
 from draftwing.train.ttt import Loss
@@ -58,7 +58,7 @@ def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
     store = FeatureStore.create(tmp_path / "store", features.meta("tiny", algorithm))
     capture.capture(features, store, tokens[:160])
     steps, chain = LESSONS[algorithm]
-    loss = Loss(**{**vars(LOSSES[algorithm]), "steps": chain})
+    loss = Loss(**{**vars(recipe(algorithm).loss), "steps": chain})
     settings = recipe(algorithm, loss=loss, steps=steps, tokens=512, lr=6e-3, eval_every=50)
     held_out = capture.online(features, "tiny", algorithm, tokens[160:])
     report = fit(head, TargetHead(target), store, held_out, settings, tmp_path / "run", resume=False)
@@ -98,7 +98,7 @@ def test_on_a_gpu_products_are_in_half_precision(algorithm, target, tmp_path):
         make = {"EAGLE3": lambda b: new_eagle3_head(b, torch.arange(32)), "EAGLE": new_eagle_head, "MTP": new_mtp_head}
         head = make[algorithm](body)
         meta = SourceMeta("tiny", algorithm, head.taps, 32, 64, "float32")
-        loss = Loss(**{**vars(LOSSES[algorithm]), "noise": 0.0})  # which differs between devices
+        loss = Loss(**{**vars(recipe(algorithm).loss), "noise": 0.0})  # which differs between devices
         precision = "auto" if device == "cuda" else "float32"
         settings = config(algorithm, loss=loss, steps=30, log_every=1, precision=precision)
         fit(head, TargetHead(body), Random(meta, 23, 1), None, settings, tmp_path / device, resume=False)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.config.arguments import add_arguments
-from draftwing.config.trees import save_shape
 from draftwing.config.options import SERVER, Options
 from draftwing.config.sglang_compat import REFUSED
+from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
 
 Run = Callable[[dict[str, Any]], None]

@@ -37,7 +37,7 @@ class Training(NamedTuple):
 
     name: str
     title: str
-    loss: Mapping[str, float]
+    loss: Mapping[str, Any]
     aux_hidden_states: bool = False
 
 
@@ -93,9 +93,7 @@ DRAFTERS = (
         tree=MATCHES,
         matched=True,
     ),
-    DrafterSpec(
-        "STANDALONE", "draftwing.spec.build:language_model", draft_model="required", same_tokenizer=True
-    ),
+    DrafterSpec("STANDALONE", "draftwing.spec.build:language_model", draft_model="required", same_tokenizer=True),
     DrafterSpec(
         "EAGLE",
         "draftwing.spec.build:draft_head",
@@ -128,7 +126,7 @@ DRAFTERS = (
 NAMES = tuple(spec.name for spec in DRAFTERS)
 NO_DRAFTER = DRAFTERS[0]
 DEFAULT = next(spec for spec in DRAFTERS if spec.name == "EAGLE3")  # for a model whose head is included
-TRAINED = {spec.training.name: spec for spec in DRAFTERS if spec.training is not None}  # by --algorithm
+TRAINED = {spec.training.name: spec for spec in DRAFTERS if spec.training is not None}  # by train's --algorithm
 
 
 def find_drafter(asked: str | type[Any]) -> DrafterSpec:
@@ -146,6 +144,14 @@ def find_drafter(asked: str | type[Any]) -> DrafterSpec:
     raise ConfigError(
         f"{_OPTION} must be one of {', '.join(NAMES)}, or module:Class of a drafter of your own; found {asked!r}"
     )
+
+
+def training(algorithm: str) -> Training:
+    """How the heads that `draftwing train --algorithm` names are trained. Raises ConfigError for other names."""
+    found = TRAINED[algorithm].training if algorithm in TRAINED else None
+    if found is None:
+        raise ConfigError(f"algorithm must be one of {', '.join(TRAINED)}; found {algorithm!r}")
+    return found
 
 
 def head_drafter(kind: str) -> DrafterSpec:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from draftwing.errors import ConfigError
 
@@ -50,7 +49,6 @@ class Kind(NamedTuple):
     optional: bool
 
 
-@functools.cache
 def kinds(cls: type[Any]) -> dict[str, Kind]:
     """Returns the type of each field."""
     return {name: _kind(hint) for name, hint in typing.get_type_hints(cls).items()}
@@ -71,8 +69,9 @@ def names_of(cls: type[Any]) -> dict[str, str]:
 
 def check_fields(values: Any) -> None:
     """Raises ConfigError for the first field whose value has the wrong type or lies outside its choices or bounds."""
+    found = kinds(type(values))
     for spec in dataclasses.fields(values):
-        value, kind = getattr(values, spec.name), kinds(type(values))[spec.name]
+        value, kind = getattr(values, spec.name), found[spec.name]
         if value is None and kind.optional:
             continue
         if kind.many and not isinstance(value, tuple):
@@ -105,8 +104,9 @@ def flag(name: str) -> str:
 def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}") -> None:
     """Adds one argument per field, in groups with this title. Defaults stay out, so that only what was given is set."""
     groups: dict[str, argparse._ArgumentGroup] = {}
+    found = kinds(cls)
     for spec in dataclasses.fields(cls):
-        meta, kind = spec.metadata, kinds(cls)[spec.name]
+        meta, kind, default = spec.metadata, found[spec.name], cast(Any, spec.default)
         if meta["group"] not in groups:
             groups[meta["group"]] = parser.add_argument_group(title.format(meta["group"]))
         text, settings = meta["help"], dict[str, Any](dest=spec.name, default=argparse.SUPPRESS)
@@ -117,8 +117,8 @@ def add_fields(parser: argparse.ArgumentParser, cls: type[Any], title: str = "{}
             settings |= {"type": kind.singles[0], "metavar": meta["metavar"] or choices}
             if kind.many:
                 settings["nargs"] = "+"
-            if spec.default not in (None, ()) and "(default" not in text:
-                shown = " ".join(map(str, spec.default)) if kind.many else spec.default
+            if default not in (None, ()) and "(default" not in text:
+                shown = " ".join(map(str, default)) if kind.many else default
                 text += f" (default: {shown})"
         flags = [flag(name) for name in (spec.name, *meta["aliases"])]
         groups[meta["group"]].add_argument(*flags, help=text.replace("%", "%%"), **settings)

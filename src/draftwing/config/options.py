@@ -5,7 +5,6 @@ No torch here: options are checked before anything heavy is imported.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from draftwing.errors import ConfigError
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
 REQUESTS, CUDA = "requests", "CUDA"
+_ALGORITHMS = "{" + ",".join((*NAMES, "module:Class")) + "}"
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,13 @@ class Options:
         False, CUDA, "a request's text does not depend on what runs beside it, nor on whether tokens are drafted"
     )
 
-    speculative_algorithm: str | type[Any] | None = option(
+    speculative_algorithm: str | type[Any] | None = option(  # noqa: RUF009
         None,
         SPECULATION,
         "who drafts tokens; module:Class is a drafter of your own (default: EAGLE3 for smollm2, whose head is "
         "included, none for other models)",
         aliases=("speculative_algo",),
-        metavar="{" + ",".join((*NAMES, "module:Class")) + "}",
+        metavar=_ALGORITHMS,
     )
     speculative_draft_model_path: str | None = option(
         None,
@@ -267,9 +267,7 @@ class Options:
         check_fields(self)
         return resolve.resolved(self)
 
-    def for_engine(
-        self, device: str, memory: int, architecture: str = "", carried: TreeShape | None = None
-    ) -> Options:
+    def for_engine(self, device: str, memory: int, architecture: str = "", carried: TreeShape | None = None) -> Options:
         """Resolved options with all that depends on the device, "cpu" or "cuda" with `memory` bytes, and on the models:
         sizes, overlap (the default on CUDA), and a head's tree. That is `carried`, what the head's config asks for, or
         else what targets of this architecture have. A second call changes nothing. Raises ConfigError."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.config.trees import carried_shape
 from draftwing.config.options import Options
+from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype

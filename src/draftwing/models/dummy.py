@@ -47,8 +47,8 @@ def draft_weights(
     """The tensors by which a draft head is told and sized, on the meta device but for maps of vocabularies, as its
     config speaks of them.
 
-    raw: flat keys (`draft_config.flatten_config`).  kind: of the head, "mtp", "eagle" or "eagle3"; configs for the first may
-    be an EAGLE head's.
+    raw: flat keys (`flatten_config`).  kind: of head, "eagle", "eagle3", or "mtp", for which a config may also be an
+    EAGLE head's.
     """
     hidden, layers = (_positive(raw, name, path) for name in ("hidden_size", "num_hidden_layers"))
     if kind == "mtp" and raw.get("num_nextn_predict_layers"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import cast
 
+from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.spec.drafter import DraftContext
@@ -44,6 +45,7 @@ def language_model(context: DraftContext) -> ModelDrafter:
 def draft_head(context: DraftContext) -> ModelDrafter:
     """A head drafts: the one that is given, or the target's own prediction layers."""
     options, target, dtype, device = context.options, context.target, context.dtype, context.device
+    head: FeatureHead
     if options.speculative_draft_model_path is None:
         head = load_mtp_head(
             context.draft_path, target, dtype, device, token_ids=context.token_ids, dummy=options.dummy

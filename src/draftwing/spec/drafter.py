@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -75,10 +75,10 @@ class Drafter(ABC):
 
     # Facts that options are checked with: the tree where the user asks for none, all that fits where num_draft_tokens
     # (the root included) is None; and further options of speculation that the class reads of its context.
-    num_steps: ClassVar[int] = 3
-    topk: ClassVar[int] = 1
-    num_draft_tokens: ClassVar[int | None] = None
-    reads_options: ClassVar[tuple[str, ...]] = ()
+    num_steps: int = 3
+    topk: int = 1
+    num_draft_tokens: int | None = None
+    reads_options: tuple[str, ...] = ()
 
     taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
@@ -116,7 +116,7 @@ class Drafter(ABC):
             return FixedShape(shape)
         return WorthDrafting(chain_menu(shape)) if self.fixed_hint else ExpectedGain(shape_menu(shape))
 
-    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:  # noqa: B027
         """Called once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its
         rotary table must cover."""
 
@@ -124,7 +124,7 @@ class Drafter(ABC):
         """Returns the number of page-table entries past kv_len that a step of this shape may write."""
         return shape.nodes
 
-    def observe(
+    def observe(  # noqa: B027
         self,
         slots: SlotTable,
         batch: Batch,
@@ -150,9 +150,9 @@ class Drafter(ABC):
         """
         return (torch.empty_like(rows) if out is None else out).fill_(self.first_hint)
 
-    def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+    def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
         """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
         [b], banned [b, V] bool; noisy: among them."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Forgets what was learnt from past requests (the prefix cache is being flushed)."""

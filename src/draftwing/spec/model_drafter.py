@@ -9,14 +9,12 @@ they cost little and the stages of a step stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import FEW_ROWS
 from draftwing.ops import use_triton
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan

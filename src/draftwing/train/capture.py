@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from draftwing.config.drafters import training
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
@@ -40,7 +41,7 @@ def eagle3_taps(layers: int) -> tuple[int, ...]:
 def target_taps(algorithm: str, layers: int, aux_layers: Sequence[int] | None = None) -> tuple[int, ...]:
     """What `DecoderModel.forward` is asked for; aux_layers: other residual streams for EAGLE-3, 0 the embedding,
     `layers` what comes before the final norm. Raises ConfigError for streams that the target does not have."""
-    if algorithm != "EAGLE3":
+    if not training(algorithm).aux_hidden_states:
         return (layers + 1,)  # `DecoderModel.final_tap`
     taps = tuple(aux_layers or eagle3_taps(layers))
     aux_layer_ids(taps, layers)  # refuses what a config could not name, before anything is computed
@@ -137,7 +138,7 @@ def capture(
 
 def bytes_per_token(meta: SourceMeta) -> int:
     """Of a store, on the disk."""
-    streams = 1 + len(meta.taps) if meta.algorithm == "EAGLE3" else 1
+    streams = 1 + len(meta.taps) if training(meta.algorithm).aux_hidden_states else 1
     return streams * meta.hidden * meta.torch_dtype.itemsize + 5
 
 

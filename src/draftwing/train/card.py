@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import draftwing
+from draftwing.config.drafters import DrafterSpec
 from draftwing.models.config import ModelConfig
-from draftwing.train.evaluate import ALGORITHMS, summary
+from draftwing.train.evaluate import summary
 from draftwing.train.files import write_text
 from draftwing.train.settings import Run
-
-_TITLES = {"EAGLE3": "EAGLE-3 head", "EAGLE": "EAGLE-2 head", "MTP": "Multi-token prediction layer"}
 
 
 def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> Path:
@@ -25,14 +24,14 @@ def write_card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any
 def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) -> str:
     """Markdown. records: of `evaluate`."""
     settings, model = run.settings, run.options.get("model", "smollm2")
-    algorithm = ALGORITHMS[settings.algorithm]
+    algorithm = settings.drafter.name
     flags = f"--model {model} --speculative-algorithm {algorithm} --speculative-draft-model-path FOLDER"
     return "\n\n".join(
         [
-            f"# {_TITLES[settings.algorithm]} for {model}",
+            f"# {settings.training.title} for {model}",
             "Drafts for its target in speculative decoding. The text stays the target's own, only sooner.",
             f"```\ndraftwing serve {flags}\n```",
-            *_note(settings.algorithm, target),
+            *_note(settings.drafter, target),
             "## Acceptance",
             "Accept length: mean tokens per verification, the target's own token included. Measured by the engine on "
             f"first turns, {settings.eval_tokens} tokens an answer. Trees are (steps, topk, draft tokens).",
@@ -46,8 +45,8 @@ def card(run: Run, target: ModelConfig, records: Sequence[Mapping[str, Any]]) ->
     )
 
 
-def _note(algorithm: str, target: ModelConfig) -> list[str]:
-    if algorithm != "MTP" or target.architecture == "MiMoForCausalLM":
+def _note(drafter: DrafterSpec, target: ModelConfig) -> list[str]:
+    if drafter.heads[0] != "mtp" or target.architecture == "MiMoForCausalLM":
         return []
     return [
         f"The layer has MiMo's tensor names, for a target that is a {target.architecture}. Only draftwing loads this "
@@ -94,7 +93,7 @@ def _training(run: Run) -> str:
         lines.append(f"Not trained any further: the mean of {', '.join(run.settings.init_head)}.")
     elif report and report["steps"]:
         lines.append(f"{report['steps']} steps over {report['tokens']} tokens in {report['seconds']:.0f} s.")
-    if run.settings.algorithm == "EAGLE3" and vocabulary:
+    if run.settings.training.aux_hidden_states and vocabulary:
         lines.append(f"Draft vocabulary: {len(vocabulary['ids'])} tokens, {vocabulary['coverage']:.2%} of the answers.")
     return " ".join(lines) + f"\n\n```\n{run.command()}\n```\n"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from draftwing.cli.bench import Local, Sample, measure
 from draftwing.config.options import Options
+from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.train.files import write_json
@@ -23,7 +24,6 @@ from draftwing.train.files import write_json
 logger = logging.getLogger(__name__)
 
 SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 4, 16), TreeShape(6, 10, 60))
-ALGORITHMS = {"EAGLE3": "EAGLE3", "EAGLE": "EAGLE", "MTP": "NEXTN"}  # what --speculative-algorithm calls them
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def _measure_shape(
 ) -> Iterator[dict[str, Any]]:
     from draftwing.engine.engine import Engine  # late: it imports torch
 
-    tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    engine = Engine(Options.from_kwargs(**{**options, **dict(zip(tree, shape, strict=True))}))
+    engine = Engine(Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=True))}))
     target = _Recorder(engine)
     for temperature, name in runs:
         ids = [target.encode(prompt) for prompt in sets[name]]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from draftwing.config.drafters import training
 from draftwing.engine.device import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
@@ -98,19 +99,9 @@ class FitConfig:
         return highest * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-# By algorithm: the papers' terms and weights. An MTP layer is run for as many steps as an EAGLE-3 head.
-LOSSES = {
-    "EAGLE3": Loss(),
-    "EAGLE": Loss(steps=1, tokens=0.1, features=1.0, noise=0.2),
-    "MTP": Loss(),
-}
-
-
 def recipe(algorithm: str, **changes: Any) -> FitConfig:
-    """The config that `algorithm` (EAGLE3, EAGLE or MTP) is trained with unless one says otherwise."""
-    if algorithm not in LOSSES:
-        raise ConfigError(f"algorithm: expected one of {', '.join(LOSSES)}, found {algorithm!r}")
-    return FitConfig(**{"loss": LOSSES[algorithm], **changes})
+    """The config that `algorithm` is trained with unless one says otherwise. Raises ConfigError for an unknown one."""
+    return FitConfig(**{"loss": Loss(**training(algorithm).loss), **changes})
 
 
 @dataclass(frozen=True)

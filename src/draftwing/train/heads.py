@@ -110,15 +110,25 @@ def new_mtp_head(target: DecoderModel, seed: int = 0) -> MTPHead:
     return trainable(head)
 
 
+def new_head(
+    kind: str, target: DecoderModel, target_ids: Tensor | None, taps: Sequence[int], ffn_size: int, seed: int
+) -> EagleHead | Eagle3Head | MTPHead:
+    """An untrained head of a kind (`DrafterSpec.heads`); each takes of these what it can use."""
+    if kind == "eagle3":
+        return new_eagle3_head(target, target_ids, taps, ffn_size, seed)
+    if kind == "eagle":
+        return new_eagle_head(target, ffn_size, seed=seed)
+    return new_mtp_head(target, seed)
+
+
 def load_head(
     path: str | Path, target: DecoderModel, algorithm: str, aux_layer_ids: AuxLayerIds = "auto"
 ) -> EagleHead | Eagle3Head | MTPHead:
     """A published head to be trained further, on the device of the target's embedding.
 
-    algorithm: EAGLE3, EAGLE or MTP.  Raises CheckpointError, and ConfigError for several prediction layers.
+    algorithm: of `draftwing train`.  Raises CheckpointError, and ConfigError for several prediction layers.
     """
-    name = "NEXTN" if algorithm == "MTP" else algorithm
-    head = load_draft_head(path, target, name, TRAINED, target.embed.weight.device, aux_layer_ids=aux_layer_ids)
+    head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device, aux_layer_ids=aux_layer_ids)
     return trainable(head)
 
 

@@ -5,147 +5,142 @@ No torch here: settings are checked before anything heavy is imported.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
-import types
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftwing.config.drafters import DEFAULT, NO_DRAFTER, TRAINED, DrafterSpec, Training, training
+from draftwing.config.fields import check_fields, flag, kinds, option
 from draftwing.config.options import Options
+from draftwing.config.trees import checked_shape
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.train.files import write_json
 
-ALGORITHMS = ("EAGLE3", "EAGLE", "MTP")
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
+_DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
-
-
-def _setting(
-    default: Any, stage: str, help: str, *, least: float | None = None, choices: Sequence[str] = (), fixed: bool = True
-) -> Any:
-    """fixed: a run cannot go on with another value."""
-    meta = {"stage": stage, "help": help, "least": least, "choices": choices, "fixed": fixed}
-    return field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True)
 class Settings:
     """Of one run. Tuples are given with spaces on the command line; None means a default that follows from others."""
 
-    seed: int = _setting(0, DATA, "of all that is drawn: answers, samples, weights, batches", least=0)
+    seed: int = option(0, DATA, "of all that is drawn: answers, samples, weights, batches", minimum=0)
 
-    prompts: tuple[str, ...] = _setting(
+    prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts that the model answers: JSON lines, JSON, CSV or lines of text, also as .gz; "
         "FILE:N takes a random N", fixed=False,
     )  # fmt: skip
-    conversations: tuple[str, ...] = _setting(
+    conversations: tuple[str, ...] = option(
         (), DATA, "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are", fixed=False
     )
-    regenerate: bool = _setting(False, DATA, "let the model itself answer what users say in --conversations")
-    eval_prompts: tuple[str, ...] = _setting(
+    regenerate: bool = option(False, DATA, "let the model itself answer what users say in --conversations")
+    eval_prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts to measure acceptance on; prompts that share 13 words in a row with them are not "
         "trained on (default: some prompts are held out)", fixed=False,
     )  # fmt: skip
-    max_length: int = _setting(2048, DATA, "tokens of a conversation; longer ones are skipped", least=32)
+    max_length: int = option(2048, DATA, "tokens of a conversation; longer ones are skipped", minimum=32)
 
-    max_tokens: int = _setting(1024, GENERATE, "tokens of an answer", least=1)
-    answers: int = _setting(1, GENERATE, "answers to each prompt; those after the first are never greedy", least=1)
-    greedy_share: float = _setting(0.5, GENERATE, "share of prompts that are answered at temperature 0", least=0)
-    temperatures: tuple[float, ...] = _setting((0.6, 1.0), GENERATE, "lowest and highest temperature of the others")
+    max_tokens: int = option(1024, GENERATE, "tokens of an answer", minimum=1)
+    answers: int = option(1, GENERATE, "answers to each prompt; those after the first are never greedy", minimum=1)
+    greedy_share: float = option(
+        0.5, GENERATE, "share of prompts that are answered at temperature 0", minimum=0, maximum=1
+    )
+    temperatures: tuple[float, ...] = option((0.6, 1.0), GENERATE, "lowest and highest temperature of the others")
 
-    algorithm: str = _setting("EAGLE3", CAPTURE, "what is trained", choices=ALGORITHMS)
-    data: str | None = _setting(
+    algorithm: str = option(_DEFAULT, CAPTURE, "what is trained", choices=tuple(TRAINED))
+    data: str | None = option(
         None, CAPTURE, "folder of another run whose answers and features are used (default: --out)"
     )
-    online: bool = _setting(
+    online: bool = option(
         False, CAPTURE, "compute features while training, for data that would not fit on the disk", fixed=False
     )
-    aux_layers: tuple[int, ...] = _setting(
+    aux_layers: tuple[int, ...] = option(
         (), CAPTURE, "hidden states that EAGLE-3 reads, by layers before them (default: 2, L/2, L-3)", fixed=False
     )
-    held_out: float = _setting(
-        0.02, CAPTURE, "share of conversations to watch the training with", least=0, fixed=False
+    held_out: float = option(
+        0.02, CAPTURE, "share of conversations to watch the training with", minimum=0, maximum=1, fixed=False
     )  # fmt: skip
 
     # What of these may change is the saved state's matter.
-    init_head: tuple[str, ...] = _setting(
+    init_head: tuple[str, ...] = option(
         (), FIT, "a head to start from, in place of a fresh one; of several that came from one head, their mean"
     )
-    draft_vocab_size: int | None = _setting(
-        None, FIT, "tokens that EAGLE-3 may draft (default: a quarter of the vocabulary, at most 32000)", least=64,
+    draft_vocab_size: int | None = option(
+        None, FIT, "tokens that EAGLE-3 may draft (default: a quarter of the vocabulary, at most 32000)", minimum=64,
         fixed=False,
     )  # fmt: skip
-    ffn_size: int = _setting(0, FIT, "width of the head's MLP (default: the target's)", least=0, fixed=False)
-    epochs: float = _setting(
-        1.0, FIT, "passes over the data; 0: none, the head is --init-head as it is", least=0, fixed=False
+    ffn_size: int = option(0, FIT, "width of the head's MLP (default: the target's)", minimum=0, fixed=False)
+    epochs: float = option(
+        1.0, FIT, "passes over the data; 0: none, the head is --init-head as it is", minimum=0, fixed=False
     )
-    steps: int = _setting(0, FIT, "steps of the optimizer, in place of epochs", least=0, fixed=False)
-    optimizer: str = _setting(
-        "adamw", FIT, "muon: for the matrices of the layer", choices=("adamw", "muon"), fixed=False
+    steps: int = option(0, FIT, "steps of the optimizer, in place of epochs", minimum=0, fixed=False)
+    optimizer: str = option("adamw", FIT, "muon: for the matrices of the layer", choices=("adamw", "muon"), fixed=False)
+    lr: float = option(0.0, FIT, "highest learning rate (default: 0.4 / hidden size)", minimum=0, fixed=False)
+    warmup: float = option(
+        0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1, fixed=False
     )
-    lr: float = _setting(0.0, FIT, "highest learning rate (default: 0.4 / hidden size)", least=0, fixed=False)
-    warmup: float = _setting(0.02, FIT, "share of the steps in which the learning rate rises", least=0, fixed=False)
-    batch_tokens: int = _setting(8192, FIT, "tokens of one forward", least=1, fixed=False)
-    accumulate: int = _setting(1, FIT, "forwards per step and GPU", least=1, fixed=False)
-    ttt_steps: int | None = _setting(
-        None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", least=1, fixed=False
+    batch_tokens: int = option(8192, FIT, "tokens of one forward", minimum=1, fixed=False)
+    accumulate: int = option(1, FIT, "forwards per step and GPU", minimum=1, fixed=False)
+    ttt_steps: int | None = option(
+        None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", minimum=1, fixed=False
     )
-    ttt_decay: float | None = _setting(
-        None, FIT, "weight of each of them beside the one before (default: 0.8)", least=0, fixed=False
+    ttt_decay: float | None = option(
+        None, FIT, "weight of each of them beside the one before (default: 0.8)", minimum=0, fixed=False
     )
-    target_temperature: float = _setting(
-        1.0, FIT, "of the target's distribution that is learnt; below 1 for traffic that is greedy", least=0.01,
+    target_temperature: float = option(
+        1.0, FIT, "of the target's distribution that is learnt; below 1 for traffic that is greedy", minimum=0.01,
         fixed=False,
     )  # fmt: skip
-    clip: float = _setting(0.5, FIT, "largest norm of a gradient", least=0, fixed=False)
-    save_every: int = _setting(500, FIT, "steps after which the state is saved", least=1, fixed=False)
-    eval_every: int = _setting(500, FIT, "steps after which held-out loss is measured", least=1, fixed=False)
-    log_every: int = _setting(20, FIT, "steps between lines of metrics.csv", least=1, fixed=False)
-    gpus: int = _setting(1, FIT, "GPUs (or with --device cpu processes) that generate and train", least=1, fixed=False)
+    clip: float = option(0.5, FIT, "largest norm of a gradient", minimum=0, fixed=False)
+    save_every: int = option(500, FIT, "steps after which the state is saved", minimum=1, fixed=False)
+    eval_every: int = option(500, FIT, "steps after which held-out loss is measured", minimum=1, fixed=False)
+    log_every: int = option(20, FIT, "steps between lines of metrics.csv", minimum=1, fixed=False)
+    gpus: int = option(1, FIT, "GPUs (or with --device cpu processes) that generate and train", minimum=1, fixed=False)
 
-    shapes: tuple[str, ...] = _setting(
+    shapes: tuple[str, ...] = option(
         ("3,1,4", "5,4,16", "6,10,60"), EVAL, "trees to measure: steps, topk, draft tokens", fixed=False
     )
-    eval_count: int = _setting(80, EVAL, "most prompts of each evaluation file", least=1, fixed=False)
-    eval_tokens: int = _setting(128, EVAL, "tokens of an answer that is measured", least=1, fixed=False)
-    eval_temperatures: tuple[float, ...] = _setting((0.0, 1.0), EVAL, "temperatures to measure at", fixed=False)
-    eval_concurrency: int = _setting(8, EVAL, "requests at once", least=1, fixed=False)
+    eval_count: int = option(80, EVAL, "most prompts of each evaluation file", minimum=1, fixed=False)
+    eval_tokens: int = option(128, EVAL, "tokens of an answer that is measured", minimum=1, fixed=False)
+    eval_temperatures: tuple[float, ...] = option((0.0, 1.0), EVAL, "temperatures to measure at", fixed=False)
+    eval_concurrency: int = option(8, EVAL, "requests at once", minimum=1, fixed=False)
 
-    licence: tuple[str, ...] = _setting(
+    licence: tuple[str, ...] = option(
         (), CARD, "where the data is from and under which licence, an item a source", fixed=False
     )
-    max_file_mb: int = _setting(5000, CARD, "largest file of the head, in MB", least=1, fixed=False)
+    max_file_mb: int = option(5000, CARD, "largest file of the head, in MB", minimum=1, fixed=False)
 
     def check(self) -> None:
         """Raises ConfigError for values that cannot work."""
-        for spec in dataclasses.fields(self):
-            value, meta = getattr(self, spec.name), spec.metadata
-            flag = "--" + spec.name.replace("_", "-")
-            if meta["choices"] and value not in meta["choices"]:
-                raise ConfigError(f"{flag}: expected one of {', '.join(meta['choices'])}, found {value!r}")
-            if meta["least"] is not None and value is not None and not value >= meta["least"]:
-                raise ConfigError(f"{flag}: expected at least {meta['least']:g}, found {value}")
-        for name in ("greedy_share", "held_out", "warmup"):
-            share = getattr(self, name)
-            if share > 1:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected a share from 0 to 1, found {share}")
+        check_fields(self)
         low, high = (*self.temperatures, *self.temperatures)[:2] if self.temperatures else (-1.0, -1.0)
         if len(self.temperatures) > 2 or not 0 <= low <= high:
             raise ConfigError(f"--temperatures: expected the lowest and the highest, found {list(self.temperatures)}")
         if self.regenerate and not self.conversations:
             raise ConfigError("--regenerate needs --conversations, whose answers it replaces")
-        if self.algorithm != "EAGLE3" and (self.aux_layers or self.draft_vocab_size):
-            raise ConfigError("--aux-layers and --draft-vocab-size are for --algorithm EAGLE3")
+        if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
+            able = " and ".join(name for name in TRAINED if training(name).aux_hidden_states)
+            raise ConfigError(f"--aux-layers and --draft-vocab-size are for --algorithm {able}")
         if not self.trains and not self.init_head:
             raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
         self.trees()
+
+    @property
+    def drafter(self) -> DrafterSpec:
+        """What runs the head."""
+        return TRAINED[self.algorithm]
+
+    @property
+    def training(self) -> Training:
+        """How the head is made."""
+        return training(self.algorithm)
 
     @property
     def trains(self) -> bool:
@@ -158,51 +153,11 @@ class Settings:
             parts = text.replace(" ", "").split(",")
             if len(parts) != 3 or not all(part.isdecimal() for part in parts):
                 raise ConfigError(f"--shapes: expected steps,topk,draft tokens such as 5,4,16; found {text!r}")
-            shape = TreeShape(*map(int, parts))
-            options = dict(zip(_TREE, shape, strict=True))
-            Options.from_kwargs(speculative_algorithm="EAGLE", **options).resolve()
-            found.append(shape)
+            found.append(checked_shape([int(part) for part in parts], "--shapes"))
         return found
 
 
 _FIELDS = {spec.name: spec.metadata for spec in dataclasses.fields(Settings)}
-_TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """An argument per field; defaults stay out, so that only what was given is set."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for spec in dataclasses.fields(Settings):
-        meta, kind = spec.metadata, _kind(spec.name)
-        group = groups.get(meta["stage"]) or groups.setdefault(
-            meta["stage"], parser.add_argument_group(f"train: {meta['stage']}")
-        )
-        flag, text = "--" + spec.name.replace("_", "-"), meta["help"]
-        if kind.single is bool:
-            group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
-            continue
-        if spec.default not in (None, (), 0):
-            shown = spec.default
-            text += f" (default: {' '.join(map(str, shown)) if isinstance(shown, tuple) else shown})"
-        metavar = "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else kind.single.__name__.upper()
-        group.add_argument(
-            flag, type=kind.single, nargs="+" if kind.many else None, default=argparse.SUPPRESS, metavar=metavar,
-            help=text.replace("%", "%%"),
-        )  # fmt: skip
-
-
-class _Kind(typing.NamedTuple):
-    single: type[Any]
-    many: bool
-
-
-def _kind(name: str) -> _Kind:
-    hint = typing.get_type_hints(Settings)[name]
-    if isinstance(hint, types.UnionType):
-        hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) is tuple:
-        return _Kind(typing.get_args(hint)[0], True)
-    return _Kind(hint, False)
 
 
 @dataclass(frozen=True)
@@ -220,18 +175,18 @@ class Run:
 
     def engine_options(self, **more: Any) -> dict[str, Any]:
         """For `Options.from_kwargs`. Nobody drafts unless that is asked for, whatever comes with the model."""
-        return {"random_seed": self.settings.seed, "speculative_algorithm": "none", **self.options, **more}
+        return {"random_seed": self.settings.seed, "speculative_algorithm": NO_DRAFTER.name, **self.options, **more}
 
     def command(self) -> str:
         """What to type to make the same."""
         words = ["draftwing", "train", "--out", str(self.out)]
         for name, value in self.options.items():
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            words += [flag(name)] + ([] if value is True else [str(value)])
         for spec in dataclasses.fields(Settings):
             value = getattr(self.settings, spec.name)
             if value == spec.default:
                 continue
-            words.append(f"--{spec.name.replace('_', '-')}")
+            words.append(flag(spec.name))
             if value is not True:
                 words += map(str, value) if isinstance(value, tuple) else [str(value)]
         return shlex.join(words)
@@ -263,7 +218,7 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
             continue  # somebody tries again
         kept, chosen = found
         if folder != out:  # only what its data is made by
-            kept = {name: value for name, value in kept.items() if _FIELDS[name]["stage"] in (DATA, GENERATE)}
+            kept = {name: value for name, value in kept.items() if _FIELDS[name]["group"] in (DATA, GENERATE)}
             chosen = {name: value for name, value in chosen.items() if name in MODEL_OPTIONS}
         _check_same(Path(folder), kept, chosen, given, options)
         settings, asked = settings | kept, asked | chosen
@@ -298,7 +253,7 @@ def _check_same(
 
 def _changed(folder: Path, name: str, found: Any, asked: Any) -> ConfigError:
     return ConfigError(
-        f"{folder} was made with --{name.replace('_', '-')} {_shown(found)}, not {_shown(asked)}: leave it out to go "
+        f"{folder} was made with {flag(name)} {_shown(found)}, not {_shown(asked)}: leave it out to go "
         "on, or name another --out"
     )
 
@@ -322,6 +277,6 @@ def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 def _read(name: str, value: Any) -> Any:
     """A setting from JSON. Of what may be several there was one, or null, in older folders."""
-    if not _kind(name).many:
+    if not kinds(Settings)[name].many:
         return value
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)

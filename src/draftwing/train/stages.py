@@ -44,7 +44,7 @@ from draftwing.train.data import (
     read_prompts,
     without_overlap,
 )
-from draftwing.train.evaluate import ALGORITHMS, Trial, evaluate, summary
+from draftwing.train.evaluate import Trial, evaluate, summary
 from draftwing.train.files import write_json
 from draftwing.train.fit import FitConfig, FitReport, fit, join_world, recipe
 from draftwing.train.generate import Sampling, finished, generate, usable
@@ -312,7 +312,7 @@ class Stages:
             raise ConfigError(f"there is no head in {folder}: run `draftwing train fit --out {out}` first")
         options = {name: v for name, v in self.run.engine_options().items() if not name.startswith("speculative_")}
         options |= {
-            "speculative_algorithm": ALGORITHMS[settings.algorithm],
+            "speculative_algorithm": settings.drafter.name,
             "speculative_draft_model_path": str(folder),
         }
         trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
@@ -366,11 +366,8 @@ class Stages:
             if head.target_ids is not None:
                 self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
             return head
-        if settings.algorithm == "EAGLE3":
-            return heads.new_eagle3_head(target, self._target_ids(tokens), self.taps, settings.ffn_size, settings.seed)
-        if settings.algorithm == "EAGLE":
-            return heads.new_eagle_head(target, settings.ffn_size, seed=settings.seed)
-        return heads.new_mtp_head(target, settings.seed)
+        ids = self._target_ids(tokens) if settings.training.aux_hidden_states else None
+        return heads.new_head(settings.drafter.heads[0], target, ids, self.taps, settings.ffn_size, settings.seed)
 
     def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:
         vocab = self.config.vocab_size

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwing.config.drafters import training
 from draftwing.errors import ConfigError
 from draftwing.train.files import replace_file, write_json
 
@@ -57,7 +58,7 @@ class Tokens(NamedTuple):
 class SourceMeta:
     """What features were computed by and for.
 
-    model: as the user named it.  algorithm: EAGLE3, EAGLE or MTP.  taps: as for `DecoderModel.forward`.
+    model: as the user named it.  algorithm: of `draftwing train`.  taps: as for `DecoderModel.forward`.
     hidden, vocab: of the target.  dtype: of taps and final, such as "bfloat16".
     """
 
@@ -190,7 +191,7 @@ class FeatureStore:
     @property
     def _final_only(self) -> bool:
         """Whether the one tap is what comes after the final norm, which is not stored twice."""
-        return self.meta.algorithm != "EAGLE3"
+        return not training(self.meta.algorithm).aux_hidden_states
 
     def _add(self, shard: _Shard) -> None:
         self._starts.append(len(self.lengths))

@@ -40,7 +40,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
         model=str(tmp_path), load_format="dummy", speculative_algorithm="NGRAM", cuda_graph_max_bs=2,
         speculative_num_draft_tokens=4, max_running_requests=2, chunked_prefill_size=64,
     ).resolve()  # fmt: skip
-    return precompile.Job(options.for_device("cuda", 80 << 30), tmp_path, None, None, torch.bfloat16, (9, 0))
+    return precompile.Job(options.for_engine("cuda", 80 << 30), tmp_path, None, None, torch.bfloat16, (9, 0))
 
 
 def test_what_an_engine_launches(job: precompile.Job, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ the next step makes a tree of it (`propose`). Both work on device state alone, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
@@ -15,8 +14,7 @@ from torch.nn.functional import pad
 
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import LayerSpec
-from draftwing.ops.attention import AttnBackend, Batch
+from draftwing.ops.attention import Batch
 from draftwing.sched.shapes import ExpectedGain, shape_menu
 from draftwing.spec.drafter import Draft, Drafter
 from draftwing.spec.ngram.memory import CANDIDATES, WAYS, NGramMemory, kernels_for
