@@ -1,4 +1,4 @@
-"""What requests change in the logits before sampling: penalties, biases, bans. Exact at every node of a draft tree.
+"""Edits logits as requests ask, before sampling: penalties, biases, bans. Exact at every node of a draft tree.
 
 A node is edited as the plain sequence that ends with it would be: it sees the committed tokens, its ancestors' drafts
 and itself. Nothing is counted ahead: counts are made of the token history in every step, so a preempted request, a
@@ -7,25 +7,8 @@ cached prefix or a rejected draft leaves nothing to correct.
 The order is that of Hugging Face and vLLM: repetition penalty (prompt and answer), then frequency and presence
 penalties (answer only) and biases as one sum, then bans.
 
-Wiring. At admission of a request with `params.edited`: `table.write(...)`. In a step, for the sub-batch `edited` of
-batch indices (numbers known to the host, `host_rows` their table rows on the host):
-
-    features = table.features(host_rows, guided=whether any row of the sub-batch is)
-    logits = logits.index_select(0, edited).float()
-    edit = table.apply(logits, features, rows[edited], slots.tokens, positions[edited, 0], bound, draft.tokens[edited],
-                       tree.path[edited], tree.path_len[edited], masks)
-    sample(edit.logits, ..., exact=lambda ids, only: edit.at(model.exact_logits(<hidden of only>, ids), ids, only))
-
-A row that is edited by its masks alone needs a `write` too: it resets what an earlier request left in the row.
-`positions[:, 0]`, the position of the root, is the one thing that tells how much of the history counts:
-
-- a tree step: the root's token is tokens[row, kv_len], so it is kv_len before the step (`batch.prefix_len`), bound is
-  the plan's max_bound;
-- a prefill's last query: the newest token is the query's own, so it is kv_len after the step minus 1; N = 1, D = 0,
-  path and draft tokens are zeros, path_len ones. The token that is sampled is counted in the next step, where it is
-  the root.
-
-Stop ids below min_new_tokens stay with `sampler.sample`.
+A row that is edited by its masks alone needs an `EditTable.write` too: it resets what an earlier request left in the
+row. Stop ids below min_new_tokens are the sampler's.
 """
 
 from __future__ import annotations
@@ -54,8 +37,20 @@ class Features(NamedTuple):
     masks: bool = False  # of grammars and the like: a mask for each node
 
 
+class _Nodes(NamedTuple):
+    """The nodes of a sub-batch, see `EditTable.apply`."""
+
+    rows: Tensor  # [b] int64
+    history: Tensor  # [R + 1, L] int64
+    newest: Tensor  # [b] int64
+    drafts: Tensor  # [b, N] int64
+    path: Tensor  # [b, N, D + 1] int64
+    path_len: Tensor  # [b, N] int64
+    prompt_len: Tensor  # [b, 1] int64
+
+
 class _Rows(NamedTuple):
-    """Of the rows of a sub-batch: what edits at chosen ids are computed from. None where nobody uses it."""
+    """What edits at chosen ids are computed from, of the rows of a sub-batch. None where nobody uses it."""
 
     penalties: Tensor  # [b, 3] float32: frequency, presence, repetition
     counts: Tensor | None  # [b, V] float32: how often the committed answer has the token
@@ -96,10 +91,10 @@ class EditTable:
 
     @torch.inference_mode()
     def write(self, row: int, params: SamplingParams, prompt_len: int, bad_word_ids: Sequence[Sequence[int]]) -> None:
-        """A request with edits takes the row; all of the row's columns are set.
+        """Sets all columns of the row, for a request with edits.
 
         prompt_len: of the request, not counting output carried over a preemption. bad_word_ids: token sequences of
-        its bad words, none empty. Sizes and ids were checked at the border.
+        its bad words, none empty. Sizes and ids were checked at admission.
         """
         biases, words = params.logit_bias, bad_word_ids
         assert len(biases) <= MOST_BIASES and len(words) <= MOST_BAD_WORDS
@@ -145,7 +140,7 @@ class EditTable:
         self.allowed[row].copy_(self._upload(packed).view(torch.int32)[:words])
 
     def features(self, rows: Iterable[int], guided: bool = False) -> Features:
-        """What rows of the table use, together; guided: `apply` will be given masks."""
+        """Returns what rows of the table use, together; guided: `apply` will be given masks."""
         merged = Features(masks=guided)
         for row in rows:
             own = self._features[row]
@@ -176,14 +171,18 @@ class EditTable:
         """Edits the logits of every node.
 
         logits [b, N, V] float32, not changed; rows [b] int64, of the table; history [R + 1, L] int64, the tokens of
-        all rows, those up to and including `newest` [b] valid: the position of the root (see the module's top for
-        prefill); bound: host bound of `newest`; drafts [b, N] int64, token 0 the root's; path [b, N, D + 1] and
-        path_len [b, N] int64 as in `ops.torch.tree.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w
-        is set where token 32 * w + i may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
-        What a dead node gets is not defined.
+        all rows; newest [b] int64, the position of the root, up to which they count; bound: host bound of `newest`;
+        drafts [b, N] int64, token 0 the root's; path [b, N, D + 1] and path_len [b, N] int64 as in
+        `ops.torch.tree.Tree`; masks [b, N, W] int32 with features.masks: bit i of word w is set where token 32 * w + i
+        may come, W = ceil(V / 32); all ones for rows of the sub-batch without a mask.
+
+        In a tree step `newest` is kv_len before the step. For a prefill's last query, N = 1 and D = 0 with zeros for
+        drafts and path and ones for path_len, it is kv_len after the step minus 1. What a dead node gets is not
+        defined.
         """
         assert (masks is not None) == features.masks
-        here = self._gather(features, rows, history, newest, bound, drafts, path, path_len, masks)
+        nodes = _Nodes(rows, history, newest, drafts, path, path_len, self.prompt_len.index_select(0, rows)[:, None])
+        here = self._gather(features, nodes, bound, masks)
         x = _edited(logits, here, here.counts, here.seen, here.bias)
         if x is logits:
             x = logits.clone()
@@ -199,32 +198,21 @@ class EditTable:
             x.scatter_reduce_(-1, here.bad_last.clamp(min=0)[:, None].expand_as(limit), limit, "amin")
         return Edited(x, here)
 
-    def _gather(
-        self,
-        features: Features,
-        rows: Tensor,
-        history: Tensor,
-        newest: Tensor,
-        bound: int,
-        drafts: Tensor,
-        path: Tensor,
-        path_len: Tensor,
-        masks: Tensor | None,
-    ) -> _Rows:
+    def _gather(self, features: Features, nodes: _Nodes, bound: int, masks: Tensor | None) -> _Rows:
         count, seen, bias, below, bad_last, active = None, None, None, None, None, None
-        prompt_len = self.prompt_len.index_select(0, rows)[:, None]  # [b, 1]
+        rows, drafts, path = nodes.rows, nodes.drafts, nodes.path
         if features.counts or features.seen:
-            known = history[:, : bound + 1].index_select(0, rows)  # [b, L]
+            known = nodes.history[:, : bound + 1].index_select(0, rows)  # [b, L]
             position = torch.arange(known.shape[1], device=rows.device)
-            past = position <= newest[:, None]
+            past = position <= nodes.newest[:, None]
             zeros = torch.zeros(rows.shape[0], self.vocab, dtype=torch.float32, device=rows.device)
             if features.counts:
-                count = zeros.scatter_add(1, known, ((position >= prompt_len) & past).float())
+                count = zeros.scatter_add(1, known, ((position >= nodes.prompt_len) & past).float())
             if features.seen:
                 seen = zeros.scatter_add(1, known, past.float()).clamp_(max=1)
             level = torch.arange(1, path.shape[-1], device=rows.device)
             below = drafts.gather(1, path[..., 1:].flatten(1)).view(*drafts.shape, -1)  # [b, N, D]
-            below = below.masked_fill(level >= path_len[..., None], -1)
+            below = below.masked_fill(level >= nodes.path_len[..., None], -1)
         if features.biases:
             ids, values = (x[:, : features.biases].index_select(0, rows) for x in (self.bias_ids, self.bias_values))
             bias = torch.zeros(rows.shape[0], self.vocab, dtype=torch.float32, device=rows.device)
@@ -233,9 +221,7 @@ class EditTable:
             bad_last = self.bad_last[:, : features.bad_words].index_select(0, rows)  # [b, S]
             active = (bad_last >= 0)[:, None].expand(-1, drafts.shape[1], -1)  # [b, N, S]
             if features.bad_tokens > 1:
-                recent = _recent(
-                    features.bad_tokens - 1, history, rows, newest, prompt_len, drafts, path, path_len
-                )  # [b, N, J]
+                recent = _recent(features.bad_tokens - 1, nodes)  # [b, N, J]
                 before = self.bad_before[:, : features.bad_words, : features.bad_tokens - 1].index_select(0, rows)
                 before = before[:, None]  # [b, 1, S, J]
                 active = active & ((before == recent[:, :, None]) | (before < 0)).all(-1)
@@ -246,7 +232,7 @@ class EditTable:
         return _Rows(self.penalties.index_select(0, rows), count, seen, bias, bits, below, bad_last, active)
 
     def banned(self, bits: Tensor) -> Tensor:
-        """bits [b, n, W] int32 -> [b, n, V] bool, what may not come."""
+        """Returns what may not come, [b, n, V] bool; bits [b, n, W] int32."""
         octets = bits.contiguous().view(torch.uint8)  # [b, n, 4 * W], little-endian as every device is
         banned = self._unpacked.index_select(0, octets.flatten().to(torch.int32)).view(torch.bool)
         return banned.view(*bits.shape[:2], -1)[..., : self.vocab]
@@ -260,7 +246,7 @@ class Edited:
         self._rows = rows
 
     def at(self, values: Tensor, ids: Tensor, only: Tensor | None = None) -> Tensor:
-        """The edits of chosen ids, bit for bit what they did to `logits` where values are equal.
+        """Edits the logits of chosen ids, bit for bit as `logits` where values are equal.
 
         values [b', N, K] float32, logits of ids [b', N, K] int64; only [b'] int64: which rows of the sub-batch these
         are, None for all. Returns [b', N, K] float32.
@@ -273,7 +259,7 @@ class Edited:
 
 
 def _edited(x: Tensor, rows: _Rows, count: Tensor | None, seen: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Penalties and biases. x [b, N, K] float32; the others [b, N, K], or [b, K] for all nodes alike."""
+    """Applies penalties and biases. x [b, N, K] float32; the others [b, N, K], or [b, K] for all nodes alike."""
     penalties = rows.penalties[:, None, :, None]  # [b, 1, 3, 1]
 
     def wide(y: Tensor) -> Tensor:
@@ -294,7 +280,7 @@ def _edited(x: Tensor, rows: _Rows, count: Tensor | None, seen: Tensor | None, b
 
 
 def _edited_at(values: Tensor, ids: Tensor, rows: _Rows) -> Tensor:
-    """All edits of the nodes' own ids: values, ids [b, N, K] -> [b, N, K]."""
+    """Applies all edits to the nodes' own ids: values, ids [b, N, K] -> [b, N, K]."""
     flat = ids.flatten(1)
 
     def pick(dense: Tensor | None) -> Tensor | None:
@@ -315,22 +301,14 @@ def _edited_at(values: Tensor, ids: Tensor, rows: _Rows) -> Tensor:
     return x
 
 
-def _recent(
-    length: int,
-    history: Tensor,
-    rows: Tensor,
-    newest: Tensor,
-    prompt_len: Tensor,
-    drafts: Tensor,
-    path: Tensor,
-    path_len: Tensor,
-) -> Tensor:
-    """The newest `length` answer tokens of every node's path, its own first: [b, N, length], `_BEFORE` before the
-    answer's beginning."""
+def _recent(length: int, nodes: _Nodes) -> Tensor:
+    """Returns the newest `length` answer tokens of every node's path, its own first, [b, N, length]; `_BEFORE` before
+    the answer's beginning."""
+    rows, history, newest, drafts, path, path_len, prompt_len = nodes
     back = torch.arange(length, device=rows.device)
     level = (path_len - 1)[..., None] - back  # [b, N, J]: below the root where positive
     position = level + newest[:, None, None]
     committed = history[rows[:, None, None], torch.minimum(position, newest[:, None, None]).clamp_(min=0)]
-    nodes = path.gather(-1, level.clamp(0, path.shape[-1] - 1))
-    drafted = drafts.gather(1, nodes.flatten(1)).view_as(nodes)
+    at = path.gather(-1, level.clamp(0, path.shape[-1] - 1))
+    drafted = drafts.gather(1, at.flatten(1)).view_as(at)
     return torch.where(level > 0, drafted, committed).masked_fill_(position < prompt_len[..., None], _BEFORE)

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens under the model's own distribution: log softmax of the logits, before edits and
+"""Computes log probabilities of tokens under the model's own distribution: log softmax of the logits, before edits and
 temperature, computed in float32.
 
 They leave the device packed as float64, in which values and token ids are both exact; `view(torch.int64)` takes them
@@ -12,6 +12,7 @@ is left of the error is at most 1 - m of one rounding, m the candidates' mass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,7 +28,7 @@ PROMPT_SLICE: Final = 64  # prompt positions whose logits exist at once; 40 MB o
 
 
 def width(top: int, wanted: int) -> int:
-    """Packed numbers of a position: the token's own, `top` values and ids, `wanted` further tokens' values."""
+    """Returns how many packed numbers a position has: the token's own, `top` values and ids, `wanted` further tokens."""
     return 1 + 2 * top + wanted
 
 
@@ -38,7 +39,7 @@ def path_logprobs(
     token_ids: Tensor | None = None,
     exact: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Log probabilities at positions of a path, for decoding the accepted one.
+    """Returns log probabilities at positions of a path, for decoding the accepted one.
 
     logits [b, P, V] of any float type, not changed, at the nodes; tokens [b, P] int64, what was committed after them
     (any valid id past a row's count); top: the most that a row asked for; token_ids [b, T] int64: further tokens
@@ -57,8 +58,8 @@ def path_logprobs(
     else:
         # More than are reported: rounding may have put the best in another order.
         candidates = top_candidates(logits, min(top + CANDIDATES, vocab))
-        settled = torch.cat((candidates, ids), -1)
-        x = logits.float().scatter(-1, settled, exact(settled))
+        rescored = torch.cat((candidates, ids), -1)
+        x = logits.float().scatter(-1, rescored, exact(rescored))
     logsumexp = x.logsumexp(-1, keepdim=True)  # [b, P, 1]
     value = x.gather(-1, ids) - logsumexp
     weighed = x.gather(-1, candidates)  # [b, P, K]
@@ -75,7 +76,7 @@ def prompt_logprobs(
     token_ids: Tensor | None = None,
     exact: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Log probabilities of a prompt's tokens, of one request's chunk, `PROMPT_SLICE` positions at a time.
+    """Returns log probabilities of a prompt's tokens, of one request's chunk, `PROMPT_SLICE` positions at a time.
 
     hidden [M, H] after the final norm; logits: `model.logits`, [m, H] -> [m, V]; next_ids [M] int64: the token that
     follows each query (position t's hidden state tells the log probability of token t + 1; position 0 has none);
@@ -85,15 +86,16 @@ def prompt_logprobs(
     parts = []
     for part, following in zip(hidden.split(PROMPT_SLICE), next_ids.split(PROMPT_SLICE), strict=True):
         wanted = None if token_ids is None else token_ids.expand(part.shape[0], -1)
-        settle = None if exact is None else _of_queries(exact, part[:, None])
-        packed = path_logprobs(logits(part)[:, None], following[:, None], top, wanted, settle)
+        rescore = None if exact is None else partial(exact, part[:, None])
+        packed = path_logprobs(logits(part)[:, None], following[:, None], top, wanted, rescore)
         parts.append(packed.squeeze(1))
     return torch.cat(parts)
 
 
 def unpack(packed: npt.NDArray[np.float64], top: int, params: LogprobParams) -> list[TokenLogprobs]:
-    """packed [P, width(top, T)] float64 on the host, of one request: its positions' log probabilities, as many top and
-    further tokens as `params` asks for; `top` and T are those of the whole batch and may be larger."""
+    """Returns the log probabilities of one request's positions, as many top and further tokens as `params` asks for.
+
+    packed [P, width(top, T)] float64 on the host; `top` and T are those of the whole batch and may be larger."""
     assert params.top <= top and width(top, len(params.token_ids)) <= packed.shape[-1]
     found = []
     for row in packed.tolist():
@@ -105,13 +107,9 @@ def unpack(packed: npt.NDArray[np.float64], top: int, params: LogprobParams) -> 
     return found
 
 
-def _of_queries(exact: Callable[[Tensor, Tensor], Tensor], hidden: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda ids: exact(hidden, ids)
-
-
 def _ordered(x: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Distinct int64 keys: the larger value first, of equal ones the lower id. x [..., K] float32, ids its token ids
-    [..., K], None for 0 .. K - 1."""
+    """Returns distinct int64 keys: the larger value first, of equal ones the lower id. x [..., K] float32, ids its token
+    ids [..., K], None for 0 .. K - 1."""
     bits = (x + 0.0).view(torch.int32)  # -0.0 becomes 0.0, its equal
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float's pattern falls as its value rises
     if ids is None:
