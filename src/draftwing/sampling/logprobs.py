@@ -28,7 +28,7 @@ PROMPT_SLICE: Final = 64  # prompt positions whose logits exist at once; 40 MB o
 
 
 def width(top: int, wanted: int) -> int:
-    """Returns how many packed numbers a position has: the token's own, `top` values and ids, `wanted` further tokens."""
+    """Counts the packed numbers of a position: the token's own, `top` values and ids, `wanted` further tokens."""
     return 1 + 2 * top + wanted
 
 
@@ -108,8 +108,10 @@ def unpack(packed: npt.NDArray[np.float64], top: int, params: LogprobParams) -> 
 
 
 def _ordered(x: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Returns distinct int64 keys: the larger value first, of equal ones the lower id. x [..., K] float32, ids its token
-    ids [..., K], None for 0 .. K - 1."""
+    """Returns distinct int64 keys: the larger value first, of equal ones the lower id.
+
+    x [..., K] float32, ids its token ids [..., K], None for 0 .. K - 1.
+    """
     bits = (x + 0.0).view(torch.int32)  # -0.0 becomes 0.0, its equal
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float's pattern falls as its value rises
     if ids is None:
