@@ -50,8 +50,8 @@ def check_card(head: Path, options: Mapping[str, Any], prompts: str | None, emit
 
 
 def read_report(head: Path) -> dict[str, Any]:
-    """The report of `draftwing train eval` on this head: eval.json in its folder or, as training leaves it, beside it.
-    Raises ConfigError."""
+    """Reads the report of `draftwing train eval` on this head: eval.json in its folder or, as training leaves it,
+    beside it. Raises ConfigError."""
     file = next((path for path in (head / "eval.json", head.parent / "eval.json") if path.is_file()), None)
     if file is None:
         raise ConfigError(f"{head} has no eval.json, in it or beside it: `draftwing train eval` writes one")
@@ -67,7 +67,7 @@ def read_report(head: Path) -> dict[str, Any]:
 
 
 def _known_set(report: Mapping[str, Any], texts: list[str], file: str) -> tuple[str, list[str]]:
-    """The set of the report that these prompts, or the first of them, are; with its prompts."""
+    """Returns the set of the report that these prompts, or the first of them, are; with its prompts."""
     for name, known in report["prompts"].items():
         part = texts[: int(known.split()[0])]
         if prompts_digest(part) == known:

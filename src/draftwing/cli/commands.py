@@ -94,7 +94,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """All options, so that the command of a server can be tried here; --help is without those that only concern a
+    """Adds all options, so that the command of a server can be tried here; --help is without those that only concern a
     server, and without those that are refused."""
     add_arguments(parser)
     servers = {spec.name for spec in dataclasses.fields(Options) if spec.metadata["group"] == SERVER} - {"api_key"}
@@ -117,7 +117,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _taken(arguments: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Those of a command's own arguments; the rest are options of an engine."""
+    """Takes a command's own arguments out of all; the rest are options of an engine."""
     return {name: arguments.pop(name) for name in names}
 
 

@@ -96,7 +96,7 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
 
 
 def head_folder(options: dict[str, Any]) -> Path:
-    """Of the head that would draft, to write into. Raises ConfigError where there is none."""
+    """Returns the folder of the head that would draft, to write into. Raises ConfigError where there is none."""
     resolved = Options.from_kwargs(**options).resolve()
     draft = resolved.speculative_draft_model_path
     if not resolved.drafter_spec.heads or draft is None:

@@ -39,7 +39,7 @@ _FIXED = {"style", "excludes"}
 
 
 def to_lark_grammar(tag: Any, special: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
-    """The structural tag `tag`, a parsed JSON document. Raises GrammarError.
+    """Translates the structural tag `tag`, a parsed JSON document. Raises GrammarError.
 
     special: ids of the special tokens; text that spells one stands for the token.
     json_options: how JSON is written, llguidance's `x-guidance`.
@@ -105,7 +105,7 @@ class _Writer:
         return name
 
     def text(self, text: str) -> str:
-        """Text as it is, but for special tokens."""
+        """Writes text as it is, but for special tokens."""
         parts, at = [], 0
         for match in self.split.finditer(text):
             parts += [json.dumps(text[at : match.start()], ensure_ascii=False)] if match.start() > at else []

@@ -40,7 +40,7 @@ _CHECKED_NS = 10**18  # modification time of a file whose hash was right
 def resolve_model(
     name: str, revision: str | None = None, progress: bool = True, option: str = "--model", weights: bool = True
 ) -> Path:
-    """The folder or `.gguf` file that `name` means; fetches it when it is not on this machine.
+    """Returns the folder or `.gguf` file that `name` means; fetches it when it is not on this machine.
 
     revision: branch, tag or commit of a hub id.  option: what the user calls it, for errors.
     weights: False: of a hub id only what comes beside them is needed.
@@ -122,7 +122,7 @@ def _from_hub_cache(repo: str, revision: str | None, cause: Exception, weights: 
 
 
 def _wanted(repo: str, files: Sequence[str], weights: bool = True) -> list[str]:
-    """The files to fetch: those at the top of the repository, safetensors rather than pickles."""
+    """Returns the files to fetch: those at the top of the repository, safetensors rather than pickles."""
     top = [file for file in files if "/" not in file]
     if "config.json" not in top:
         gguf = [file for file in files if file.endswith(".gguf")]
@@ -178,8 +178,8 @@ def fetch_default_model(progress: bool = True) -> Path:
 
 
 def _intact(file: Path) -> bool:
-    """Whether `file` has the right hash. One that has gets the modification time `_CHECKED_NS`, which any later write
-    changes, so that its hash is not computed at each start."""
+    """Tells whether `file` has the right hash. One that has gets the modification time `_CHECKED_NS`, which any later
+    write changes, so that its hash is not computed at each start."""
     if not file.is_file():
         return False
     if file.stat().st_mtime_ns == _CHECKED_NS:
@@ -215,7 +215,8 @@ def _download(folder: Path, progress: bool) -> Path:
 
 
 def _installer(folder: Path) -> list[str]:
-    """A command that fetches the package without its dependencies. Environments made by uv have no pip of their own."""
+    """Returns a command that fetches the package without its dependencies. Environments made by uv have no pip of their
+    own."""
     options = ["--no-deps", "--only-binary", ":all:"]
     download = ["download", *options, "--dest", str(folder), _PACKAGE]
     if importlib.util.find_spec("pip") is not None:

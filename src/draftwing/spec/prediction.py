@@ -64,8 +64,8 @@ class PredictedOutput:
 
     @torch.inference_mode()
     def write(self, row: int, ids: Sequence[int], prompt_len: int) -> None:
-        """A request with a prediction takes the row. ids: token ids of the prediction; prompt_len: of the request, not
-        counting output carried over a preemption."""
+        """Gives the row to a request with a prediction. ids: token ids of the prediction; prompt_len: of the request,
+        not counting output carried over a preemption."""
         ids = ids[: self.limit]
         columns = self.tokens.shape[1]
         if len(ids) > columns:
@@ -83,7 +83,7 @@ class PredictedOutput:
         self._lengths[row] = len(ids)
 
     def longest(self, rows: Iterable[int]) -> int:
-        """Tokens of the longest prediction among rows of the table, on the host."""
+        """Returns the tokens of the longest prediction among rows of the table, on the host."""
         return max((self._lengths[row] for row in rows), default=0)
 
     def outlook(self, slots: PredictionSlots, rows: Tensor, bound: int) -> Tensor:

@@ -39,7 +39,7 @@ class Simulation:
 
     @property
     def threshold(self) -> int:
-        """How many of 2^FRACTION_BITS steps accept one more."""
+        """Returns how many of 2^FRACTION_BITS steps accept one more."""
         return round((self.mean - int(self.mean)) * (1 << FRACTION_BITS))
 
     def __call__(self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor) -> Tensor:
@@ -82,5 +82,5 @@ class Simulation:
 
 
 def fraction_bits(rows: Tensor, kv_len: Tensor) -> Tensor:
-    """[B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
+    """Returns [B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
     return _position_words(rows, kv_len[:, None])[:, 0, 0].long() & ((1 << FRACTION_BITS) - 1)

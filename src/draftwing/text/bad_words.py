@@ -10,7 +10,7 @@ from draftwing.text.tokenizer import Tokenizer
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is tokenized at the start of a text and after a space, where the two differ.
+    """Returns each word as it is tokenized at the start of a text and after a space, where the two differ.
 
     Raises RequestError for a word of too many tokens, or of none, and for too many sequences.
     """

@@ -82,7 +82,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. `kwargs` are further variables (`enable_thinking`, `documents`, ...).
+        """Returns the prompt text of a conversation. `kwargs` are further variables (`enable_thinking`, `documents`,
+        ...).
 
         Raises RequestError when the template refuses the messages or cannot work with them.
         """
@@ -99,7 +100,8 @@ class ChatTemplate:
 
     @cached_property
     def turn_suffix(self) -> str:
-        """The text a template puts after the last assistant message; empty when it puts none or cannot be probed."""
+        """Returns the text a template puts after the last assistant message; empty when it puts none or cannot be
+        probed."""
         conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SENTINEL}]
         try:
             text = self.render(conversation, add_generation_prompt=False)
@@ -109,7 +111,8 @@ class ChatTemplate:
 
 
 def end_of_turn(template: ChatTemplate, encode: Callable[[str], list[int]], special_ids: frozenset[int]) -> int | None:
-    """The special token that ends an assistant's turn, or None when the template ends it with plain text or nothing.
+    """Returns the special token that ends an assistant's turn, or None when the template ends it with plain text or
+    nothing.
 
     `encode` maps text to ids, parsing special tokens and adding none. Some checkpoints name another token as eos than
     the one their chat format ends a turn with, and generation would run past it.

@@ -13,8 +13,8 @@ _MARK = "QcontinuedZ"  # plain letters, which no filter of a template changes
 
 
 def render_continued(tokenizer: Tokenizer, messages: Sequence[Message], **kwargs: Any) -> str:
-    """The prompt text up to the end of the last message, which has to be the assistant's; spaces at its end are kept,
-    whatever the template does to those of finished messages. kwargs: as of `Tokenizer.render_chat`.
+    """Returns the prompt text up to the end of the last message, which has to be the assistant's; spaces at its end are
+    kept, whatever the template does to those of finished messages. kwargs: as of `Tokenizer.render_chat`.
 
     Raises RequestError, also where the template does not show the message's end.
     """

@@ -49,7 +49,7 @@ class _TokenText:
         return ""
 
     def flush(self) -> str:
-        """The rest, as `decode` gives it when nothing follows."""
+        """Returns the rest, as `decode` gives it when nothing follows."""
         return self._advance(len(self._waiting), self._decode_waiting()) if self._waiting else ""
 
     def _decode(self, ids: list[int]) -> str:
@@ -115,7 +115,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """Everything given out so far."""
+        """Returns everything given out so far."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
@@ -142,8 +142,8 @@ class IncrementalDetokenizer:
         return new
 
     def end_at(self, matched: str | None) -> str:
-        """The rest of the text, where the search here `failed`: up to the stop that somebody else found, or all of
-        it. Nothing was given out since it failed."""
+        """Returns the rest of the text, where the search here `failed`: up to the stop that somebody else found, or all
+        of it. Nothing was given out since it failed."""
         assert self.failed
         self.stopped = matched
         at = -1 if matched is None else self._recent.rfind(matched)
@@ -195,8 +195,9 @@ class IncrementalDetokenizer:
         return shown
 
     def _find(self, buffer: str) -> tuple[int, int, str] | None:
-        """(start, end, string) of the first completed stop string. No match ended in earlier text, of which `buffer`
-        has the longest - 1 last characters, or more: so the first occurrence of each string is the right one."""
+        """Returns (start, end, string) of the first completed stop string. No match ended in earlier text, of which
+        `buffer` has the longest - 1 last characters, or more: so the first occurrence of each string is the right
+        one."""
         best: tuple[int, int, str] | None = None
         for string in self._stop:
             start = buffer.find(string)
@@ -231,7 +232,7 @@ class StopStringScanner:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> StopStringScanner | None:
-        """What watches an answer with these parameters; None where its text ends nothing."""
+        """Returns what watches an answer with these parameters; None where its text ends nothing."""
         if not params.stop and not params.stop_regex:
             return None
         return cls(tokenizer, params.stop, params.skip_special_tokens, params.stop_regex)
@@ -242,11 +243,12 @@ class StopStringScanner:
         return self._detokenizer.failed
 
     def push(self, token: int) -> str | None:
-        """The stop that the text contains since this token, or None. Later calls repeat the answer."""
+        """Returns the stop that the text contains since this token, or None. Later calls repeat the answer."""
         self._detokenizer.push((token,))
         return self._detokenizer.stopped
 
     def finish(self) -> str | None:
-        """Like `push`, when the answer ends for another reason: text that was waiting for a next token counts too."""
+        """Does as `push`, when the answer ends for another reason: text that was waiting for a next token counts
+        too."""
         self._detokenizer.push((), final=True)
         return self._detokenizer.stopped

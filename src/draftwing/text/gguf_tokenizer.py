@@ -99,7 +99,7 @@ _LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where the file 
 
 
 def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
-    """The tokenizer of a GGUF file, BOS and EOS included as its flags say.
+    """Builds the tokenizer of a GGUF file, BOS and EOS included as its flags say.
 
     Raises CheckpointError for a kind of vocabulary or a pre-tokenizer that is not supported, and for broken metadata.
     """
@@ -135,7 +135,7 @@ def special_tokens(metadata: Metadata) -> dict[str, str]:
 
 
 def special_token_ids(metadata: Metadata) -> dict[str, int]:
-    """The same as ids. Raises CheckpointError for an id outside the vocabulary."""
+    """Returns the same as ids. Raises CheckpointError for an id outside the vocabulary."""
     count = len(_required(metadata, "tokenizer.ggml.tokens"))
     defaults = _LLAMA_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
     found = {name: metadata.get(key, defaults.get(name)) for name, key in _SPECIAL_KEYS.items()}
@@ -153,7 +153,7 @@ def _required(metadata: Metadata, key: str) -> Sequence[Any]:
 
 
 def _byte_level(metadata: Metadata, vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE, and whether BOS is added when the file does not say."""
+    """Builds a byte-level BPE; tells whether BOS is added when the file does not say."""
     pre = metadata.get("tokenizer.ggml.pre")
     if pre is None:
         logger.warning("the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre); GPT-2's is used")
@@ -229,7 +229,8 @@ def _merges_from_scores(
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Tokens that are found in the text before anything else. Control tokens are special: decoding can skip them."""
+    """Adds tokens that are found in the text before anything else. Control tokens are special: decoding can skip
+    them."""
     control = [t for t, kind in zip(tokens, types, strict=True) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)]
     user = [t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.USER_DEFINED]
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control if t])

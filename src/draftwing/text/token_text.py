@@ -17,18 +17,20 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     def raw(self, token: int) -> bytes:
-        """As inside of a text; special tokens are written out. Empty for an id outside of the vocabulary."""
+        """Returns a token's bytes inside of a text; special tokens are written out. Empty for an id outside of the
+        vocabulary."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._bytes(token)
         return known
 
     def text(self, token: int) -> str:
-        """Bytes that are no characters are U+FFFD."""
+        """Returns a token's text; bytes that are no characters are U+FFFD."""
         return self.raw(token).decode(errors="replace")
 
     def key(self, token: int) -> str:
-        """As `text`, but tokens of different bytes have different keys: `bytes:\\xf0\\x9f` for broken characters."""
+        """Returns a name: as `text`, but tokens of different bytes have different ones, `bytes:\\xf0\\x9f` for broken
+        characters."""
         raw = self.raw(token)
         try:
             return raw.decode()

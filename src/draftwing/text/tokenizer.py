@@ -65,27 +65,27 @@ class Tokenizer:
         return end_of_turn(self._template, lambda text: self.encode(text, add_special_tokens=False), self.special_ids)
 
     def piece(self, token: int) -> str | None:
-        """How the vocabulary writes a token; None for an id outside of it (the embedding may be padded), which
+        """Returns how the vocabulary writes a token; None for an id outside of it (the embedding may be padded), which
         decoding drops."""
         piece: str | None = self.backend.id_to_token(token)
         return piece
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`. Special tokens written in it are recognised; `add_special_tokens` adds BOS and EOS as the
-        checkpoint asks."""
+        """Returns the ids of `text`. Special tokens written in it are recognised; `add_special_tokens` adds BOS and EOS
+        as the checkpoint asks."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode` of each text. Other Python threads run meanwhile: the library gives up the interpreter's lock
-        for batches, though not for a single text."""
+        """Encodes each text. Other Python threads run meanwhile: the library gives up the interpreter's lock for
+        batches, though not for a single text."""
         batch = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in batch]
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `spaces_between_special_tokens` has no effect, as for
-        every tokenizer that the `tokenizers` library runs."""
+        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD. `spaces_between_special_tokens` has no
+        effect, as for every tokenizer that the `tokenizers` library runs."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def render_chat(
@@ -95,7 +95,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. Raises RequestError without a template or when it refuses the messages."""
+        """Returns the prompt text of a conversation. Raises RequestError without a template or when it refuses the
+        messages."""
         template = self._tool_template if tools and self._tool_template is not None else self._template
         if template is None:
             raise RequestError(
@@ -111,7 +112,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Ids of the rendered conversation. The template writes all special tokens, BOS included, so none is added."""
+        """Returns the ids of the rendered conversation. The template writes all special tokens, BOS included, so none
+        is added."""
         return self.encode(self.render_chat(messages, add_generation_prompt, tools, **kwargs), add_special_tokens=False)
 
 
@@ -126,7 +128,7 @@ def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Token
 
 
 def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
-    """The first token that two tokenizers number differently, in words; None when they agree.
+    """Returns the first token that two tokenizers number differently, in words; None when they agree.
 
     Ids that only one of them has do not matter: families pad their vocabularies to different sizes.
     """
@@ -181,7 +183,7 @@ def _from_folder(path: Path, override: str | None) -> Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty when there is no such file."""
+    """Returns the object in `file`; empty when there is no such file."""
     if not file.is_file():
         return {}
     try:
@@ -217,7 +219,7 @@ def _convert(path: Path) -> tokenizers.Tokenizer:
 
 
 def _content(token: Any) -> str | None:
-    """Text of a token in a configuration file: a string, or an object with its flags."""
+    """Returns the text of a token in a configuration file: a string, or an object with its flags."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -229,7 +231,7 @@ def _special_tokens(mapping: dict[str, Any], config: dict[str, Any]) -> dict[str
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any], specials: Mapping[str, str]) -> None:
-    """Tokens that other files add to tokenizer.json, under the ids they state, and named special tokens."""
+    """Adds tokens that other files add to tokenizer.json, under the ids they state, and named special tokens."""
     known = backend.get_added_tokens_decoder()
     named = set(specials.values())
     declared: dict[int, AddedToken] = {}

@@ -29,7 +29,8 @@ def usable(source: FeatureSource, max_length: int) -> dict[int, int]:
 
 
 def epoch_batches(lengths: dict[int, int], tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """All samples, each once, in batches that padded have at most `tokens` tokens (or one sample), in random order."""
+    """Returns all samples, each once, in batches that padded have at most `tokens` tokens (or one sample), in random
+    order."""
     generator = np.random.default_rng((seed, epoch))
     samples = np.array(sorted(lengths))
     order = samples[generator.permutation(len(samples))].tolist()
@@ -41,12 +42,12 @@ def epoch_batches(lengths: dict[int, int], tokens: int, seed: int, epoch: int) -
 
 
 def in_order(lengths: dict[int, int], tokens: int) -> list[list[int]]:
-    """All samples in batches, for evaluation."""
+    """Returns all samples in batches, for evaluation."""
     return _packed(sorted(lengths, key=lambda i: (-lengths[i], i)), lengths, tokens)
 
 
 def stream(lengths: dict[int, int], tokens: int, seed: int, start: int = 0) -> Iterator[list[int]]:
-    """The batches of all epochs, one after the other, without end, from number `start` on."""
+    """Gives the batches of all epochs, one after the other, without end, from number `start` on."""
     epoch = 0
     while True:
         batches = epoch_batches(lengths, tokens, seed, epoch)
@@ -114,8 +115,8 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
 
 
 def load(source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2) -> Iterator[Batch]:
-    """The batches of samples `numbers`, read ahead by threads. A source that computes is read by one thread only: two
-    would run one model at once. It may have a `read_many(numbers) -> list[Sample]`, which is then called."""
+    """Gives the batches of samples `numbers`, read ahead by threads. A source that computes is read by one thread only:
+    two would run one model at once. It may have a `read_many(numbers) -> list[Sample]`, which is then called."""
     whole, own = (source.source, source.numbers) if isinstance(source, Part) else (source, range(len(source)))
     many = getattr(whole, "read_many", None)
 

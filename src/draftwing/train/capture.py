@@ -31,8 +31,8 @@ _WINDOW = 64  # batches whose sequences are sorted by length together
 
 
 def eagle3_taps(layers: int) -> tuple[int, ...]:
-    """The residual streams that EAGLE-3 reads by default (Li et al. 2025): early, middle, late. Targets of fewer than
-    six layers, which have no such three, give what lies evenly between their ends."""
+    """Returns the residual streams that EAGLE-3 reads by default (Li et al. 2025): early, middle, late. Targets of
+    fewer than six layers, which have no such three, give what lies evenly between their ends."""
     if layers >= 6:
         return 2, layers // 2, layers - 3
     return layers // 4, layers // 2, layers - layers // 4
@@ -76,8 +76,8 @@ class FeatureModel:
 
     @torch.no_grad()
     def batch(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """The same of several sequences in one forward, each padded to the longest at its end, where causal attention
-        lets nobody see it."""
+        """Does the same for several sequences in one forward, each padded at its end to the longest; causal attention
+        keeps the padding out of sight."""
         count, longest = len(sequences), max(len(ids) for ids in sequences)
         padded = torch.zeros(count, longest, dtype=torch.int64, pin_memory=self.device.is_cuda)
         for row, ids in zip(padded, sequences, strict=True):
@@ -92,7 +92,8 @@ class FeatureModel:
 
 
 def causal(count: int, length: int) -> Attend:
-    """Attention of `count` sequences of `length` tokens each, one after the other, every token to those before it."""
+    """Returns attention of `count` sequences of `length` tokens each, one after the other, every token to those before
+    it."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # [count * length, heads, head_dim] -> [count, heads, length, head_dim]
@@ -143,7 +144,8 @@ def bytes_per_token(meta: SourceMeta) -> int:
 
 
 def batches(tokens: Sequence[Tokens], batch_tokens: int) -> Iterator[list[Tokens]]:
-    """All of `tokens`, those of similar length together, at most `batch_tokens` with padding unless one alone has more.
+    """Gives all of `tokens`, those of similar length together, at most `batch_tokens` with padding unless one alone has
+    more.
 
     Sorted within windows only, so that a store's beginning is not all of its short sequences.
     """

@@ -34,7 +34,7 @@ class ChainAttention:
         self._seen: dict[int, list[KeyValue]] = {}  # layer -> keys and values of steps 0, 1, ..
 
     def step(self, number: int, kv_heads: int) -> Attend:
-        """The attention of step `number` with so many heads of keys; steps come in order, each once."""
+        """Returns the attention of step `number` with so many heads of keys; steps come in order, each once."""
         return _Step(self, number, kv_heads)
 
     def attend(self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,7 +129,8 @@ class _ChainAttention(torch.autograd.Function):
 
 
 def _own_kernels(q: Tensor) -> ModuleType | None:
-    """Those that do what follows in a pass or two, where a kernel does the causal part that takes shared keys too."""
+    """Returns kernels that do what follows in a pass or two, where a kernel does the causal part that takes shared keys
+    too."""
     if _kernel(q) != "flash" or not use_triton(q):
         return None
     from draftwing.train.kernels import chain_attention
@@ -165,7 +166,7 @@ def _own_gradients(
 
 
 def _own_scores(q: Tensor, k: Tensor) -> Tensor:
-    """[B, heads, T], float32 or wider"""
+    """Returns scores [B, heads, T], float32 or wider."""
     return (q.to(wide(q)) * k.to(wide(q))).sum(-1) * default_scale(q.shape[-1])
 
 
@@ -182,8 +183,8 @@ def _kernel(q: Tensor) -> Literal["cpu", "flash", "dense"]:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Sequence[Any]]:
-    """-> output [B, heads, T, head_dim], log-sum-exp of the scores [B, heads, T], and what else the kernel's backward
-    pass takes: lengths, dropout and its random state"""
+    """Returns the output [B, heads, T, head_dim], the log-sum-exp of the scores [B, heads, T], and what else the
+    kernel's backward pass takes: lengths, dropout and its random state."""
     rest: Sequence[Any] = ()
     ops, kernel = torch.ops.aten, _kernel(q)
     if kernel == "cpu":
@@ -219,7 +220,7 @@ def _causal_backward(
 
 
 def _dense_scores(q: Tensor, k: Tensor) -> Tensor:
-    """[B, heads, T, T], float32 or wider; minus infinity where a key comes after the query"""
+    """Returns scores [B, heads, T, T], float32 or wider; minus infinity where a key comes after the query."""
     scores = (q @ k.transpose(-1, -2)).to(wide(q)) * default_scale(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(future, float("-inf"))

@@ -74,7 +74,7 @@ def save_head(
 
 
 def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a head whose tensors are stored in `dtype`."""
+    """Returns the config.json of a head whose tensors are stored in `dtype`."""
     if isinstance(head, MTPHead):
         return _mtp_config(head, dtype)
     if not isinstance(head, EagleHead | Eagle3Head):
@@ -102,7 +102,8 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def aux_layer_ids(taps: Sequence[int], layers: int) -> list[int] | None:
-    """How a config names the residual streams `taps` of a target with so many layers; None where nothing need be said.
+    """Returns the ids by which a config names the residual streams `taps` of a target with so many layers; None where
+    nothing need be said.
 
     Ids count the layers whose output is meant, unless that would be read otherwise; see `resolve_taps`. Raises
     ConfigError for taps that no ids name without being misread.
@@ -123,7 +124,7 @@ def aux_layer_ids(taps: Sequence[int], layers: int) -> list[int] | None:
 
 
 def _mtp_config(head: MTPHead, dtype: torch.dtype) -> dict[str, Any]:
-    """That of the target, as the layers are stored with it, which it has no other part of here."""
+    """Returns the target's config: the layers are stored as a part of it."""
     target = head.target.config
     return {
         "architectures": [target.architecture],
@@ -169,7 +170,7 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Names of the tensors of each file, in order."""
+    """Splits the tensors into files; returns the names of each, in order."""
     shards: list[list[str]] = []
     size = limit
     for name, tensor in tensors.items():

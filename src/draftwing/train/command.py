@@ -42,7 +42,7 @@ def add_train(commands: Any) -> None:
 
 
 def run_train(arguments: dict[str, Any]) -> None:
-    """Raises ConfigError and CheckpointError."""
+    """Runs the command. Raises ConfigError and CheckpointError."""
     stage, out = arguments.pop("stage"), Path(arguments.pop("out"))
     names = {spec.name for spec in dataclasses.fields(Settings)}
     given = {name: arguments.pop(name) for name in names & arguments.keys()}
@@ -71,7 +71,7 @@ def _one_gpu(number: int) -> None:
 
 
 def _log(level: str) -> None:
-    """The engine's own lines, of every few steps, would hide those of training."""
+    """Sets log levels: the engine's own lines, of every few steps, would hide those of training."""
     if level not in LOG_LEVELS:
         raise ConfigError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {level!r}")
     logging.getLogger("draftwing.train").setLevel(level.upper())

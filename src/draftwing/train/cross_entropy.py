@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _cross_entropy(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]:
-    """What takes the logits of such states; it may overwrite them."""
+    """Returns what takes the logits of such states; it may overwrite them."""
     if not use_triton(hidden) or hidden.dtype == torch.float64:
         return _in_torch
     from draftwing.train.kernels.cross_entropy import cross_entropy
@@ -94,6 +94,6 @@ def _in_torch(logits: Tensor, shares: Tensor, counts: Tensor, sloped: bool) -> t
 
 
 def chunks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Of so many rows that a piece has about as many elements as the device likes."""
+    """Cuts so many rows into pieces of about as many elements as the device likes."""
     size = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS) // columns)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

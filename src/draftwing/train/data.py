@@ -333,7 +333,7 @@ def entries(path: Path, skipped: Skipped) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[io.TextIOWrapper]:
-    """Bytes that are no UTF-8 come as lone surrogates, which `_text` refuses."""
+    """Opens a text file; bytes that are no UTF-8 come as lone surrogates, which `_text` refuses."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as raw:
         yield io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
 

@@ -42,7 +42,7 @@ class _Recorder(Local):
     samples: Sequence[Sample] = ()
 
     def encode(self, prompt: str) -> list[int]:
-        """A text to complete where the model has no chat template."""
+        """Encodes a question; where the model has no chat template, a text to complete."""
         tokenizer = self._engine.tokenizer
         return super().encode(prompt) if tokenizer.chat_template is not None else tokenizer.encode(prompt)
 
@@ -112,7 +112,7 @@ def _measure_shape(
 
 
 def positions(samples: Sequence[Sample], depth: int) -> list[float]:
-    """[depth]: of the steps that accepted at least k drafts, the share that accepted another; 0 of no steps."""
+    """Returns [depth]: of the steps that accepted at least k drafts, the share that accepted another; 0 of no steps."""
     steps = [0] * (depth + 1)  # that accepted exactly d
     for sample in samples:
         for accepted, count in enumerate(sample.meta.get("spec_correct_drafts_histogram", ())):
@@ -122,7 +122,7 @@ def positions(samples: Sequence[Sample], depth: int) -> list[float]:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table in Markdown: a row for each set and temperature, a column for each shape."""
+    """Returns a table in Markdown: a row for each set and temperature, a column for each shape."""
     shapes = list(dict.fromkeys(tuple(record["shape"]) for record in records))
     runs = list(dict.fromkeys((record["set"], record["temperature"]) for record in records))
     found = {(r["set"], r["temperature"], tuple(r["shape"])): r["accept_length"] for r in records}
@@ -135,7 +135,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def fingerprint(folder: str | Path | None) -> str | None:
-    """Of a head's config and weights; None without a folder."""
+    """Returns a hash of a head's config and weights; None without a folder."""
     if folder is None:
         return None
     digest = sha256()

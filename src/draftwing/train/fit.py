@@ -91,7 +91,7 @@ class FitConfig:
             )
 
     def learning_rate(self, step: int, total: int, hidden: int) -> float:
-        """Of step 0, 1, ..: up in a line, then down in half a cosine."""
+        """Returns the rate of step 0, 1, ..: up in a line, then down in half a cosine."""
         highest, rise = self.lr or 0.4 / hidden, self.warmup * total
         if step < rise:
             return highest * (step + 1) / (rise + 1)
@@ -118,8 +118,8 @@ class FitReport:
 
 
 def join_world(device: str = "cuda") -> torch.device:
-    """The device that this process is to build its head on. Under torchrun it joins the others first: NCCL between
-    GPUs, gloo between CPUs."""
+    """Returns the device that this process is to build its head on. Under torchrun it joins the others first: NCCL
+    between GPUs, gloo between CPUs."""
     if "RANK" not in os.environ:
         return torch.device(device)
     chosen = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
@@ -232,7 +232,8 @@ class _Run:
         self._clock = now
 
     def _batches(self) -> Iterator[tuple[Any, int, bool]]:
-        """Of this process, from the current step on: a batch, the tokens of its whole step, whether it ends the step"""
+        """Gives this process's batches from the current step on: a batch, the tokens of its whole step, whether it ends
+        the step."""
         config, each = self.config, self.config.accumulate * self.world
 
         def steps() -> Iterator[list[list[int]]]:
@@ -247,7 +248,7 @@ class _Run:
                 yield next(loaded), tokens, turn == config.accumulate - 1
 
     def _train_step(self, batches: Iterator[tuple[Any, int, bool]]) -> Tensor:
-        """-> the gradient's norm"""
+        """Takes a step; returns the gradient's norm."""
         config = self.config
         for turn in range(config.accumulate):
             batch, tokens, last = next(batches)
@@ -267,7 +268,7 @@ class _Run:
         return norm
 
     def _generator(self, turn: int) -> torch.Generator:
-        """Of one forward: the same whether or not the run was interrupted before it."""
+        """Returns the noise's generator for one forward: the same whether or not the run was interrupted before it."""
         number = (self.step * self.config.accumulate + turn) * self.world + self.rank
         return torch.Generator(self.device).manual_seed((self.config.seed << 32) + number)
 
@@ -287,7 +288,7 @@ class _Run:
         return torch.zeros(self.config.loss.steps, len(STATS), dtype=torch.float64, device=self.device)
 
     def _metrics(self, stats: Tensor) -> dict[str, float]:
-        """Of all processes' counts."""
+        """Returns a row of metrics from the counts, summed over all processes."""
         stats = stats.clone()
         if self.world > 1:
             dist.all_reduce(stats)
@@ -326,7 +327,7 @@ class _Run:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """Returns what must be the same for a run to go on."""
         config = {f"config.{k}": v for k, v in dataclasses.asdict(self.config).items() if k not in _FREE}
         config["config.betas"] = list(self.config.betas)
         shapes = {name: list(param.shape) for name, param in self.head.named_parameters()}

@@ -79,12 +79,12 @@ def summary(row: Row) -> str:
 
 
 def positions(row: Row) -> list[str]:
-    """The columns of acceptance per position, in order."""
+    """Returns the columns of acceptance per position, in order."""
     return sorted((key for key in row if key.startswith("accept_") and key[7:].isdigit()), key=lambda key: int(key[7:]))
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """All rows anew, so that the file is whole at any moment; train and eval rows have the same columns."""
+    """Writes all rows anew, so that the file is whole at any moment; train and eval rows have the same columns."""
     partial = path.with_name(f"{path.name}.partial")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with partial.open("w", newline="", encoding="utf-8") as file:

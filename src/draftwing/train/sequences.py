@@ -42,7 +42,7 @@ class Response:
 
     @classmethod
     def parse(cls, line: str) -> Response:
-        """Raises BadData."""
+        """Reads a line. Raises BadData."""
         try:
             entry = json.loads(line)
             spans = [(int(start), int(end)) for start, end in entry.pop("spans")]
@@ -55,20 +55,20 @@ class Response:
 
 
 def first_ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """What the engine is asked first; without a chat template, a text to complete. Raises BadData."""
+    """Returns what the engine is asked first; without a chat template, a text to complete. Raises BadData."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(prompt.turns[0])
     return chat_ids(opening(prompt), tokenizer)
 
 
 def opening(prompt: Prompt) -> list[dict[str, str]]:
-    """The messages before the first answer."""
+    """Returns the messages before the first answer."""
     system = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
     return [*system, {"role": "user", "content": prompt.turns[0]}]
 
 
 def chat_ids(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
-    """Ids of a conversation up to where the model answers. Raises BadData."""
+    """Encodes a conversation up to where the model answers. Raises BadData."""
     try:
         return tokenizer.encode_chat(messages)
     except RequestError:
@@ -76,7 +76,8 @@ def chat_ids(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> list[i
 
 
 def conversation_tokens(conversation: Conversation, tokenizer: Tokenizer, max_length: int) -> Tokens:
-    """A conversation as its chat template writes it; what the assistant says is found by rendering its beginnings.
+    """Encodes a conversation as its chat template writes it; what the assistant says is found by rendering its
+    beginnings.
 
     An answer ends with the token that ends a turn. Raises BadData for one that the template refuses, that shows none
     of its answers, or that has more than `max_length` tokens.
@@ -106,7 +107,8 @@ def conversation_tokens(conversation: Conversation, tokenizer: Tokenizer, max_le
 
 
 def _bounds(text: str, conversation: Conversation, i: int, tokenizer: Tokenizer) -> tuple[int, int]:
-    """[start, end) of message i's text in `text`, what ends its turn included; empty where it cannot be found."""
+    """Returns [start, end) of message i's text in `text`, what ends its turn included; empty where it cannot be
+    found."""
     messages = conversation.messages
     before = tokenizer.render_chat(messages[:i], add_generation_prompt=True)
     through = tokenizer.render_chat(messages[: i + 1], add_generation_prompt=False)
@@ -125,7 +127,7 @@ def responses_files(folder: Path) -> list[Path]:
 
 
 def read_responses(files: Sequence[Path], skipped: Skipped) -> Iterator[Response]:
-    """Of all files, each key once. Raises ConfigError for a file that cannot be read."""
+    """Reads all files, each key once. Raises ConfigError for a file that cannot be read."""
     seen = set()
     for file in files:
         for number, line in enumerate(_lines(file), 1):

@@ -118,7 +118,7 @@ class FeatureStore:
 
     @classmethod
     def create(cls, folder: str | Path, meta: SourceMeta) -> FeatureStore:
-        """A new store, or the one that is there; ConfigError if that holds features of something else."""
+        """Returns a new store, or the one that is there; ConfigError if that holds features of something else."""
         folder = Path(folder)
         if not (folder / "index.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ class OnlineSource:
         return self.read_many([i])[0]
 
     def read_many(self, numbers: Sequence[int]) -> list[Sample]:
-        """Several samples by one forward."""
+        """Reads several samples by one forward."""
         chosen = [self._tokens[i] for i in numbers]
         ids = [torch.from_numpy(one.ids) for one in chosen]
         found = []

@@ -81,7 +81,7 @@ class Objective(nn.Module):
         self._target_head = target_head
 
     def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """-> the loss summed over steps and places, a scalar, and what there was to count, [steps, len(STATS)] float64.
+        """Returns the loss summed over steps and positions, a scalar, and the counts, [steps, len(STATS)] float64.
 
         generator: of the noise; without one there is none.
 
@@ -155,7 +155,7 @@ class Objective(nn.Module):
 
 
 def unroll(head: AnyHead, ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-    """The hidden states [B * T, width] of step 0, 1, ...; ids [B, T], features [B * T, width]
+    """Gives the hidden states [B * T, width] of step 0, 1, ...; ids [B, T], features [B * T, width].
 
     Rows without a token of their own, at the end, are made of token 0: nobody looks at them.
     """
@@ -179,8 +179,8 @@ class _Chains:
         self._right = self._whole
 
     def rows(self, k: int) -> tuple[Tensor, Tensor]:
-        """For each place the row [n] that foretells it in step k, and whether there is one [n]; if not, a row of the
-        same sequence that is not to be counted."""
+        """Returns for each loss position the row [n] that predicts it in step k, and whether there is one [n]; if not,
+        a row of the same sequence that is not to be counted."""
         back = 1 + k
         counts = self._depth >= back
         return self._place - self._depth.clamp(max=back), counts
@@ -197,7 +197,7 @@ class _Chains:
 
 
 def _noise(features: Tensor, batch: Batch, width: float, generator: torch.Generator) -> Tensor:
-    """[B * T, width] uniform, as EAGLE's recipe has it: a text of T tokens gets 512 / T of the noise."""
+    """Returns noise [B * T, width], uniform as in EAGLE's recipe: a text of T tokens gets 512 / T of it."""
     noise = torch.rand(features.shape, generator=generator, device=features.device, dtype=torch.float32) - 0.5
     scale = width * 512.0 / batch.lengths.float()  # [B]
     return (noise * scale.repeat_interleave(batch.ids.shape[1]).unsqueeze(1)).to(features.dtype)

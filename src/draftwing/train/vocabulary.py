@@ -30,7 +30,7 @@ class Vocabulary(NamedTuple):
     coverage: float
 
     def target_ids(self) -> Tensor:
-        """[n] int64: the target's id of each draft token."""
+        """Returns the target's id of each draft token, [n] int64."""
         return torch.tensor(self.ids, dtype=torch.int64)
 
     def save(self, path: Path) -> None:
@@ -46,7 +46,8 @@ class Vocabulary(NamedTuple):
 
 
 def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: Iterable[int]) -> Vocabulary:
-    """The `size` most frequent tokens of the answers, the lower id of equals; `size` is rounded up to a multiple of 64.
+    """Chooses the `size` most frequent tokens of the answers, the lower id of equals; `size` is rounded up to a
+    multiple of 64.
 
     vocab: of the target, which is all there is where `size` is not below it.  ending: ids that are kept in any case,
     for a drafter that cannot propose the end of an answer drafts past every end.
@@ -63,13 +64,13 @@ def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: It
 
 
 def covered(tokens: Iterable[Tokens], ids: Sequence[int], vocab: int) -> Vocabulary:
-    """A head's own draft vocabulary, ids of a target with `vocab` tokens, counted in other answers."""
+    """Counts a head's own draft vocabulary, ids of a target with `vocab` tokens, in other answers."""
     counts, total = _counted(tokens, vocab)
     return Vocabulary(tuple(ids), total, int(counts[list(ids)].sum()) / total)
 
 
 def _counted(tokens: Iterable[Tokens], vocab: int) -> tuple[NDArray[np.int64], int]:
-    """How often each token is in the answers [vocab], and all together."""
+    """Counts each token in the answers, [vocab], and all together."""
     counts = np.zeros(vocab, np.int64)
     for one in tokens:
         counts += np.bincount(one.ids[one.loss_mask], minlength=vocab)

@@ -34,17 +34,17 @@ class CallReader:
 
     @property
     def known(self) -> bool:
-        """Whether this is a call for sure."""
+        """Tells whether this is a call for sure."""
         return self.name is not None and (self._has_arguments or self.done)
 
     def take(self) -> str:
-        """The text of the arguments since the last call."""
+        """Returns the text of the arguments since the last time."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
 
     def push(self, char: str) -> None:
-        """Raises ValueError where the text is no JSON, or JSON that is no call."""
+        """Takes a character. Raises ValueError where the text is no JSON, or JSON that is no call."""
         scanner = self._scanner
         before, depth = scanner.state, scanner.depth
         written = scanner.push(char)
@@ -65,7 +65,7 @@ class CallReader:
                 raise ValueError("no function is named")
 
     def _member(self, char: str, written: str, before: str) -> None:
-        """A character of the object itself: of a key, or of a value that is no container, or the start of one."""
+        """Takes a character of the object itself: of a key, or of a value that is no container, or the start of one."""
         state = self._scanner.state
         if before == "number" and state != "number":
             self._end_value()  # by its delimiter

@@ -45,7 +45,7 @@ def grammar_for(
     parallel: bool = True,
     otherwise: Grammar | None = None,
 ) -> Grammar | None:
-    """What the answer must be for `choice`; None where it may be anything.
+    """Returns what the answer must be for `choice`; None where it may be anything.
 
     "required" and "named": calls alone, written as the model's family does, with arguments of each function's schema.
     "auto", where a function is strict: any text, but calls are of functions that exist, with such arguments; those of
@@ -69,7 +69,7 @@ def grammar_for(
 
 
 def after_reasoning(grammar: Grammar, style: ReasoningStyle, start: Start) -> Grammar:
-    """The grammar of an answer that may reason before it gives what `grammar` asks for."""
+    """Returns the grammar of an answer that may reason before it gives what `grammar` asks for."""
     if start == "closed":
         return grammar
     begin = "" if start == "open" else style.begin
@@ -81,7 +81,7 @@ def after_reasoning(grammar: Grammar, style: ReasoningStyle, start: Start) -> Gr
 
 
 def _form(grammar: Grammar) -> dict[str, Any]:
-    """The grammar as a format of a structural tag. Its text may be wrong: compiling it says so."""
+    """Returns the grammar as a format of a structural tag. Its text may be wrong: compiling it says so."""
     match grammar.kind:
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
@@ -144,7 +144,7 @@ def _text_or_calls(functions: Sequence[Function], style: ToolStyle, parallel: bo
 
 
 def _tags(functions: Sequence[Function], style: ToolStyle) -> list[dict[str, Any]]:
-    """One for each function, as the family's chat templates write calls."""
+    """Returns a tag for each function, as the family's chat templates write calls."""
     return [
         _tag(
             f'{style.begin}\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{style.arguments}": ',
@@ -183,7 +183,7 @@ def _object(functions: Sequence[Function], style: ToolStyle) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str, names: bool = False) -> Any:
-    """The schema with references to its own root turned into references to `root`.
+    """Returns the schema with references to its own root turned into references to `root`.
 
     names: the keys are names of the user's, not keywords.
     """

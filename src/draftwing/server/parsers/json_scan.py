@@ -31,7 +31,8 @@ class JsonScanner:
         return len(self._stack)
 
     def push(self, char: str) -> str:
-        """The character as JSON has it: control characters in strings, which models write as they are, are escaped."""
+        """Returns the character as JSON has it: control characters in strings, which models write as they are, are
+        escaped."""
         match self.state:
             case "string":
                 return self._string(char)
@@ -80,7 +81,7 @@ class JsonScanner:
             self.state = "after"
 
     def _structure(self, char: str) -> None:
-        """Whatever stands between strings, literals and numbers."""
+        """Takes what stands between strings, literals and numbers."""
         if self.state == "number":
             if not _NUMBER.fullmatch(self._word):
                 raise ValueError(f"{self._word!r} is no number")

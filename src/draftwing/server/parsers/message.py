@@ -67,7 +67,7 @@ class MessageReader:
         self._counted = False
 
     def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
-        """What became certain with the next piece of text. ids: all tokens of the answer so far."""
+        """Takes the next piece of text; returns what became certain. ids: all tokens of the answer so far."""
         thought, content = ("", text) if self._thoughts is None else self._thoughts.push(text, final)
         self._count(ids)
         if not self._style.separate:

@@ -43,7 +43,7 @@ Start = Literal["open", "closed", "free"]
 
 
 def start_of(style: ReasoningStyle, prompt: str, continued: str | None = None) -> Start:
-    """Where the answer to a rendered `prompt` begins: templates open the block, or close an empty one.
+    """Tells where the answer to a rendered `prompt` begins: templates open the block, or close an empty one.
 
     continued: the text of the assistant's message that the answer goes on with, if it does.
     """
@@ -77,7 +77,8 @@ class ReasoningParser:
         self.closed = start == "closed"
 
     def push(self, delta: str, final: bool = False) -> tuple[str, str]:
-        """(reasoning, content) that became certain: only what may be a marker, and whitespace before it, waits."""
+        """Returns the (reasoning, content) that became certain: only what may be a marker, and whitespace before it,
+        waits."""
         text, self._held = self._held + delta, ""
         if self._may_begin:
             body = text.lstrip()

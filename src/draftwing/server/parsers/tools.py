@@ -78,7 +78,7 @@ class ToolParser:
         self.calls = 0
 
     def push(self, delta: str, final: bool = False) -> list[Piece]:
-        """What became certain. Only what may be the beginning of a call waits."""
+        """Returns what became certain. Only what may be the beginning of a call waits."""
         self._out = []
         rest = self._held + delta
         self._held = ""
@@ -196,7 +196,7 @@ class ToolParser:
         self._array, self._trim, self._step = False, True, self._text
 
     def _no_call(self, rest: str) -> str:
-        """What was held is text, and so is the rest."""
+        """Ends what was no call: it is text, and so is the rest."""
         self._arguments()
         if self._announced:  # this much of it was a call
             self._end_calls()

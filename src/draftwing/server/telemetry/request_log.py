@@ -44,7 +44,7 @@ class RequestLog(Watcher):
         self._log.info("%s", json.dumps(self._clean(line), ensure_ascii=False))
 
     def _clean(self, value: Any) -> Any:
-        """Without the API key, and with texts cut to what the level allows."""
+        """Removes the API key, and cuts texts to what the level allows."""
         if isinstance(value, str):
             value = value.replace(self._key, "***") if self._key else value
             return value if self._level > 2 or len(value) <= BEGINNING else value[:BEGINNING] + "..."
@@ -54,7 +54,7 @@ class RequestLog(Watcher):
 
 
 def metadata(record: HttpRecord) -> dict[str, Any]:
-    """What a line of level 0 says. Seconds are from the arrival of the request."""
+    """Returns what a line of level 0 says. Seconds are from the arrival of the request."""
     answers = record.answers
     line: dict[str, Any] = {
         "time": datetime.fromtimestamp(record.arrived_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
@@ -81,7 +81,7 @@ def metadata(record: HttpRecord) -> dict[str, Any]:
 
 
 def prompt_tokens(answers: list[AnswerRecord]) -> int:
-    """As in `usage`: n answers to one prompt count it once."""
+    """Counts as `usage` does: n answers to one prompt count it once."""
     return sum(
         len(ids) for ids in {id(answer.request.prompt_ids): answer.request.prompt_ids for answer in answers}.values()
     )
@@ -94,7 +94,7 @@ def first_token_seconds(record: HttpRecord) -> float | None:
 
 
 def accept_length(answers: list[AnswerRecord]) -> float | None:
-    """Tokens per verify step; None where none ran to its end."""
+    """Returns tokens per verify step; None where none ran to its end."""
     steps = sum(answer.meta.get("spec_verify_ct", 0) for answer in answers)
     drafts = sum(answer.meta.get("spec_num_correct_drafts", 0) for answer in answers)
     return round(1 + drafts / steps, 3) if steps else None

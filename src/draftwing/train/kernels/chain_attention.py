@@ -146,7 +146,8 @@ def join_own(part: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor)
 def own_gradients(
     to_q: Tensor, grad: Tensor, out: Tensor, joint: Tensor, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `join_own` gave, (out, joint), and the output's gradient -> gradients of keys and values, in their shapes.
+    """Returns the gradients of keys and values, in their shapes, from what `join_own` gave, (out, joint), and the
+    output's gradient.
 
     to_q [B, heads, T, head_dim]: the gradient of q through the causal part; what the own rows add to it is added.
     """
@@ -171,7 +172,7 @@ def own_gradients(
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Of all axes but the last."""
+    """Returns the strides of all axes but the last."""
     assert x.stride(-1) == 1
     return x.stride()[:-1]
 

@@ -23,7 +23,7 @@ def _turn_kernel(
     HEADS: tl.constexpr, TURNED: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr,
     BACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row; the heads after the first TURNED are copied."""
+    """Runs one program a row; the heads after the first TURNED are copied."""
     start(PDL)
     m = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)[:, None]
