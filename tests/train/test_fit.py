@@ -64,7 +64,7 @@ def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
     report = fit(head, TargetHead(target), store, held_out, settings, tmp_path / "run", resume=False)
     after = learnable.accept_length(path, save_head(head, tmp_path / "after", torch.float32), name)
     assert before < 1.1 and after > 2.5
-    if chain == 4:  # what is foretold of chains within the text is what the engine accepts
+    if chain == 4:  # what is predicted of chains within the text is what the engine accepts
         assert report.eval["accept_length"] == pytest.approx(after, abs=0.5)
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
     evals = [float(row["accept_1"]) for row in rows if row["split"] == "eval"]
@@ -184,8 +184,8 @@ def test_batches_hold_what_samples_hold():
     for row, sample, end in zip(range(3), samples, (5, 9, 9), strict=True):
         assert torch.equal(batch.ids[row, :end], sample.ids[:end].long()) and not batch.ids[row, end:].any()
         assert torch.equal(batch.taps[row, :end], sample.taps[:end]) and not batch.taps[row, end:].any()
-        at = (batch.place // 9 == row).nonzero().flatten()
-        assert batch.depth[at].tolist() == list(range(1, end - 1)) == (batch.place[at] % 9).tolist()
+        at = (batch.position // 9 == row).nonzero().flatten()
+        assert batch.depth[at].tolist() == list(range(1, end - 1)) == (batch.position[at] % 9).tolist()
         assert torch.equal(batch.final[at], sample.final[1 : end - 1])
     assert torch.equal(collate([samples[0]], 9).ids[0], samples[0].ids.long())
 

@@ -88,7 +88,7 @@ def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, T
         for t in range(length - 2):
             hidden, cache, whole, right = features[t : t + 1], committed, True, True
             for k in range(loss.steps):
-                j = t + 1 + k  # the target's state whose distribution this draft foretells
+                j = t + 1 + k  # the target's state whose distribution this draft predicts
                 if j + 1 >= length:
                     break
                 cache = Served(cache.rows)
@@ -151,7 +151,7 @@ def test_hits_are_counted_along_chains(tmp_path):
         return (7 * k + 5 * sequence + 3 * j * j) % 11 > 3
 
     def guess(hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Any) -> tuple[Tensor, Tensor]:
-        hits = [right(len(called), *divmod(place, width)) for place in batch.place.tolist()]
+        hits = [right(len(called), *divmod(position, width)) for position in batch.position.tolist()]
         called.append(rows)
         return hidden.new_zeros(()), torch.where(torch.tensor(hits), teacher.best, -2)
 

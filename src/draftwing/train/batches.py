@@ -19,7 +19,7 @@ from torch import Tensor
 from draftwing.train.store import FeatureSource, FeatureStore, Part, Sample
 from draftwing.train.ttt import Batch
 
-SHORTEST = 3  # tokens: one for the feature, one drafted from, one foretold
+SHORTEST = 3  # tokens: one for the feature, one drafted from, one predicted
 _POOL = 64  # batches whose sequences are sorted by length together: little padding, and still at random
 
 
@@ -76,20 +76,20 @@ def collate(samples: Sequence[Sample], max_length: int) -> Batch:
     width, dtype = first.taps.shape[1], first.taps.dtype
     lock = device.type == "cpu" and torch.cuda.is_available()
     taps = torch.zeros(count, length, width, dtype=dtype, device=device, pin_memory=lock)
-    place, depth = [], []
+    position, depth = [], []
     for row, (sample, end) in enumerate(zip(samples, lengths, strict=True)):
         ids[row, :end] = sample.ids[:end]
         taps[row, :end] = sample.taps[:end]
         at = sample.loss_mask[1:end].nonzero().flatten()  # the target's position before each token to be learnt
-        place.append(row * length + at)
+        position.append(row * length + at)
         depth.append(at)
-    if not sum(len(at) for at in depth):  # nothing to learn: a place that no row foretells keeps shapes as they are
-        place[0] = depth[0] = torch.zeros(1, dtype=torch.int64)
+    if not sum(len(at) for at in depth):  # nothing to learn: a position that no row predicts keeps shapes as they are
+        position[0] = depth[0] = torch.zeros(1, dtype=torch.int64)
     chosen = _locked(torch.cat(depth)).to(device, non_blocking=True).split([len(at) for at in depth])
     final = torch.cat([sample.final.index_select(0, at) for sample, at in zip(samples, chosen, strict=True)])
     if lock:
         final = final.pin_memory()
-    rest = (torch.cat(place), torch.cat(depth), torch.tensor(lengths))
+    rest = (torch.cat(position), torch.cat(depth), torch.tensor(lengths))
     return Batch(_locked(ids), taps, final, *map(_locked, rest))
 
 
@@ -110,8 +110,8 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
     def move(x: Tensor) -> Tensor:
         return x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
 
-    ids, taps, final, place, depth, lengths = map(move, batch)
-    return Batch(ids, taps, final, place, depth, lengths)
+    ids, taps, final, position, depth, lengths = map(move, batch)
+    return Batch(ids, taps, final, position, depth, lengths)
 
 
 def load(source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2) -> Iterator[Batch]:

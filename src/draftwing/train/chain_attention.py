@@ -158,10 +158,10 @@ def _own_gradients(
     inner = (grad.to(exact) * out.to(exact)).sum(-1)  # [B, heads, T]
     total, others = grad_q.to(exact), []
     for k, v in zip(keys, values, strict=True):
-        share = (_own_scores(q, k) - lse).exp()  # probability of the own row
-        slope = (share * ((grad.to(exact) * v.to(exact)).sum(-1) - inner) * scale).unsqueeze(-1)
+        prob = (_own_scores(q, k) - lse).exp()  # probability of the own row
+        slope = (prob * ((grad.to(exact) * v.to(exact)).sum(-1) - inner) * scale).unsqueeze(-1)
         total = torch.addcmul(total, slope, k.to(exact))
-        others += [(slope * q).to(k.dtype), (share.unsqueeze(-1) * grad).to(v.dtype)]
+        others += [(slope * q).to(k.dtype), (prob.unsqueeze(-1) * grad).to(v.dtype)]
     return total.to(q.dtype), others
 
 
@@ -210,11 +210,11 @@ def _causal_backward(
             grad, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, 0.0, True, seed, offset
         )
     else:
-        shares = (_dense_scores(q, k) - lse.unsqueeze(-1)).exp()  # [B, heads, T, T]
-        exact = shares.dtype
+        probs = (_dense_scores(q, k) - lse.unsqueeze(-1)).exp()  # [B, heads, T, T]
+        exact = probs.dtype
         inner = (grad.to(exact) * out.to(exact)).sum(-1, keepdim=True)
-        slopes = (shares * ((grad @ v.transpose(-1, -2)).to(exact) - inner) * default_scale(q.shape[-1])).to(q.dtype)
-        grads = slopes @ k, slopes.transpose(-1, -2) @ q, shares.to(grad.dtype).transpose(-1, -2) @ grad
+        slopes = (probs * ((grad @ v.transpose(-1, -2)).to(exact) - inner) * default_scale(q.shape[-1])).to(q.dtype)
+        grads = slopes @ k, slopes.transpose(-1, -2) @ q, probs.to(grad.dtype).transpose(-1, -2) @ grad
     grad_q, grad_k, grad_v = grads
     return grad_q, grad_k, grad_v
 

@@ -21,23 +21,23 @@ _CPU_ELEMENTS = 1 << 22
 _GPU_ELEMENTS = 1 << 26
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over rows that count of -sum p log softmax(hidden weight^T), and the largest logit's place in each row.
 
-    hidden [n, width], weight [V, width], shares [n, V] (p, without a gradient), counts [n] bool
+    hidden [n, width], weight [V, width], probs [n, V] (p, without a gradient), counts [n] bool
     -> a scalar in float32 or wider, [n] int64. Products are in the dtype of autocast where it is on, sums in float32.
     """
     device = hidden.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if not torch.is_grad_enabled():  # which the function's own forward pass is not told
         hidden, weight = hidden.detach(), weight.detach()
-    loss, best = _LinearCrossEntropy.apply(hidden.to(product), weight.to(product), shares, counts)
+    loss, best = _LinearCrossEntropy.apply(hidden.to(product), weight.to(product), probs, counts)
     return loss, best
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, shares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         exact, vocab = wide(hidden), weight.shape[0]
         loss = hidden.new_zeros((), dtype=exact)
         best = counts.new_empty(counts.shape, dtype=torch.int64)
@@ -47,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cross_entropy = _cross_entropy(hidden)
         for part in chunks(hidden.shape[0], vocab, hidden.device):
             x = hidden[part]
-            cross, best[part], slope = cross_entropy(x @ weight.t(), shares[part], counts[part], sloped)
+            cross, best[part], slope = cross_entropy(x @ weight.t(), probs[part], counts[part], sloped)
             loss += cross.sum()
             if to_hidden is not None:
                 torch.mm(slope, weight, out=to_hidden[part])
@@ -78,18 +78,18 @@ def _cross_entropy(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], t
     return cross_entropy
 
 
-def _in_torch(logits: Tensor, shares: Tensor, counts: Tensor, sloped: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _in_torch(logits: Tensor, probs: Tensor, counts: Tensor, sloped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`train.kernels.cross_entropy.cross_entropy` of any device and floating dtype."""
     exact, counted = wide(logits), counts.unsqueeze(1)
     z = logits.to(exact)
     most, best = z.max(-1)
     z.sub_(most.unsqueeze(1))
     likely = z.exp()
-    norm, mass = likely.sum(-1, keepdim=True), shares.sum(-1, keepdim=True, dtype=exact)
+    norm, mass = likely.sum(-1, keepdim=True), probs.sum(-1, keepdim=True, dtype=exact)
     # -sum p log q = log(sum exp z) sum p - sum p z
-    cross = norm.log().mul_(mass).sub_(z.mul_(shares).sum(-1, keepdim=True))
+    cross = norm.log().mul_(mass).sub_(z.mul_(probs).sum(-1, keepdim=True))
     if sloped:
-        likely = likely.mul_(mass / norm).sub_(shares).mul_(counted)
+        likely = likely.mul_(mass / norm).sub_(probs).mul_(counted)
     return (cross * counted).squeeze(1), best, likely.to(logits.dtype) if sloped else logits
 
 

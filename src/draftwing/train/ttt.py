@@ -6,8 +6,8 @@ attention that is handed to it differs (`ChainAttention`). EAGLE and MTP heads a
 one step it is their ordinary recipe.
 
 Indices. A row at index t of a sequence is made of the target's feature at t. In step k its token is ids[t + 1 + k], its
-rotary position t + k, and it foretells the target's distribution at j = t + 1 + k, of which the token ids[j + 1] was
-drawn. Where that token is to be learnt (`loss_mask[j + 1]`), j is one of the batch's *places*.
+rotary position t + k, and it predicts the target's distribution at j = t + 1 + k, of which the token ids[j + 1] was
+drawn. Where that token is to be learnt (`loss_mask[j + 1]`), j is one of the batch's *loss positions*.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ AnyHead = EagleHead | Eagle3Head | MTPHead
 
 
 class Batch(NamedTuple):
-    """B sequences, padded at their ends to the length T of the longest, and the n places that are to be learnt."""
+    """B sequences, padded at their ends to the length T of the longest, and the n loss positions."""
 
     ids: Tensor  # [B, T] int64
     taps: Tensor  # [B, T, len(taps) * hidden]
-    final: Tensor  # [n, hidden]: the target's state after its final norm at each place
-    place: Tensor  # [n] int64: index into the flat [B * T]
+    final: Tensor  # [n, hidden]: the target's state after its final norm at each loss position
+    position: Tensor  # [n] int64: index into the flat [B * T]
     depth: Tensor  # [n] int64: index within the sequence
     lengths: Tensor  # [B] int64
 
 
 class Teacher(NamedTuple):
-    """What the target says at each place."""
+    """What the target says at each loss position."""
 
-    shares: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
-    best: Tensor  # [n] int64: its favourite token, -1 where the head cannot say it
+    probs: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
+    best: Tensor  # [n] int64: its most likely token, -1 where the head cannot say it
     known: Tensor  # [n] bool: whether that is in the draft vocabulary
 
 
@@ -56,7 +56,7 @@ class Loss:
     steps: drafts per chain.  decay: weight of each step beside the one before.  tokens: of the cross-entropy with the
     target's distribution.  features: of the smooth L1 distance between the head's output and the target's next
     feature.  noise: width of the uniform noise on the features it is fed, for a text of 512 tokens; it falls with the
-    length of the text.  temperature: of the target's distribution that is learnt; the lower, the more its favourite
+    length of the text.  temperature: of the target's distribution that is learnt; the lower, the more its most likely
     token counts, which is all that matters in greedy text.
     """
 
@@ -85,9 +85,10 @@ class Objective(nn.Module):
 
         generator: of the noise; without one there is none.
 
-        rows: places that the step foretells.  hits: of these, where the head's favourite token is the target's.
-        chains: rows whose earlier steps foretold places too; chain_hits: of these, where all steps up to this one hit,
-        so that chain_hits / chains is how often a draft of this depth is accepted, as far as the text is greedy.
+        rows: loss positions that the step predicts.  hits: of these, where the head's most likely token is the
+        target's.  chains: rows whose earlier steps predicted positions too; chain_hits: of these, where all steps up to
+        this one hit, so that chain_hits / chains is how often a draft of this depth is accepted, as far as the text is
+        greedy.
         """
         loss, head = self.loss, self.head
         teacher = self._teach(batch.final)
@@ -116,7 +117,7 @@ class Objective(nn.Module):
         kept, vocab = self.head.target_ids, self.head.vocab
         # Half precision holds a probability to 3 digits and saves half of what is this step's largest tensor.
         dtype = torch.bfloat16 if torch.is_autocast_enabled(final.device.type) else self._dtype
-        shares = final.new_empty(final.shape[0], vocab, dtype=dtype)
+        probs = final.new_empty(final.shape[0], vocab, dtype=dtype)
         best = final.new_empty(final.shape[0], dtype=torch.int64)
         known = torch.ones_like(best, dtype=torch.bool)
         for part in chunks(final.shape[0], self.head.config.vocab_size, final.device):
@@ -128,10 +129,10 @@ class Objective(nn.Module):
             best[part] = logits.argmax(-1)
             if self.loss.temperature != 1:
                 logits = logits / self.loss.temperature
-            shares[part] = logits.softmax(-1).to(dtype)
+            probs[part] = logits.softmax(-1).to(dtype)
         if kept is not None:
             best = torch.where(known, kept[best], -1)
-        return Teacher(shares, best, known)
+        return Teacher(probs, best, known)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -140,12 +141,12 @@ class Objective(nn.Module):
     # -- terms ------------------------------------------------------------------------------------------------------
 
     def _token_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropies, and the head's favourite tokens [n]; hidden [B * T, width], rows, counts [n].
+        """Sum of the cross-entropies, and the head's most likely tokens [n]; hidden [B * T, width], rows, counts [n].
 
-        Places whose favourite token the head cannot say do not count: it would learn to be sure of the second best.
+        Positions whose most likely token the head cannot say do not count: it would learn to be sure of the second best.
         """
         state, weight = self.head.readout(hidden.index_select(0, rows))
-        loss, best = linear_cross_entropy(state, weight, teacher.shares, counts & teacher.known)
+        loss, best = linear_cross_entropy(state, weight, teacher.probs, counts & teacher.known)
         return loss, best if self.head.target_ids is None else self.head.target_ids[best]
 
     def _feature_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, final: Tensor) -> Tensor:
@@ -161,19 +162,19 @@ def unroll(head: AnyHead, ids: Tensor, features: Tensor, steps: int) -> Iterator
     """
     sequences, length = ids.shape
     padded = F.pad(ids, (0, steps))  # [B, T + steps]
-    places = torch.arange(length, device=ids.device).repeat(sequences)
+    positions = torch.arange(length, device=ids.device).repeat(sequences)
     attention, kv_heads = ChainAttention(sequences, length), head.config.num_kv_heads
     for k in range(steps):
         tokens = padded[:, k + 1 : k + 1 + length].flatten()
-        features = head.run(tokens, places + k, features, k, attention.step(k, kv_heads))
+        features = head.run(tokens, positions + k, features, k, attention.step(k, kv_heads))
         yield features
 
 
 class _Chains:
-    """Which row of a step foretells each place, and which chains have been right so far."""
+    """Which row of a step predicts each loss position, and which chains have been right so far."""
 
     def __init__(self, batch: Batch) -> None:
-        self._place, self._depth = batch.place, batch.depth
+        self._position, self._depth = batch.position, batch.depth
         cells = batch.ids.numel() + 1  # the last one is for rows before the text
         self._whole = torch.ones(cells, dtype=torch.bool, device=batch.ids.device)
         self._right = self._whole
@@ -183,10 +184,10 @@ class _Chains:
         a row of the same sequence that is not to be counted."""
         back = 1 + k
         counts = self._depth >= back
-        return self._place - self._depth.clamp(max=back), counts
+        return self._position - self._depth.clamp(max=back), counts
 
     def add(self, rows: Tensor, counts: Tensor, hit: Tensor) -> tuple[Tensor, Tensor]:
-        """hit [n] -> whether the row's chain has foretold a place in every step [n], and each of them rightly [n]"""
+        """Returns whether the row's chain has predicted a position in every step, [n], and each rightly, [n]; hit [n]."""
         whole = self._whole[rows] & counts
         right = self._right[rows] & hit
         at = torch.where(counts, rows, self._whole.shape[0] - 1)

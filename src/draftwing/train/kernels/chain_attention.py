@@ -50,9 +50,9 @@ def _join_kernel(
         v = tl.load(values + own, mask=here, other=0.0).to(tl.float32)
         score = tl.sum(query * k, 1) * scale
         more = tl.maximum(most, score)
-        before, share = tl.exp(most - more), tl.exp(score - more)
-        total = total * before[:, None] + share[:, None] * v
-        norm = norm * before + share
+        before, prob = tl.exp(most - more), tl.exp(score - more)
+        total = total * before[:, None] + prob[:, None] * v
+        norm = norm * before + prob
         most = more
         own += step_stride
     tl.store(out + at, (total / norm[:, None]).to(out.dtype.element_ty), mask=here)
@@ -61,12 +61,12 @@ def _join_kernel(
 
 @triton.jit(do_not_specialize=["length", "heads_stride"])
 def _slope_kernel(
-    to_q, shares, slopes, grad, out, joint, q, keys, values, length, step_stride, heads_stride, scale,
+    to_q, probs, slopes, grad, out, joint, q, keys, values, length, step_stride, heads_stride, scale,
     to_q_b, to_q_h, to_q_t, grad_b, grad_h, grad_t, out_b, out_h, out_t, q_b, q_h, q_t,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, STEPS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * HEADS, blocks of ROWS queries); shares, slopes [STEPS, B, HEADS, length]; to_q is added to."""
+    """Grid (B * HEADS, blocks of ROWS queries); probs, slopes [STEPS, B, HEADS, length]; to_q is added to."""
     start(PDL)
     t = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     b = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -86,10 +86,10 @@ def _slope_kernel(
     for _ in range(0, STEPS):
         k = tl.load(keys + own, mask=here, other=0.0).to(tl.float32)
         v = tl.load(values + own, mask=here, other=0.0).to(tl.float32)
-        share = tl.exp(tl.sum(query * k, 1) * scale - lse)
-        slope = share * (tl.sum(g * v, 1) - inner) * scale
+        prob = tl.exp(tl.sum(query * k, 1) * scale - lse)
+        slope = prob * (tl.sum(g * v, 1) - inner) * scale
         total += slope[:, None] * k
-        tl.store(shares + sums, share, mask=row)
+        tl.store(probs + sums, prob, mask=row)
         tl.store(slopes + sums, slope, mask=row)
         own += step_stride
         sums += heads_stride
@@ -98,7 +98,7 @@ def _slope_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _own_kernel(
-    to_keys, to_values, shares, slopes, grad, q, length, grad_b, grad_h, grad_t, q_b, q_h, q_t,
+    to_keys, to_values, probs, slopes, grad, q, length, grad_b, grad_h, grad_t, q_b, q_h, q_t,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _own_kernel(
         g = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)
         sums = ((step * batch + b) * HEADS + h) * length + t
         to_k += tl.load(slopes + sums, mask=row, other=0.0)[:, None] * query
-        to_v += tl.load(shares + sums, mask=row, other=0.0)[:, None] * g
+        to_v += tl.load(probs + sums, mask=row, other=0.0)[:, None] * g
     own = (((step * batch + b) * KV_HEADS + kv_head) * length + t[:, None]) * DIM + d[None, :]
     tl.store(to_keys + own, to_k.to(to_keys.dtype.element_ty), mask=here)
     tl.store(to_values + own, to_v.to(to_values.dtype.element_ty), mask=here)
@@ -154,19 +154,19 @@ def own_gradients(
     batch, heads, length, _ = q.shape
     steps, kv_heads = keys.shape[0], keys.shape[2]
     assert joint.is_contiguous() and grad.shape == out.shape == to_q.shape == q.shape
-    shares = torch.empty(steps, *joint.shape, dtype=torch.float32, device=q.device)
+    probs = torch.empty(steps, *joint.shape, dtype=torch.float32, device=q.device)
     slopes = torch.empty(steps, *joint.shape, dtype=torch.float32, device=q.device)
     to_keys = torch.empty(keys.shape, dtype=keys.dtype, device=q.device)
     to_values = torch.empty(keys.shape, dtype=keys.dtype, device=q.device)
     sizes, options = _sizes(q, keys, values), launch_options(q.device)
     blocks = triton.cdiv(length, sizes["ROWS"])
     _slope_kernel[(batch * heads, blocks)](
-        to_q, shares, slopes, grad, out, joint, q, keys, values, length, keys.stride(0), joint.numel(),
+        to_q, probs, slopes, grad, out, joint, q, keys, values, length, keys.stride(0), joint.numel(),
         default_scale(q.shape[-1]), *_strides(to_q), *_strides(grad), *_strides(out), *_strides(q),
         STEPS=steps, **sizes, **options,
     )  # fmt: skip
     _own_kernel[(batch * kv_heads, blocks, steps)](
-        to_keys, to_values, shares, slopes, grad, q, length, *_strides(grad), *_strides(q), **sizes, **options
+        to_keys, to_values, probs, slopes, grad, q, length, *_strides(grad), *_strides(q), **sizes, **options
     )
     return to_keys, to_values
 
