@@ -141,9 +141,9 @@ class Objective(nn.Module):
     # -- terms ------------------------------------------------------------------------------------------------------
 
     def _token_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropies, and the head's most likely tokens [n]; hidden [B * T, width], rows, counts [n].
+        """Sums the cross-entropies, and returns the head's most likely tokens [n]; hidden [B * T, width], rows, counts [n].
 
-        Positions whose most likely token the head cannot say do not count: it would learn to be sure of the second best.
+        Positions whose most likely token the head cannot say do not count: it would learn to prefer the second best.
         """
         state, weight = self.head.readout(hidden.index_select(0, rows))
         loss, best = linear_cross_entropy(state, weight, teacher.probs, counts & teacher.known)
@@ -187,7 +187,7 @@ class _Chains:
         return self._position - self._depth.clamp(max=back), counts
 
     def add(self, rows: Tensor, counts: Tensor, hit: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns whether the row's chain has predicted a position in every step, [n], and each rightly, [n]; hit [n]."""
+        """Returns whether the row's chain predicted a position in every step, [n], and each rightly, [n]; hit [n]."""
         whole = self._whole[rows] & counts
         right = self._right[rows] & hit
         at = torch.where(counts, rows, self._whole.shape[0] - 1)
