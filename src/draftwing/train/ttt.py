@@ -141,7 +141,7 @@ class Objective(nn.Module):
     # -- terms ------------------------------------------------------------------------------------------------------
 
     def _token_loss(self, hidden: Tensor, rows: Tensor, counts: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-        """Sums the cross-entropies, and returns the head's most likely tokens [n]; hidden [B * T, width], rows, counts [n].
+        """Returns the sum of cross-entropies and the head's best tokens [n]; hidden [B * T, width], rows, counts [n].
 
         Positions whose most likely token the head cannot say do not count: it would learn to prefer the second best.
         """
