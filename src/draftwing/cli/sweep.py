@@ -111,7 +111,7 @@ def head_folder(options: dict[str, Any]) -> Path:
 
 
 def flags(options: Options) -> str:
-    """What to type for a point of the sweep."""
+    """Returns what to type for a point of the sweep."""
     if not options.drafts:
         return f"--speculative-algorithm {NO_DRAFTER.name}"
     shape = dict(zip(TREE, options.speculative_shape, strict=True))

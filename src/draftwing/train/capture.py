@@ -39,8 +39,9 @@ def eagle3_taps(layers: int) -> tuple[int, ...]:
 
 
 def target_taps(algorithm: str, layers: int, aux_layers: Sequence[int] | None = None) -> tuple[int, ...]:
-    """What `DecoderModel.forward` is asked for; aux_layers: other residual streams for EAGLE-3, 0 the embedding,
-    `layers` what comes before the final norm. Raises ConfigError for streams that the target does not have."""
+    """Returns what `DecoderModel.forward` is asked for. aux_layers: other residual streams for EAGLE-3, 0 the
+    embedding, `layers` what comes before the final norm. Raises ConfigError for streams that the target does not
+    have."""
     if not training(algorithm).aux_hidden_states:
         return (layers + 1,)  # `DecoderModel.final_tap`
     taps = tuple(aux_layers or eagle3_taps(layers))
@@ -138,7 +139,7 @@ def capture(
 
 
 def bytes_per_token(meta: SourceMeta) -> int:
-    """Of a store, on the disk."""
+    """Returns what a token takes in a store on the disk."""
     streams = 1 + len(meta.taps) if training(meta.algorithm).aux_hidden_states else 1
     return streams * meta.hidden * meta.torch_dtype.itemsize + 5
 

@@ -100,7 +100,7 @@ class FitConfig:
 
 
 def recipe(algorithm: str, **changes: Any) -> FitConfig:
-    """The config that `algorithm` is trained with unless one says otherwise. Raises ConfigError for an unknown one."""
+    """Returns the config that `algorithm` is trained with by default. Raises ConfigError for an unknown one."""
     return FitConfig(**{"loss": Loss(**training(algorithm).loss), **changes})
 
 

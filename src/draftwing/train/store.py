@@ -190,7 +190,7 @@ class FeatureStore:
 
     @property
     def _final_only(self) -> bool:
-        """Whether the one tap is what comes after the final norm, which is not stored twice."""
+        """Tells whether the one tap is what comes after the final norm, which is not stored twice."""
         return not training(self.meta.algorithm).aux_hidden_states
 
     def _add(self, shard: _Shard) -> None:
