@@ -22,7 +22,8 @@ _GPU_ELEMENTS = 1 << 26
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over rows that count of -sum p log softmax(hidden weight^T), and the largest logit's place in each row.
+    """Returns the sum over rows that count of -sum p log softmax(hidden weight^T), and the index of the largest logit
+    in each row.
 
     hidden [n, width], weight [V, width], probs [n, V] (p, without a gradient), counts [n] bool
     -> a scalar in float32 or wider, [n] int64. Products are in the dtype of autocast where it is on, sums in float32.

@@ -106,9 +106,9 @@ def recipe(algorithm: str, **changes: Any) -> FitConfig:
 
 @dataclass(frozen=True)
 class FitReport:
-    """steps: of the optimizer, earlier runs' included; seconds, tokens: of training, likewise.  train, eval: the last
-    rows of metrics.csv, empty where there is none. accept_<k> is how often the k-th draft of a chain is accepted where
-    the text goes on as the target would greedily have it, accept_length one more than their sum."""
+    """What a run did. steps: of the optimizer, earlier runs' included; seconds, tokens: of training, likewise. train,
+    eval: the last rows of metrics.csv, empty where there is none. accept_<k> is how often the k-th draft of a chain is
+    accepted where the text goes on as the target would greedily have it, accept_length one more than their sum."""
 
     steps: int
     seconds: float

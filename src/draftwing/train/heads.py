@@ -40,7 +40,7 @@ def new_eagle3_head(
     copy_head: bool = True,
     copy_layer: bool = True,
 ) -> Eagle3Head:
-    """An untrained EAGLE-3 head of one layer of the target's sizes, on the device of the target's embedding.
+    """Returns an untrained EAGLE-3 head of one layer of the target's sizes, on the device of the target's embedding.
 
     target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
     taps: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_taps`.
@@ -73,8 +73,8 @@ def new_eagle3_head(
 
 @torch.no_grad()
 def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
-    """What the last layer makes of the residual stream says what follows token t; the head is to say what follows t + 1
-    and learns that several times faster from here than from random weights. What it reads of token t + 1 stays random.
+    """Copies the target's last layer. That layer says what follows token t; the head is to say what follows t + 1, and
+    learns it several times faster from here than from random weights. What it reads of token t + 1 stays random.
 
     Parts of other shapes stay random too, and all of attention where the target norms its heads, as heads do not."""
     last, layer, hidden = target.layers[-1], head.fusion, head.config.hidden_size
@@ -92,8 +92,8 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
 
 
 def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:
-    """An untrained EAGLE (EAGLE-2) head of one layer of the target's sizes; q, k and v have biases where the target's
-    have, as published heads for Qwen2 do."""
+    """Returns an untrained EAGLE (EAGLE-2) head of one layer of the target's sizes; q, k and v have biases where the
+    target's have, as published heads for Qwen2 do."""
     config = replace(_layer_config(target.config, ffn_size), qkv_bias=target.config.qkv_bias)
     head = EagleHead(config, target, fc_bias, TRAINED, target.embed.weight.device)
     _initialise(head, seed)
@@ -101,8 +101,8 @@ def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = Fals
 
 
 def new_mtp_head(target: DecoderModel, seed: int = 0) -> MTPHead:
-    """An untrained prediction layer in the manner of MiMo, of the target's own shape. Its final norm starts as the
-    target's, whose head reads what it gives."""
+    """Returns an untrained prediction layer in the manner of MiMo, of the target's own shape. Its final norm starts as
+    the target's, whose head reads what it gives."""
     head = MTPHead(target, 1, TRAINED, target.embed.weight.device)
     _initialise(head, seed)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def new_head(
 def load_head(
     path: str | Path, target: DecoderModel, algorithm: str, aux_layer_ids: AuxLayerIds = "auto"
 ) -> EagleHead | Eagle3Head | MTPHead:
-    """A published head to be trained further, on the device of the target's embedding.
+    """Loads a published head to be trained further, on the device of the target's embedding.
 
     algorithm: of `draftwing train`.  Raises CheckpointError, and ConfigError for several prediction layers.
     """
@@ -133,8 +133,8 @@ def load_head(
 
 
 def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> EagleHead | Eagle3Head | MTPHead:
-    """The mean of heads that were trained on from the same one, which often accepts a little more than each of them
-    (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.
+    """Returns the mean of heads that were trained on from the same one, which often accepts a little more than each of
+    them (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.
 
     Raises as `load_head` does, and ConfigError for heads of which one does not compute as the first does.
     """
@@ -157,8 +157,8 @@ def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> Ea
 
 
 def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
-    """What two heads do not have in common, as `name: of the first, of the other`; empty for heads that differ in
-    weights alone."""
+    """Returns what two heads do not have in common, as `name: of the first, of the other`; empty for heads that differ
+    in weights alone."""
     mine, theirs = _traits(first), _traits(other)
     found = [
         f"{name}: {mine.get(name)}, {theirs.get(name)}"
@@ -171,7 +171,7 @@ def _differences(first: FeatureHead, other: FeatureHead) -> list[str]:
 
 
 def _traits(head: FeatureHead) -> dict[str, Any]:
-    """How a head computes, beside its weights and draft tokens."""
+    """Returns how a head computes, beside its weights and draft tokens."""
     # Of its config not what it was published as, for which length, and names in its file.
     unlike = {"architecture", "dtype", "stop_ids", "max_positions", "later_norm"}
     traits = {"kind": type(head).__name__, **asdict(head.config)}
@@ -197,8 +197,9 @@ def trainable(head: Head) -> Head:
 
 
 def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device | str) -> DecoderModel:
-    """A target without its layers but the last, where a head starts from; the others stay without memory: embedding,
-    final norm and head are all that training from stored features needs. path: a model folder or a `.gguf` file."""
+    """Loads a target without its layers but the last, where a head starts from; the others stay without memory:
+    embedding, final norm and head are all that training from stored features needs. path: a model folder or a `.gguf`
+    file."""
     path = Path(path)
     if path.suffix == ".gguf":
         file = gguf.open_gguf(path)
@@ -228,11 +229,12 @@ class TargetHead:
         self._kept: tuple[Tensor, Tensor] | None = None  # ids, and their rows of the weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """-> [n, V] float32 or wider"""
+        """Returns logits [n, V], float32 or wider."""
         return self._product(hidden, self._weight)
 
     def of(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """-> logits of the tokens `ids` [n, len(ids)], and whether the largest of all logits is among them [n] bool.
+        """Returns the logits of the tokens `ids` [n, len(ids)], and whether the largest of all logits is among them [n]
+        bool.
 
         A CPU makes the others in half precision, whose products are five times as fast there; a token that is the best
         but for that rounding counts as the best.
@@ -257,7 +259,7 @@ class TargetHead:
 
 
 def _head_weight(target: DecoderModel) -> Tensor:
-    """[V, hidden]"""
+    """Returns the target's output embedding, [V, hidden]."""
     weight = target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
     return weight.detach()
 
@@ -266,7 +268,8 @@ def _head_weight(target: DecoderModel) -> Tensor:
 
 
 def _layer_config(target: ModelConfig, ffn_size: int) -> ModelConfig:
-    """One plain Llama layer of the target's sizes: what engines expect of a head, whatever family the target is of.
+    """Returns the config of one plain Llama layer of the target's sizes: what engines expect of a head, whatever family
+    the target is of.
 
     Its rotary base is the target's. Scaling is not taken over, as published heads do not have it either.
     """

@@ -29,7 +29,8 @@ MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one run. Tuples are given with spaces on the command line; None means a default that follows from others."""
+    """What one run is asked for. Tuples are given with spaces on the command line; None means a default that follows
+    from others."""
 
     seed: int = option(0, DATA, "of all that is drawn: answers, samples, weights, batches", minimum=0)
 
@@ -134,17 +135,17 @@ class Settings:
 
     @property
     def drafter(self) -> DrafterSpec:
-        """What runs the head."""
+        """Returns the drafter that runs the head."""
         return TRAINED[self.algorithm]
 
     @property
     def training(self) -> Training:
-        """How the head is made."""
+        """Returns how the head is made."""
         return training(self.algorithm)
 
     @property
     def trains(self) -> bool:
-        """Whether there is any step of training; else the head is the mean of --init-head."""
+        """Tells whether there is any step of training; else the head is the mean of --init-head."""
         return bool(self.epochs or self.steps)
 
     def trees(self) -> list[TreeShape]:
@@ -170,15 +171,16 @@ class Run:
 
     @property
     def data(self) -> Path:
-        """Where answers and features are."""
+        """Returns the folder of answers and features."""
         return Path(self.settings.data) if self.settings.data is not None else self.out
 
     def engine_options(self, **more: Any) -> dict[str, Any]:
-        """For `Options.from_kwargs`. Nobody drafts unless that is asked for, whatever comes with the model."""
+        """Returns options for `Options.from_kwargs`, without a drafter unless one is asked for, whatever comes with the
+        model."""
         return {"random_seed": self.settings.seed, "speculative_algorithm": NO_DRAFTER.name, **self.options, **more}
 
     def command(self) -> str:
-        """What to type to make the same."""
+        """Returns what to type to make the same."""
         words = ["draftwing", "train", "--out", str(self.out)]
         for name, value in self.options.items():
             words += [flag(name)] + ([] if value is True else [str(value)])
@@ -192,13 +194,13 @@ class Run:
         return shlex.join(words)
 
     def save(self) -> None:
-        """Remembers it in the folder."""
+        """Writes the run to its folder."""
         content = {"settings": dataclasses.asdict(self.settings), "options": dict(self.options)}
         write_json(self.out / "train.json", content)
 
 
 def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> Run:
-    """A new run, or the one in `out` going on: what is not given is as it was.
+    """Returns a new run, or the one in `out` going on: what is not given is as it was.
 
     given: fields of `Settings`; options: of the engine. With another run's data (`data`), what made that data is taken
     from there. Raises ConfigError for values that cannot work, and for those that would make the run another one.
@@ -229,7 +231,7 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
 
 
 def _begun(out: Path) -> bool:
-    """Whether there is something in the folder that settings have shaped."""
+    """Tells whether there is something in the folder that settings have shaped."""
     return any(next(out.glob(name), None) for name in ("responses*", "features-*", "fit", "head"))
 
 
@@ -276,7 +278,7 @@ def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def _read(name: str, value: Any) -> Any:
-    """A setting from JSON. Of what may be several there was one, or null, in older folders."""
+    """Reads a setting from JSON. Where several values are allowed, older folders hold one, or null."""
     if not kinds(Settings)[name].many:
         return value
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)

@@ -59,7 +59,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Data:
-    """Cleaned: prompts to be answered, conversations as they are in tokens, first user turns of evaluation sets."""
+    """Cleaned data: prompts to be answered, conversations as they are in tokens, first user turns of evaluation
+    sets."""
 
     prompts: list[Prompt]
     conversations: list[Tokens]
@@ -68,7 +69,7 @@ class Data:
 
 
 class Stages:
-    """Of one run. Data is read once, and before any model."""
+    """The stages of one run. Data is read once, and before any model."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.settings = run, run.settings
@@ -102,7 +103,7 @@ class Stages:
 
     @cached_property
     def data(self) -> Data:
-        """Raises ConfigError where nothing is left to train on."""
+        """Reads and cleans the data. Raises ConfigError where nothing is left to train on."""
         settings, skipped = self.settings, Skipped()
         if not settings.prompts and not settings.conversations:
             raise ConfigError("there is nothing to train on: give --prompts or --conversations FILES")
@@ -145,7 +146,7 @@ class Stages:
     def _hold_out(
         self, prompts: list[Prompt], talks: list[Conversation]
     ) -> tuple[list[Prompt], list[Conversation], dict[str, list[str]]]:
-        """Some of what there is to train on is measured on instead."""
+        """Takes some of the data out of training, to measure on."""
         items: list[Prompt | Conversation] = [*prompts, *talks]
         chosen = held_out((item.key for item in items), self.settings.held_out, self.settings.seed, "eval")
         texts = [item.turns[0] for item in items if item.key in chosen]
@@ -223,7 +224,7 @@ class Stages:
 
     @cached_property
     def tokens(self) -> list[Tokens]:
-        """Everything there is to train on: answers to this run's prompts, and conversations."""
+        """Returns all sequences to train on: answers to this run's prompts, and conversations."""
         broken, asked = Skipped(), {prompt.key for prompt in self.data.prompts}
         responses = read_responses(responses_files(self.run.data), broken)
         found = [response.tokens() for response in responses if response.key in asked]
@@ -242,7 +243,7 @@ class Stages:
 
     @property
     def features(self) -> Path:
-        """Where features are; heads that read other hidden states have others."""
+        """Returns the folder of the features; heads that read other hidden states have others."""
         return self.run.data / f"features-{self.settings.algorithm.lower()}-{'-'.join(map(str, self.taps))}"
 
     def _target(self, device: str | torch.device) -> FeatureModel:
@@ -251,7 +252,7 @@ class Stages:
         )
 
     def capture(self) -> None:
-        """Features of what the store does not have yet."""
+        """Computes the features that the store does not have yet."""
         if not self.settings.trains:
             logger.info("nothing is trained, so no features are needed")
             return
@@ -305,7 +306,7 @@ class Stages:
         self._trim()
 
     def evaluate(self) -> list[dict[str, Any]]:
-        """Accept lengths of the head, by the engine; writes eval.json and the head's card."""
+        """Measures accept lengths of the head, by the engine; writes eval.json and the head's card."""
         settings, out = self.settings, self.run.out
         folder = out / "head"
         if not (folder / "config.json").exists():
@@ -328,7 +329,7 @@ class Stages:
     # -- parts of fit -----------------------------------------------------------------------------------------------
 
     def _spawn(self, stage: str) -> None:
-        """A stage by torchrun, a process per GPU; what it is to do they read in the run's folder."""
+        """Runs a stage by torchrun, a process per GPU; its processes read in the run's folder what to do."""
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += [f"--nproc-per-node={self.settings.gpus}", "-m", "draftwing", "train", stage, "--out"]
         code = subprocess.run([*words, str(self.run.out)], check=False).returncode
@@ -338,7 +339,7 @@ class Stages:
     def _source(
         self, tokens: Sequence[Tokens], device: torch.device
     ) -> tuple[DecoderModel, FeatureStore | OnlineSource]:
-        """The target, of which only embedding and head are needed beside stored features, and the features."""
+        """Returns the target, of which only embedding and head are needed beside stored features, and the features."""
         if self.settings.online:
             features = self._target(device.type)
             return features.model, online(features, self.engine_options.model, self.settings.algorithm, tokens)
@@ -410,8 +411,8 @@ class Stages:
 
 
 def _parts(source: FeatureSource, keys: Sequence[str], wanted: set[str], chosen: set[str]) -> tuple[Part, Part]:
-    """Of the samples `wanted` those that are trained on, and the chosen ones; in the order of their keys, however they
-    came into a store. keys: of the source's samples."""
+    """Splits the samples `wanted` into those that are trained on and the chosen ones; in the order of their keys,
+    however they came into a store. keys: of the source's samples."""
     numbers = sorted((i for i, key in enumerate(keys) if key in wanted), key=lambda i: keys[i])
     train, watch = ([i for i in numbers if (keys[i] in chosen) == part] for part in (False, True))
     return Part(source, train), Part(source, watch)
