@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file, downloaded on first use."""
-    return fetch_default_model(progress=False)
+    return fetch_default_model()
 
 
 @pytest.fixture(autouse=True)

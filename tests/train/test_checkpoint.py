@@ -144,8 +144,8 @@ def test_weights_are_split_into_files_of_a_given_size(tmp_path):
     for a, b in zip(*(head.parameters() for head in loaded), strict=True):
         assert torch.equal(a, b)
     # a smaller head in the place of a larger one leaves nothing of it
-    save_head(head, many, extra={"note": 1}, card="# A head")
-    assert sorted(file.name for file in many.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    save_head(head, many, extra={"note": 1})
+    assert sorted(file.name for file in many.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((many / "config.json").read_text())["note"] == 1
     with pytest.raises(ConfigError, match=r"fc\.weight has 6144 bytes"):
         save_head(head, tmp_path / "none", max_file_bytes=6000)

@@ -77,8 +77,9 @@ class Repeat:
 Node = Chars | Ref | Seq | Alt | Repeat
 
 
-def to_lark(text: str, root: str = "root") -> str:
-    """Translates the grammar `text`, whose first symbol is `root`, to Lark. Raises GrammarError."""
+def to_lark(text: str) -> str:
+    """Translates the grammar `text`, which starts at the rule `root`, to Lark. Raises GrammarError."""
+    root = "root"
     rules = _Parser(text).rules()
     if root not in rules:
         raise GrammarError(f"there is no rule {root!r}")

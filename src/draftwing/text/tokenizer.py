@@ -81,11 +81,8 @@ class Tokenizer:
         batch = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in batch]
 
-    def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
-    ) -> str:
-        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD. `spaces_between_special_tokens` has no
-        effect, as for every tokenizer that the `tokenizers` library runs."""
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def render_chat(

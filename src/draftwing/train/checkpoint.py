@@ -21,7 +21,7 @@ from draftwing.models.heads.config import resolve_taps
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.train.files import replace_file, write_json, write_text
+from draftwing.train.files import replace_file, write_json
 
 _EAGLE_CLASSES = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
 
@@ -35,12 +35,11 @@ def save_head(
     dtype: torch.dtype = torch.bfloat16,
     max_file_bytes: int = 5 << 30,
     extra: Mapping[str, Any] | None = None,
-    card: str | None = None,
 ) -> Path:
     """Writes config.json and the weights into `folder`, in the place of a head that was there; returns the folder.
 
     dtype: of floating point tensors.  max_file_bytes: weights that do not fit one file of this size are split into
-    shards with an index.  extra: further keys of the config.  card: text of README.md.
+    shards with an index.  extra: further keys of the config.
 
     Files appear complete under their names, config.json last. Raises ConfigError for a tensor that alone is larger
     than a file may be.
@@ -67,8 +66,6 @@ def save_head(
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}, 2)
-    if card is not None:
-        write_text(folder / "README.md", card)
     write_json(folder / "config.json", {**head_config(head, dtype), **(extra or {})}, 2)
     return folder
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from draftwing.server.parsers.text import partial_end
+from draftwing.text.detok import partial_end
 
 if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from draftwing.server.parsers.call import CallReader
-from draftwing.server.parsers.text import partial_end
+from draftwing.text.detok import partial_end
 
 
 @dataclass(frozen=True)
