@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from contextlib import redirect_stdout
@@ -11,6 +12,7 @@ import pytest
 from fake_engine import FakeEngine, byte_tokenizer, local
 
 from draftwing.cli.main import main
+from draftwing.config.options import Options
 from draftwing.server.app import create_app
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +116,17 @@ def endpoints() -> set[str]:
 def test_endpoints(page: Path, endpoints: set[str]) -> None:
     for endpoint in re.findall(r"`(?:GET |POST )?(/[a-z_0-9/]+)[?{`]", ours(page)):
         assert any(path.startswith(endpoint) for path in endpoints), f"{page.name}: {endpoint}"
+
+
+def test_defaults_of_speculation() -> None:
+    """The table of parameters has every option of speculation, with its default where that is a number."""
+    text = text_of(ROOT / "docs" / "speculative_decoding.md").split("## Parameters")[1].split("\n## ")[0]
+    told = {row[0].strip("`-").replace("-", "_"): row[1] for row in table_rows(text)}
+    fields = {field.name: field.default for field in dataclasses.fields(Options)}
+    for name, default in fields.items():
+        if name.startswith("speculative_"):
+            assert name in told, name
+            assert told[name] == str(default) or not isinstance(default, int) or isinstance(default, bool), name
 
 
 def test_readme_quotes_performance() -> None:
