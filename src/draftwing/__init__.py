@@ -12,12 +12,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CheckpointError", "Completion", "ConfigError", "RequestError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "Draft",
+    "DraftContext",
+    "Drafter",
+    "RequestError",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from draftwing.errors import CheckpointError, ConfigError, RequestError
     from draftwing.llm import LLM, Completion
     from draftwing.requests.sampling_params import SamplingParams
+    from draftwing.spec.drafter import Draft, DraftContext, Drafter
 
 # Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
 _HOMES = {
@@ -25,6 +37,9 @@ _HOMES = {
     "Completion": "draftwing.llm",
     "SamplingParams": "draftwing.requests.sampling_params",
     "CheckpointError": "draftwing.errors",
+    "Draft": "draftwing.spec.drafter",
+    "DraftContext": "draftwing.spec.drafter",
+    "Drafter": "draftwing.spec.drafter",
     "ConfigError": "draftwing.errors",
     "RequestError": "draftwing.errors",
 }

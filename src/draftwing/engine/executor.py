@@ -295,7 +295,7 @@ class Executor:
         draft, batch, tree = drafted
         if self._simulation is not None:
             target = self._simulation(draft, tree, target, step.rows, batch.prefix_len)
-        observed = self.drafter is not None and bool(self.drafter.kv_layers)
+        observed = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.taps)
         done = commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, self._hint, observed)
         if self.drafter is not None:
             self._observe(self.drafter, step, done, batch.prefix_len, verified.taps)

@@ -101,7 +101,7 @@ class Drafter(ABC):
         their order; known [B, D] bool: whether there is such a token. What follows an unknown one is not drafted."""
         depth, nodes = min(tokens.shape[1], shape.depth), shape.nodes
         missing = nodes - 1 - depth
-        alive = known[:, :depth].cummin(1).values if depth else known[:, :0]
+        alive = (~known[:, :depth]).cumsum(1) == 0
         root = slots.last.index_select(0, rows).unsqueeze(1)  # [B, 1]
         parent = torch.arange(-1, nodes - 1, device=rows.device).clamp_(min=0)
         return Draft(

@@ -126,7 +126,7 @@ def precompile(job: Job) -> Precompilation | None:
     """Starts to compile for the job; None where it cannot."""
     try:
         return Precompilation(job)
-    except (OSError, ImportError, pickle.PicklingError) as error:
+    except (OSError, ImportError, AttributeError, pickle.PicklingError) as error:
         log.warning("kernels are not compiled ahead, which makes the start slower: %s", error)
         return None
 

@@ -1,0 +1,181 @@
+"""A user's own drafter, examples/custom_drafter.py: as a class and by name, in LLM, bench and server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from reference.learnable import ENGINE, write_target
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftwing import LLM, ConfigError, Draft, Drafter
+from draftwing.cli.main import main
+from draftwing.config.options import Options
+from draftwing.core import TreeShape
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPT = "red lorry, yellow lorry, red lorry, yellow lorry, red lorry, "
+GREEDY = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_target(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> list[int]:
+    with LLM(model, **ENGINE, speculative_algorithm="none") as llm:
+        return llm.generate(PROMPT, GREEDY)[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("custom_drafter", EXAMPLES / "custom_drafter.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_saves_steps_and_changes_no_text(
+    model: str, plain: list[int], example: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = {"speculative_num_steps": 3}  # fixed: every step drafts
+    with caplog.at_level(logging.INFO), LLM(model, **ENGINE, **tree, speculative_algorithm=example.PairLookup) as llm:
+        answers = llm.generate([PROMPT, PROMPT + "red"], [GREEDY, GREEDY | {"temperature": 0.7, "sampling_seed": 1}])
+        stats = llm.engine.stats()
+        assert llm.engine.info.shape == TreeShape(3, 1, 4)
+    assert answers[0].token_ids == plain and len(set(plain)) > 50
+    meta = answers[0].meta_info
+    assert 1 + meta["spec_num_correct_drafts"] / meta["spec_verify_ct"] > 1.1
+    assert "custom_drafter:PairLookup drafts, at most 3 steps" in caplog.text and stats["accept_length"] > 1
+    with LLM(model, **ENGINE, speculative_algorithm="none") as llm:
+        sampled = llm.generate(PROMPT + "red", GREEDY | {"temperature": 0.7, "sampling_seed": 1})
+    assert answers[1].token_ids == sampled[0].token_ids
+
+
+def test_a_chain_ends_where_nothing_is_known(example: Any) -> None:
+    class Slots:
+        tokens = torch.tensor(
+            [[5, 6, 7, 5, 6, 0, 0], [1, 1, 1, 1, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0], [9, 0, 0, 0, 0, 0, 0]]
+        )
+        kv_len = torch.tensor([4, 3, 3, 0])
+        last = torch.tensor([6, 1, 4, 9])
+
+    rows = torch.arange(4)
+    draft = example.PairLookup().propose(Slots(), rows, TreeShape(5, 1, 6), 4, rows[:0])
+    assert draft.tokens[:2].tolist() == [[6, 7, 5, 6, 7, 5], [1, 1, 1, 1, 1, 1]]
+    assert draft.alive.sum(1).tolist() == [6, 6, 1, 1] and draft.parent[0].tolist() == [0, 0, 1, 2, 3, 4]
+    known = torch.tensor([[True, True, False, True]] * 4)
+    draft = example.PairLookup().chain(Slots(), rows, torch.full((4, 4), 3), TreeShape(6, 2, 8), known)
+    assert draft.alive.sum(1).tolist() == [3] * 4 and draft.tokens.shape == draft.parent.shape == (4, 8)
+    assert bool((draft.parent[:, 1:] < torch.arange(1, 8)).all())
+
+
+def test_it_reads_no_data(example: Any) -> None:
+    """Which a CUDA graph could not capture."""
+    with FakeTensorMode():
+        slots = SimpleNamespace(
+            tokens=torch.zeros(5, 40, dtype=torch.int64),
+            kv_len=torch.zeros(5, dtype=torch.int64),
+            last=torch.zeros(5, dtype=torch.int64),
+        )
+        rows = torch.arange(3)
+        for bound in (20, 40):  # graphs are captured for any length
+            draft = example.PairLookup().propose(slots, rows, TreeShape(3, 1, 4), bound, rows[:0])
+            assert all(part.shape == (3, 4) for part in draft)
+
+
+def test_by_name_with_bench(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT))
+    code = main(
+        ["bench", "--model", model, "--speculative-algorithm", "custom_drafter:PairLookup", "--prompts",
+         str(tmp_path / "prompts.jsonl"), "--num-prompts", "1", "--max-tokens", "170", "--ignore-eos", "--concurrency", "1",
+         "--speculative-num-steps", "2", "--dtype", "float32", "--output", str(tmp_path / "out.jsonl")]
+    )  # fmt: skip
+    assert code == 0, capsys.readouterr().err
+    record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    assert 1 < record["accept_length"] <= 3
+
+
+def test_by_name_with_the_server(model: str, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine is a process of its own, which imports the class again."""
+    monkeypatch.chdir(EXAMPLES)
+    process, port = launch_server_cmd(
+        f"python -m draftwing.launch_server --model {model} --speculative-algorithm custom_drafter:PairLookup "
+        "--speculative-num-steps 4 --num-threads 1 --dtype float32 --max-total-tokens 2048 --log-level error"
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for_server(url, timeout=60, process=process)
+        answer = httpx.post(f"{url}/generate", json={"text": PROMPT, "sampling_params": GREEDY}, timeout=60).json()
+        info = httpx.get(f"{url}/server_info").json()
+    finally:
+        terminate_process(process)
+    assert answer["output_ids"] == plain and answer["meta_info"]["spec_num_correct_drafts"] > 0
+    assert info["speculative_algorithm"] == "custom_drafter:PairLookup"
+    assert (info["speculative_num_steps"], info["speculative_num_draft_tokens"]) == (4, 5)
+
+
+class Unfinished(Drafter):
+    pass
+
+
+class Odd(Drafter):
+    num_steps = 0
+
+    def propose(self, *given: Any) -> Draft:
+        raise NotImplementedError
+
+
+class WithModel(Odd):
+    num_steps, topk, num_draft_tokens = 4, 2, 9
+    reads_options = ("speculative_draft_model_path",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("nowhere:Drafter", "speculative_algorithm nowhere:Drafter: cannot be loaded: ModuleNotFoundError"),
+        ("json:Drafter", "speculative_algorithm json:Drafter: cannot be loaded: AttributeError"),
+        ("json:", "expected module:attribute, found 'json:'"),
+        ("json:dumps", "expected a class derived from draftwing.Drafter, found function"),
+        ("json:JSONDecoder", "expected a class derived from draftwing.Drafter, found a class without these"),
+        ("draftwing:Drafter", "the class has to define propose"),
+        (Unfinished, "Unfinished: the class has to define propose"),
+        (Odd, "num_steps, topk and num_draft_tokens: expected"),
+        (7, "speculative_algorithm must be a str"),
+    ],
+)
+def test_what_is_no_drafter_is_refused(asked: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Options(speculative_algorithm=asked).resolve()
+    assert message in str(refused.value)
+
+
+def test_options_know_its_tree_and_what_it_reads(caplog: pytest.LogCaptureFixture) -> None:
+    asked = Options(speculative_algorithm=WithModel, speculative_draft_model_path="x", speculative_token_map="y")
+    with caplog.at_level(logging.WARNING):
+        options = asked.resolve()
+    assert options.speculative_shape == TreeShape(4, 2, 9) and options.speculative_adaptive
+    assert options.drafter.endswith(":WithModel") and options.resolve() == options
+    assert "WithModel, speculative_token_map has no effect" in caplog.text
+    assert Options(speculative_algorithm=WithModel, speculative_num_steps=2).resolve().speculative_shape == (2, 2, 7)
+    Odd.num_steps = 1
+    try:
+        with pytest.raises(ConfigError, match="speculative_draft_model_path needs a speculative_algorithm"):
+            Options(speculative_algorithm=Odd, speculative_draft_model_path="x").resolve()
+    finally:
+        Odd.num_steps = 0
