@@ -102,8 +102,9 @@ def test_by_name_with_bench(
     (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT))
     code = main(
         ["bench", "--model", model, "--speculative-algorithm", "custom_drafter:PairLookup", "--prompts",
-         str(tmp_path / "prompts.jsonl"), "--num-prompts", "1", "--max-tokens", "170", "--ignore-eos", "--concurrency", "1",
-         "--speculative-num-steps", "2", "--dtype", "float32", "--output", str(tmp_path / "out.jsonl")]
+         str(tmp_path / "prompts.jsonl"), "--num-prompts", "1", "--max-tokens", "170", "--ignore-eos",
+         "--concurrency", "1", "--speculative-num-steps", "2", "--dtype", "float32", "--output",
+         str(tmp_path / "out.jsonl")]
     )  # fmt: skip
     assert code == 0, capsys.readouterr().err
     record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
