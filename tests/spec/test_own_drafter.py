@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from reference.learnable import ENGINE, write_target
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import draftwing
 from draftwing import LLM, ConfigError, Draft, Drafter
 from draftwing.cli.main import main
 from draftwing.config.options import Options
@@ -113,7 +115,7 @@ def test_by_name_with_bench(
 
 def test_by_name_with_the_server(model: str, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine is a process of its own, which imports the class again."""
-    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(EXAMPLES), str(Path(draftwing.__file__).parents[1]))))
     process, port = launch_server_cmd(
         f"python -m draftwing.launch_server --model {model} --speculative-algorithm custom_drafter:PairLookup "
         "--speculative-num-steps 4 --num-threads 1 --dtype float32 --max-total-tokens 2048 --log-level error"
