@@ -43,19 +43,24 @@ class Options:
     dtype: str = option(
         "auto",
         MODEL,
-        "of weights and KV; auto on a CPU: bfloat16 where it is native, else float32",
+        "type of weights and KV; auto: on CUDA the checkpoint's half type, on a CPU bfloat16 where it is native, else "
+        "float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
         "auto",
         MODEL,
-        "dummy: random weights from config.json alone, to time steps; every output says so",
+        "dummy: random weights from config.json alone, for timing; every output says so",
         choices=("auto", "dummy"),
     )
     device: str = option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
     random_seed: int | None = option(
-        None, MODEL, "where the seeds of unseeded requests come from (default: random)", minimum=0, maximum=2**63 - 1
+        None,
+        MODEL,
+        "seed from which requests without a seed get theirs (default: random)",
+        minimum=0,
+        maximum=2**63 - 1,
     )
 
     served_model_name: str | None = option(None, SERVER, "name in /v1/models (default: the model as given)")
@@ -63,7 +68,7 @@ class Options:
     port: int = option(30000, SERVER, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
     log_level: str = option("info", SERVER, "least severe messages to log", choices=LOG_LEVELS)
     api_key: str | None = option(
-        None, SERVER, "clients have to send it as a bearer token, but for /health (default: no key)"
+        None, SERVER, "key that clients must send as a bearer token, except to /health (default: no key)"
     )
     request_timeout: float | None = option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
@@ -77,39 +82,41 @@ class Options:
     )
 
     enable_metrics: bool = option(False, SERVER, "accepted; /metrics is always there")
-    log_requests: bool = option(False, SERVER, "log a line of JSON for every request")
+    log_requests: bool = option(False, SERVER, "log one line of JSON per request")
     log_requests_level: int = option(
         0,
         SERVER,
-        "0: sizes and times; 1: parameters too; 2: the beginning of texts; 3: texts",
+        "0: sizes and times; 1: also parameters; 2: also the beginning of texts; 3: also all texts",
         minimum=0,
         maximum=3,
     )
     otlp_traces_endpoint: str | None = option(
-        None, SERVER, "send an OpenTelemetry span per request there (install draftwing[otel])"
+        None, SERVER, "address to which one OpenTelemetry span per request is sent (install draftwing[otel])"
     )
 
     sampling_defaults: str = option(
         "openai",
         REQUESTS,
-        "where sampling fields that a request does not give come from: the model's generation_config.json, or openai",
+        "whose defaults hold for sampling fields that a request does not give: those of the model's "
+        "generation_config.json, or OpenAI's",
         choices=("model", "openai"),
     )
     reasoning_parser: str | None = option(
-        None, REQUESTS, "how the model marks its reasoning, which is then answered apart", choices=REASONING_PARSERS
+        None,
+        REQUESTS,
+        "how the model marks its reasoning; it is then returned in a field of its own",
+        choices=REASONING_PARSERS,
     )
     tool_call_parser: str | None = option(
         None, REQUESTS, "how the model writes its tool calls", choices=TOOL_CALL_PARSERS
     )
     logit_processor: str | None = option(
-        None, REQUESTS, "module:attribute of a logit processor that requests may name; several with commas"
+        None, REQUESTS, "module:attribute of a logits processor that requests may name; several with commas"
     )
     constrained_json_whitespace_pattern: str | None = option(
-        None, REQUESTS, "regular expression of the white space in JSON that a schema asks for (default: any)"
+        None, REQUESTS, "regular expression of the white space allowed in JSON of a schema (default: any)"
     )
-    constrained_json_disable_any_whitespace: bool = option(
-        False, REQUESTS, "JSON that a schema asks for is written without white space"
-    )
+    constrained_json_disable_any_whitespace: bool = option(False, REQUESTS, "allow no white space in JSON of a schema")
 
     mem_fraction_static: float | None = option(
         None,
@@ -144,31 +151,32 @@ class Options:
     cuda_graph_max_bs: int | None = option(
         None,
         CUDA,
-        "largest batch that decodes from CUDA graphs; fewer start faster (default: 32 to 128, by the device's memory)",
+        "largest batch that decodes from CUDA graphs; a smaller one starts faster (default: 32 to 128, by the device's "
+        "memory)",
         aliases=("cuda_graph_max_bs_decode",),
         minimum=1,
         maximum=65536,
     )
-    disable_cuda_graph: bool = option(False, CUDA, "launch every kernel of every step")
-    enable_torch_compile: bool = option(False, CUDA, "let torch.compile have small batches of target and draft")
+    disable_cuda_graph: bool = option(False, CUDA, "launch every kernel of every step, without graphs")
+    enable_torch_compile: bool = option(False, CUDA, "run small batches of target and draft with torch.compile")
     torch_compile_max_bs: int = option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
     enable_deterministic_inference: bool = option(
-        False, CUDA, "a request's text does not depend on what runs beside it, nor on whether tokens are drafted"
+        False, CUDA, "make a request's text independent of what runs beside it and of speculation"
     )
 
     speculative_algorithm: str | type[Any] | None = option(  # noqa: RUF009
         None,
         SPECULATION,
-        "who drafts tokens; module:Class is a drafter of your own (default: EAGLE3 for smollm2, whose head is "
-        "included, none for other models)",
+        "the drafter; module:Class is one of your own (default: EAGLE3 for smollm2, whose head is bundled, none for "
+        "other models)",
         aliases=("speculative_algo",),
         metavar=_ALGORITHMS,
     )
     speculative_draft_model_path: str | None = option(
         None,
         SPECULATION,
-        "model or head that drafts: as --model (default: the head that comes with smollm2; of other models their own "
-        "prediction layers, with EAGLE and NEXTN)",
+        "model or head that drafts, given like --model (default: for smollm2 its bundled head; with EAGLE and NEXTN "
+        "the model's own prediction layers)",
         aliases=("speculative_draft_model",),
     )
     speculative_draft_model_revision: str | None = option(
@@ -212,8 +220,7 @@ class Options:
     speculative_adaptive: bool = option(
         False,
         SPECULATION,
-        "take shorter drafts, or none, for steps in which that is faster (always so with NGRAM, and where no tree is "
-        "asked for)",
+        "take smaller drafts, or none, where that is faster (always on for NGRAM, and if no tree is given)",
     )
     speculative_ngram_min_match_window_size: int = option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_HINT
@@ -232,20 +239,20 @@ class Options:
         maximum=256,
     )
     speculative_ngram_capacity: int = option(
-        10_000_000, SPECULATION, "tokens of log that the shared memory keeps", minimum=1024, maximum=2**31 - 1
+        10_000_000, SPECULATION, "tokens that the shared memory keeps", minimum=1024, maximum=2**31 - 1
     )
 
     simulate_accept_length: float | None = option(
         None,
         SPECULATION,
-        "accept drafts at random, this many tokens a step on average, the target's own included, to time steps; the "
-        "text is worthless and every output says so",
+        "for timing: accept drafts at random, this many tokens per step on average, the target's own included; the "
+        "text is worthless, and every output says so",
         minimum=1,
     )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:
-        """Options by name or alias, `-` read as `_`. Raises ConfigError for an unknown or repeated name.
+        """Returns options given by name or alias; `-` is read as `_`. Raises ConfigError for unknown or repeated ones.
 
         SGLang's options that have no counterpart are logged, or refused if they ask for what is not built.
         """
@@ -262,15 +269,20 @@ class Options:
         return cls(**values)
 
     def resolve(self) -> Options:
-        """Checked options with every default that follows from other options filled in: afterwards somebody drafts or
-        `speculative_algorithm` is "none". The tree of a head is left to `for_engine`. Raises ConfigError."""
+        """Checks the options and fills in every default that follows from other options. Raises ConfigError.
+
+        Afterwards `speculative_algorithm` is set, "none" where there is no speculation. The tree of a head is left to
+        `for_engine`.
+        """
         check_fields(self)
         return resolve.resolved(self)
 
     def for_engine(self, device: str, memory: int, architecture: str = "", carried: TreeShape | None = None) -> Options:
-        """Resolved options with all that depends on the device, "cpu" or "cuda" with `memory` bytes, and on the models:
-        sizes, overlap (the default on CUDA), and a head's tree. That is `carried`, what the head's config asks for, or
-        else what targets of this architecture have. A second call changes nothing. Raises ConfigError."""
+        """Returns resolved options with all that depends on the device and the models: sizes, overlap, a head's tree.
+
+        device, memory: "cpu" or "cuda", and its bytes.  carried: the tree that the head's config asks for; without one
+        it is the default for targets of this architecture. A second call changes nothing. Raises ConfigError.
+        """
         return resolve.for_engine(self, device, memory, architecture, carried)
 
     @property
@@ -287,7 +299,7 @@ class Options:
 
     @property
     def label(self) -> dict[str, Any]:
-        """What every output of a run carries of which something is not real, in words; empty in any other."""
+        """Says in words what is not real in this run; every output carries it. Empty where everything is real."""
         parts = ["random weights"] if self.dummy else []
         if self.simulate_accept_length is not None:
             parts.append(f"accept length {self.simulate_accept_length:g}")
@@ -295,25 +307,25 @@ class Options:
 
     @property
     def drafter_spec(self) -> DrafterSpec:
-        """Who drafts; of resolved options. Imports a drafter of the user's own."""
+        """Returns the drafter's spec; for resolved options. Imports a drafter of the user's own."""
         assert self.speculative_algorithm is not None, "options are not resolved"
         return find_drafter(self.speculative_algorithm)
 
     @property
     def drafter(self) -> str:
-        """The name of who drafts; of resolved options."""
+        """The drafter's name; for resolved options."""
         asked = self.speculative_algorithm
         assert asked is not None, "options are not resolved"
         return asked if isinstance(asked, str) else self.drafter_spec.name
 
     @property
     def drafts(self) -> bool:
-        """Whether anybody drafts; of resolved options."""
+        """Whether there is speculation; for resolved options."""
         return self.drafter != NO_DRAFTER.name
 
     @property
     def speculative_shape(self) -> TreeShape:
-        """The largest draft tree; of resolved options, and with a head of those `for_engine`."""
+        """The largest draft tree; for resolved options, with a head only after `for_engine`."""
         steps, topk, nodes = (getattr(self, name) for name in TREE)
         if steps is None and not self.drafts:
             return PLAIN
