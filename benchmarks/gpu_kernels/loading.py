@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from draftwing.models import upload
 from draftwing.models.loader import load_model
 from draftwing.models.weight_map import checkpoint_tensors
+from draftwing.ops import upload
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

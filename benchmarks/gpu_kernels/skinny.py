@@ -52,11 +52,11 @@ def weights() -> list[dict[str, Tensor]]:
 
 def bench() -> list[tuple[str, float]]:
     """(what, microseconds): every product alone and the chain, for 1 to 64 rows."""
-    from draftwing.ops.cuda.gemm import skinny_products
+    from draftwing.ops.cuda.gemm import small_m_gemm
     from draftwing.ops.triton.layers import rms_norm
 
     device = torch.device("cuda", torch.cuda.current_device())
-    ours, layers = skinny_products(device, torch.bfloat16), weights()
+    ours, layers = small_m_gemm(device, torch.bfloat16), weights()
     head = torch.randn(VOCAB, HIDDEN, device="cuda").mul_(0.02).bfloat16()
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     results = []
@@ -112,7 +112,7 @@ VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what
 
 def variants() -> list[tuple[str, float]]:
     """Microseconds of the chain of layers, by variant of the kernels."""
-    from draftwing.ops.cuda.gemm import SkinnyProducts, read_source
+    from draftwing.ops.cuda.gemm import SmallMGemm, read_source
     from draftwing.ops.triton.layers import add_rms_norm, rms_norm
 
     device, results, every = torch.device("cuda", torch.cuda.current_device()), [], weights()
@@ -123,11 +123,11 @@ def variants() -> list[tuple[str, float]]:
             changed = re.sub(old, new, source)
             assert changed != source, f"{old} is not in the source"
             source = changed
-        ours = SkinnyProducts(device, torch.bfloat16, source)
+        ours = SmallMGemm(device, torch.bfloat16, source)
         for rows in (1, 8, 16, 32):
             start = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
 
-            def chain(start: Tensor = start, ours: SkinnyProducts = ours) -> None:
+            def chain(start: Tensor = start, ours: SmallMGemm = ours) -> None:
                 x = start
                 for i in range(LAYERS):
                     w = every[i % DISTINCT]

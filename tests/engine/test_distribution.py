@@ -6,6 +6,7 @@ import math
 import torch
 
 from draftwing.core import SamplingParams, TreeShape
+from draftwing.ops.attention import FunctionAttend
 
 DRAWS = 3000
 
@@ -26,7 +27,7 @@ def dense_logits(model, tokens):
         return (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch * length, -1).float()
 
     with torch.inference_mode():
-        hidden, _ = model(tokens.flatten(), torch.arange(length, device=device).repeat(batch), attend)
+        hidden, _ = model(tokens.flatten(), torch.arange(length, device=device).repeat(batch), FunctionAttend(attend))
         return model.logits(hidden.view(batch, length, -1)[:, -1]).double().cpu()
 
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.layers.linear import can_pack
+from draftwing.ops import make_ops
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.kernels import load
+from draftwing.ops.torch import onednn
 
 KERNELS = load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
@@ -24,9 +25,9 @@ def case(harness, one_thread, request):
     if harness.device != "cpu":
         pytest.skip("kernels for the CPU")
     model = harness.tiny_model(dtype=request.param)
-    if not can_pack(model.norm.weight):
+    if not onednn.takes(model.norm.weight):
         pytest.skip("this CPU has no bfloat16 products")
-    model.pack()
+    model.pack(make_ops(torch.device("cpu")))
     prompts = harness.prompts_for(12)
     params = [harness.greedy(40) if i % 2 else harness.seeded(40, seed=i) for i in range(len(prompts))]
     expected = harness.plain_answers(model, prompts, params, attn=native)

@@ -86,7 +86,7 @@ def test_another_model_as_draft_changes_no_token(harness, case, shape):
     """A disturbed copy of the target: some drafts are right, many are not, trees re-parent."""
     draft = harness.tiny_model(seed=1)
     for name, weight in draft.named_parameters():
-        if "layers.1.down" in name:
+        if "layers.1.mlp.down" in name:
             weight.data.mul_(0.3)
     rig = rig_with_draft(harness, case[0], draft, shape, lag=1, slots=300, chunk=9)
     answer(rig, case)

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.ops import make_ops
 from draftwing.ops.cpu import ngram as cpu_ngram
 from draftwing.ops.cpu import tree as cpu_tree
 from draftwing.ops.cpu.attention import pick_attention
@@ -48,7 +49,7 @@ class Chosen:
 
 def eagle3_drafter(model):
     head = new_eagle3_head(model, torch.arange(0, model.config.vocab_size, 2))
-    head.pack()
+    head.pack(make_ops(torch.device("cpu")))
     return make_model_drafter(head, 7, TREE.topk, torch.float32, torch.device("cpu"))
 
 

@@ -1,13 +1,15 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from draftwing.errors import ConfigError
-from draftwing.layers import linear as linear_module
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import PackMode
+from draftwing.ops import make_ops
+from draftwing.ops.torch import onednn
+from draftwing.ops.torch.ops import TorchOps
 
 CPU = torch.device("cpu")
+OPS = {"torch": TorchOps(CPU), "own": make_ops(CPU)}
 
 
 def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> tuple[Linear, torch.Tensor]:
@@ -25,11 +27,11 @@ def make_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> tu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (576, 96), (1536, 64)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, packed: bool) -> None:
+@pytest.mark.parametrize("packed", [None, *OPS])
+def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, packed: str | None) -> None:
     linear, weight = make_linear(inputs, outputs, bias, dtype)
     if packed:
-        linear.pack()
+        linear.pack(OPS[packed])
     tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     for rows in (1, 2, 5):
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
@@ -43,17 +45,18 @@ def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtyp
         assert torch.equal(residual, kept)
 
 
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 960), (576, 3072), (1536, 576), (2048, 100)])
 def test_packed_rows_do_not_depend_on_their_number(
-    inputs: int, outputs: int, dtype: torch.dtype, blocks: bool, monkeypatch: pytest.MonkeyPatch
+    inputs: int, outputs: int, dtype: torch.dtype, blocks: bool, ops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever this CPU's oneDNN does; blocks: as where any number of rows is summed in its own way."""
     if blocks:
-        monkeypatch.setattr(linear_module, "rows_summed_alike", lambda *_: 32)
+        monkeypatch.setattr(onednn, "rows_summed_alike", lambda *_: 32)
     linear, weight = make_linear(inputs, outputs, False, dtype)
-    linear.pack()
+    linear.pack(OPS[ops])
     x = torch.randn(300, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
     residual = torch.randn(300, outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
     every, added = linear(x), linear(x, residual)
@@ -75,31 +78,62 @@ def test_packed_rows_do_not_depend_on_their_number(
 def test_numbers_of_rows_that_are_summed_in_another_order_are_found(
     other_order: tuple[int, ...], expected: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def product(linear: Linear, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def gemm(x: torch.Tensor, packed: torch.Tensor, bias: None, residual: torch.Tensor | None) -> torch.Tensor:
         parts = 8 if len(x) in other_order else 4  # that are summed one after the other
         total = torch.zeros(len(x))
         for part in x.float().split(x.shape[1] // parts, 1):
             total = total + part.cumsum(1)[:, -1]
-        return total.to(dtype)[:, None].expand(-1, linear.out_features)
+        return total.to(dtype)[:, None].expand(-1, packed.shape[0])
 
-    monkeypatch.setattr(Linear, "_product", product)
-    assert linear_module.rows_summed_alike.__wrapped__(64, 3, dtype, 1) == expected
+    monkeypatch.setattr(onednn, "gemm", gemm)
+    assert onednn.rows_summed_alike.__wrapped__(64, 3, dtype, 1) == expected
 
 
 def test_packing_releases_the_weight_unless_kept() -> None:
     for keep in (False, True):
-        linear, _ = make_linear(64, 64, False, torch.bfloat16)
+        linear, weight = make_linear(64, 64, False, torch.bfloat16)
         before = linear.weight
-        linear.pack(keep_weight=keep)
+        linear.pack(OPS["own"], PackMode(keep_weight=keep))
         assert hasattr(linear, "weight") == keep
         assert not keep or linear.weight is before
-        linear.pack(keep_weight=keep)
+        linear.pack(OPS["own"], PackMode(keep_weight=keep))
         assert linear(torch.ones(2, 64, dtype=torch.bfloat16)).shape == (2, 64)
+        ids = torch.tensor([[3, 60], [0, 3]])
+        assert torch.equal(linear.dense_weight().double(), weight[:, :-1])
+        assert torch.equal(linear.rows(ids).double(), weight[ids, :-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("packed", [None, *OPS])
+def test_a_gated_pair_and_outputs_computed_again(packed: str | None, dtype: torch.dtype) -> None:
+    linear, weight = make_linear(64, 128, True, dtype)
+    if packed:
+        linear.pack(OPS[packed], PackMode(keep_weight=True))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    y = x.double() @ weight[:, :-1].T + weight[:, -1]
+    gate, up = y.chunk(2, -1)
+    torch.testing.assert_close(linear.gated(x).double(), gate * gate.sigmoid() * up, rtol=3e-2, atol=3e-2)
+    ids = torch.tensor([[0, 127], [5, 5], [64, 63]])
+    exact = (x.double() @ weight[:, :-1].T).gather(1, ids)
+    torch.testing.assert_close(linear.exact_logits(x, ids).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_residual_that_may_be_overwritten() -> None:
+    for dtype in (torch.float32, torch.float16):
+        linear, weight = make_linear(64, 32, False, dtype)
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+        residual = torch.randn(3, 32, generator=torch.Generator().manual_seed(4)).to(dtype)
+        expected = x.double() @ weight[:, :-1].T + residual.double()
+        kept = residual.clone()
+        torch.testing.assert_close(linear(x, residual, overwrite=True).double(), expected, rtol=1e-2, atol=1e-2)
+        assert torch.equal(residual, kept), "a layer that can be trained leaves it alone"
+        linear.pack(OPS["torch"])
+        torch.testing.assert_close(linear(x, residual, overwrite=True).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_float16_stays_unpacked() -> None:
     linear, weight = make_linear(64, 32, True, torch.float16)
-    linear.pack()
+    linear.pack(OPS["own"])
     assert hasattr(linear, "weight")
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)).half()
     expected = x.double() @ weight[:, :-1].T + weight[:, -1]
@@ -107,14 +141,12 @@ def test_float16_stays_unpacked() -> None:
 
 
 def test_a_deterministic_gpu_refuses_weights_that_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "skinny_kernels", lambda weight: None)
+    ops = TorchOps(CPU)
+    monkeypatch.setattr(ops, "gemm_keeps_bits", lambda weight: False)  # as of CUDA
+    monkeypatch.setattr(ops, "packs_with_onednn", lambda weight: False)
     linear = Linear(100, 8, False, torch.float32, CPU)
-    del linear.weight
-    linear.__dict__["weight"] = SimpleNamespace(
-        is_cuda=True, dtype=torch.float32, shape=torch.Size((8, 100)), device=torch.device("cuda")
-    )
     with pytest.raises(
         ConfigError, match=r"expected layers\.3\.o\.weight in bfloat16 .*found torch\.float32, \[8, 100\]"
     ):
-        linear.pack(deterministic=True, name="layers.3.o")
-    linear.pack()
+        linear.pack(ops, PackMode(deterministic=True, name="layers.3.o"))
+    Linear(100, 8, False, torch.float32, CPU).pack(ops)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops.attention import Attend
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 40, 4, 2, 50, 8
 
@@ -180,7 +181,7 @@ class Reference:
         return h + self.linear(gate * gate.sigmoid() * up, f"{prefix}.mlp.down_proj")
 
 
-class DenseCache:
+class DenseCache(Attend):
     """Causal attention with a cache that grows by every call."""
 
     def __init__(self) -> None:

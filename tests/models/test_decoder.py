@@ -16,6 +16,8 @@ from torch import Tensor
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.models.weight_map import checkpoint_tensors
+from draftwing.ops import make_ops
+from draftwing.ops.attention import Attend, FunctionAttend
 
 SIZES = {
     "hidden_size": 64,
@@ -50,7 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class DenseCache:
+class DenseCache(Attend):
     """Causal attention with a cache that grows by every call, in plain matrix products."""
 
     def __init__(self) -> None:
@@ -129,7 +131,7 @@ def test_packed_model_gives_the_same(tmp_path: Path) -> None:
     reference = random_reference("llama3.2-tied")
     reference.save_pretrained(tmp_path)
     model = load_model(tmp_path, torch.float32, "cpu")
-    model.pack()
+    model.pack(make_ops(torch.device("cpu")))
     hidden, taps = model(tokens(9), torch.arange(9), DenseCache(), (1, 3))
     expected = reference(tokens(9)[None], output_hidden_states=True)
     torch.testing.assert_close(model.logits(hidden), expected.logits[0], atol=1e-4, rtol=1e-4)
@@ -149,7 +151,7 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
     q_rows = model.config.num_heads * model.config.head_dim
     layer, theirs = model.layers[0], reference.model.layers[0]
     for found, expected in (
-        (layer.qkv.weight.grad[:q_rows], theirs.self_attn.q_proj.weight.grad),
+        (layer.attention.qkv.weight.grad[:q_rows], theirs.self_attn.q_proj.weight.grad),
         (layer.attn_norm.weight.grad, theirs.input_layernorm.weight.grad),
         (model.embed.weight.grad, reference.model.embed_tokens.weight.grad),
     ):
@@ -188,5 +190,5 @@ def test_runs_on_fake_tensors() -> None:
         model = DecoderModel(config, torch.bfloat16, "cpu")
         model.set_max_positions(32)
         ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden, taps = model(ids, positions, lambda layer, q, k, v: q.flatten(1), (1,))
+        hidden, taps = model(ids, positions, FunctionAttend(lambda layer, q, k, v: q.flatten(1)), (1,))
         assert model.logits(hidden).shape == (5, 101) and taps is not None and taps.shape == (5, 64)

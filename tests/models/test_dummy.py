@@ -19,6 +19,7 @@ from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
+from draftwing.ops.attention import FunctionAttend
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,16 +55,16 @@ def test_model_from_a_config_alone(
     assert "random weights" in caplog.text and "dummy" in caplog.text
     assert (model.lm_head.weight is model.embed.weight) == tied
     assert not any(p.is_meta or p.requires_grad or p.dtype != dtype for p in model.parameters())
-    assert (model.norm.weight == 1).all() and (model.layers[0].qkv.bias == 0).all()
+    assert (model.norm.weight == 1).all() and (model.layers[0].attention.qkv.bias == 0).all()
     ids = torch.arange(50)
-    hidden, _ = model(ids, ids, attend)
+    hidden, _ = model(ids, ids, FunctionAttend(attend))
     logits = model.logits(hidden).float()
     assert logits.isfinite().all() and 8 < logits.std() < 32
     assert len(logits.argmax(-1).unique()) > 10, "the rows are alike"
     again = load_model(tmp_path, dtype, "cpu", dummy=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    down = model.layers[0].down.weight
-    assert not torch.equal(down, model.layers[1].down.weight)
+    down = model.layers[0].mlp.down.weight
+    assert not torch.equal(down, model.layers[1].mlp.down.weight)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_heads_from_a_config_alone(
     head.set_max_positions(64)
     ids = torch.arange(9)
     features = head.features(torch.randn(9, len(head.taps) * 32))
-    hidden = head.run(ids, ids, features, 0, attend)
+    hidden = head.run(ids, ids, features, 0, FunctionAttend(attend))
     logits = head.logits(hidden)
     assert logits.isfinite().all() and logits.shape == (9, changes.get("draft_vocab_size", 50))
     if "draft_vocab_size" in changes:

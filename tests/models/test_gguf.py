@@ -18,6 +18,7 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.models import gguf
 from draftwing.models.loader import load_config, load_model
+from draftwing.ops.attention import FunctionAttend
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 40, 4, 2, 16
 
@@ -103,24 +104,24 @@ def test_rows_come_back_in_hugging_face_order(tmp_path: Path, arch: str, kind: T
     model = load_model(write(tmp_path / "m.gguf", arch, kind), torch.float32, "cpu")
     values, layer = weights(arch), model.layers[0]
     expected = {
-        "qkv": np.concatenate([values[f"blk.0.attn_{x}.weight"] for x in "qkv"]),
-        "gate_up": np.concatenate([values[f"blk.0.ffn_{x}.weight"] for x in ("gate", "up")]),
-        "o": values["blk.0.attn_output.weight"],
-        "down": values["blk.0.ffn_down.weight"],
+        "attention.qkv": np.concatenate([values[f"blk.0.attn_{x}.weight"] for x in "qkv"]),
+        "mlp.gate_up": np.concatenate([values[f"blk.0.ffn_{x}.weight"] for x in ("gate", "up")]),
+        "attention.o": values["blk.0.attn_output.weight"],
+        "mlp.down": values["blk.0.ffn_down.weight"],
     }
     for name, rows in expected.items():
-        found = getattr(layer, name).weight.detach().numpy()
+        found = layer.get_submodule(name).weight.detach().numpy()
         assert np.abs(found - rows).max() <= TOLERANCE[kind] * np.abs(rows).max() * 1.01, name
     assert np.array_equal(layer.attn_norm.weight.detach().numpy(), values["blk.0.attn_norm.weight"])
     assert model.lm_head.weight is model.embed.weight
     if arch == "qwen2":
         bias = np.concatenate([values[f"blk.0.attn_{x}.bias"] for x in "qkv"])
-        assert np.array_equal(layer.qkv.bias.detach().numpy(), bias)
+        assert np.array_equal(layer.attention.qkv.bias.detach().numpy(), bias)
     else:
-        assert layer.qkv.bias is None
-    assert (layer.q_norm is not None) == (arch == "qwen3")
+        assert layer.attention.qkv.bias is None
+    assert (layer.attention.q_norm is not None) == (arch == "qwen3")
     if arch == "qwen3":
-        assert np.array_equal(layer.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
+        assert np.array_equal(layer.attention.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
 
 
 def test_biases_of_llama_are_unpermuted(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_biases_of_llama_are_unpermuted(tmp_path: Path) -> None:
     sizes = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}
     biases = {f"blk.0.{name}.bias": rng.standard_normal(rows).astype(np.float32) for name, rows in sizes.items()}
     model = load_model(write(tmp_path / "m.gguf", "llama", extra=biases), torch.float32, "cpu")
-    assert np.array_equal(model.layers[0].qkv.bias.detach().numpy(), np.concatenate(list(biases.values())))
+    assert np.array_equal(model.layers[0].attention.qkv.bias.detach().numpy(), np.concatenate(list(biases.values())))
 
 
 def test_config(tmp_path: Path) -> None:
@@ -152,9 +153,9 @@ def test_rope_freqs_divide_the_frequencies(tmp_path: Path) -> None:
     plain = load_model(write(tmp_path / "plain.gguf", "llama"), torch.float32, "cpu")
     scaled = load_model(write(tmp_path / "scaled.gguf", "llama", extra=factors), torch.float32, "cpu")
     ids, positions = torch.arange(20), torch.arange(20)
-    expected, _ = plain(ids, positions, causal)
-    torch.testing.assert_close(scaled(ids, positions * 4, causal)[0], expected, atol=1e-4, rtol=1e-4)
-    assert (scaled(ids, positions, causal)[0] - expected).abs().max() > 1e-2
+    expected, _ = plain(ids, positions, FunctionAttend(causal))
+    torch.testing.assert_close(scaled(ids, positions * 4, FunctionAttend(causal))[0], expected, atol=1e-4, rtol=1e-4)
+    assert (scaled(ids, positions, FunctionAttend(causal))[0] - expected).abs().max() > 1e-2
 
 
 def test_linear_scaling(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_smollm2_values(smollm2: gguf.GGUFFile) -> None:
 @torch.inference_mode()
 def test_smollm2_continues_the_capital_of_france(smollm2_path: Path) -> None:
     model = load_model(smollm2_path, torch.float32, "cpu")
-    hidden, _ = model(torch.tensor([504, 3575, 282, 4649, 314]), torch.arange(5), causal)
+    hidden, _ = model(torch.tensor([504, 3575, 282, 4649, 314]), torch.arange(5), FunctionAttend(causal))
     values, ids = model.logits(hidden[-1:]).topk(2)
     assert ids.tolist() == [[7042, 260]]  # " Paris", " the"
     torch.testing.assert_close(values, torch.tensor([[17.371, 14.889]]), atol=2e-3, rtol=0)

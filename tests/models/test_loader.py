@@ -78,11 +78,13 @@ def check(folder: Path, tensors: dict[str, Tensor]) -> None:
     layer = model.layers[1]
     prefix = "model.layers.1."
     qkv = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(layer.qkv.weight, torch.cat(qkv))
-    assert torch.equal(layer.qkv.bias, torch.cat([tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"]))
+    assert torch.equal(layer.attention.qkv.weight, torch.cat(qkv))
+    assert torch.equal(
+        layer.attention.qkv.bias, torch.cat([tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"])
+    )
     gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(layer.gate_up.weight, torch.cat(gate_up))
-    assert torch.equal(layer.down.weight, tensors[f"{prefix}mlp.down_proj.weight"])
+    assert torch.equal(layer.mlp.gate_up.weight, torch.cat(gate_up))
+    assert torch.equal(layer.mlp.down.weight, tensors[f"{prefix}mlp.down_proj.weight"])
     assert torch.equal(layer.mlp_norm.weight, tensors[f"{prefix}post_attention_layernorm.weight"])
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
     assert not any(p.is_meta for p in model.parameters())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from draftwing.ops import make_ops
+
 wanted = pytest.mark.skipif(os.environ.get("DRAFTWING_NATIVE") == "0", reason="they are not wanted")
 compiled = pytest.mark.skipif(shutil.which("gcc") is None and shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -30,7 +32,7 @@ def cpu_flags() -> set[str]:
 
 @wanted
 @compiled
-def test_products_of_few_rows_are_ours() -> None:
+def test_gemms_of_few_rows_are_ours() -> None:
     """On the CPUs that the kernel was written for; where oneDNN packs or sums in another way, it is left out."""
     import torch
 
@@ -43,5 +45,5 @@ def test_products_of_few_rows_are_ours() -> None:
     for inputs, outputs in ((64, 64), (576, 960), (1536, 576)):
         linear = Linear(inputs, outputs, False, torch.bfloat16, torch.device("cpu"))
         linear.weight.data.copy_(torch.randn(outputs, inputs, generator=generator))
-        linear.pack()
-        assert linear.few is not None, (inputs, outputs)
+        linear.pack(make_ops(torch.device("cpu")))
+        assert linear.op.few_rows is not None, (inputs, outputs)

@@ -1,4 +1,4 @@
-"""Products of few rows against float64 and, bit for bit, oneDNN; layers made of them against their parts."""
+"""GEMMs of few rows against float64 and, bit for bit, oneDNN; layers made of them against their parts."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, LayerSpec
-from draftwing.layers.linear import FEW_ROWS, Linear, can_pack, summed_in_blocks
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import PackMode
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch
 from draftwing.ops.cpu.attention import NativeAttention
-from draftwing.ops.cpu.gemm import ByteProduct, NativeReadout, byte_product, packed_product, takes
+from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, has_gemm, summed_in_blocks
 from draftwing.ops.cpu.kernels import load
+from draftwing.ops.cpu.layer import NativeLayers
+from draftwing.ops.torch import onednn
+from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 KERNELS = load()
 pytestmark = pytest.mark.skipif(
-    KERNELS is None or not KERNELS.raw.has_product or not can_pack(torch.empty(0, dtype=torch.bfloat16)),
+    not has_gemm() or not onednn.takes(torch.empty(0, dtype=torch.bfloat16)),
     reason="the C kernels were not built, or this CPU has no AVX-512 BF16",
 )
 CPU = torch.device("cpu")
+OPS = make_ops(CPU)
 
 
 @functools.cache
-def own_product_is_used() -> bool:
+def own_gemm_is_used() -> bool:
     """Whether oneDNN lays out weights and sums on this CPU as the kernel does: with AMX, say, it may not. On which
     CPUs it must is in test_built."""
     linear = Linear(64, 64, False, torch.bfloat16, CPU)
     linear.weight.data.copy_(numbers(64, 64, seed=1))
-    linear.pack()
-    return linear.few is not None
+    linear.pack(OPS)
+    return linear.op.few_rows is not None
 
 
 @pytest.fixture
 def known_layout() -> None:
-    if not own_product_is_used():
+    if not own_gemm_is_used():
         pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
 
 
@@ -47,41 +53,33 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def packed(weight: Tensor) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return made
-
-
 @pytest.mark.usefixtures("known_layout")
 @pytest.mark.parametrize("block", [64, 192, 4096])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (576, 192), (1184, 320)])
 def test_equals_float64(inputs: int, outputs: int, block: int) -> None:
     weight, bias = numbers(outputs, inputs, seed=1), numbers(outputs, seed=2)
-    product = packed_product(packed(weight), block)
-    assert product is not None
+    gemm = PackedGemm(onednn.pack(weight), block)
     for rows in range(1, 14):
         x, residual = numbers(rows, inputs, seed=3), numbers(rows, outputs, seed=rows)
         expected = x.double() @ weight.double().T
         # Half a unit of bfloat16, and what float32 sums are off by.
         tolerance = {"rtol": 2**-8, "atol": 1e-3}
-        torch.testing.assert_close(product(x, None, None).double(), expected, **tolerance)
+        torch.testing.assert_close(gemm(x, None, None).double(), expected, **tolerance)
         expected += bias.double() + residual.double()
-        torch.testing.assert_close(product(x, bias, residual).double(), expected, **tolerance)
+        torch.testing.assert_close(gemm(x, bias, residual).double(), expected, **tolerance)
 
 
 @pytest.mark.usefixtures("known_layout")
 def test_rows_may_be_views() -> None:
     weight, x = numbers(64, 96, seed=1), numbers(4, 128, seed=2)
-    product = packed_product(packed(weight), 64)
-    assert product is not None
-    assert torch.equal(product(x[:, 32:], None, None), product(x[:, 32:].contiguous(), None, None))
+    gemm = PackedGemm(onednn.pack(weight), 64)
+    assert torch.equal(gemm(x[:, 32:], None, None), gemm(x[:, 32:].contiguous(), None, None))
 
 
 @pytest.mark.parametrize("shape", [(64, 100), (96, 64), (50, 64)])
 def test_other_layouts_are_left_to_onednn(shape: tuple[int, int]) -> None:
-    weight = packed(torch.zeros(shape, dtype=torch.bfloat16))
-    assert not takes(weight) and packed_product(weight, 64) is None
-    assert packed_product(packed(torch.zeros(64, 64)), 64) is None
+    assert not PackedGemm.takes(onednn.pack(torch.zeros(shape, dtype=torch.bfloat16)))
+    assert not PackedGemm.takes(onednn.pack(torch.zeros(64, 64)))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (576, 320), (4096, 64)])
@@ -90,22 +88,20 @@ def test_bytes_multiply_whole_numbers_as_they_are(inputs: int, outputs: int) -> 
     weight, x = (torch.randint(-127, 128, (n, inputs), generator=generator).bfloat16() for n in (outputs, FEW_ROWS))
     weight[:, 0], x[:, 5] = 127, -127  # the largest, so that scales are 1
     weight[3], weight[3, 7] = 0, -127
-    product, bias, residual = byte_product(weight), numbers(outputs, seed=2), numbers(FEW_ROWS, outputs, seed=3)
-    assert product is not None
+    gemm, bias, residual = Int8Gemm(weight), numbers(outputs, seed=2), numbers(FEW_ROWS, outputs, seed=3)
     exact = x.double() @ weight.double().T
     for rows in range(1, FEW_ROWS + 1):
-        assert torch.equal(product(x[:rows], None, None), exact[:rows].bfloat16())
+        assert torch.equal(gemm(x[:rows], None, None), exact[:rows].bfloat16())
     wanted = (exact + bias.double() + residual.double()).float()
-    torch.testing.assert_close(product(x, bias, residual).float(), wanted, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(gemm(x, bias, residual).float(), wanted, rtol=2**-8, atol=1e-3)
 
 
 def test_bytes_are_off_by_a_percent() -> None:
     weight, x = numbers(192, 576, seed=1), numbers(5, 576, seed=2)
     weight[7], x[2] = 0, 0
     weight *= torch.linspace(0.01, 3, 192).bfloat16().unsqueeze(1)  # each output has a scale
-    product = byte_product(weight)
-    assert product is not None
-    found, wanted = product(x, None, None).double(), x.double() @ weight.double().T
+    gemm = Int8Gemm(weight)
+    found, wanted = gemm(x, None, None).double(), x.double() @ weight.double().T
     assert not found[2].any() and not found[:, 7].any()
     error = (found - wanted) / weight.double().norm(dim=1).clamp(min=1e-9)  # of results of about that size
     assert error.square().mean().sqrt() < 0.015 and error.abs().max() < 0.06
@@ -119,22 +115,21 @@ def test_bytes_do_not_depend_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     panels = whole.view(5, 64, 24, 4).transpose(1, 2)
     for size in (64, 128, 320, 1024):
         monkeypatch.setattr("draftwing.ops.cpu.gemm._SLICE", size)
-        product = byte_product(weight)
-        assert product is not None
-        assert torch.equal(product._packed, panels) and torch.equal(product._scales, scales)
-        assert torch.equal(product._offsets, (128 * whole.sum(1)).to(torch.int32))
+        gemm = Int8Gemm(weight)
+        assert torch.equal(gemm._packed, panels) and torch.equal(gemm._scales, scales)
+        assert torch.equal(gemm._offsets, (128 * whole.sum(1)).to(torch.int32))
 
 
 def test_weights_that_are_not_rounded_to_bytes() -> None:
     for shape in ((64, 100), (96, 64), (64, 4128)):
-        assert byte_product(torch.zeros(shape, dtype=torch.bfloat16)) is None
-    assert byte_product(torch.zeros(64, 64)) is None
+        assert not Int8Gemm.takes(torch.zeros(shape, dtype=torch.bfloat16))
+    assert not Int8Gemm.takes(torch.zeros(64, 64))
 
 
 def test_a_wrong_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,728 inputs no oneDNN is known to sum blocks of 192."""
     threads = torch.get_num_threads()
-    monkeypatch.setattr("draftwing.layers.linear._BLOCKS", (192,))
+    monkeypatch.setattr("draftwing.ops.cpu.gemm._BLOCKS", (192,))
     assert summed_in_blocks.__wrapped__(1728, 64, threads) == 0
 
 
@@ -154,8 +149,8 @@ def tiny(eight_bits: bool = False, **changes: Any) -> DecoderModel:
     model.set_max_positions(64)
     for module in model.layers.modules() if eight_bits else ():
         if isinstance(module, Linear):
-            module.pack(eight_bits=True)
-    model.pack()
+            module.pack(OPS, PackMode(draft_8bit=True))
+    model.pack(OPS)
     return model
 
 
@@ -175,12 +170,12 @@ def attend_to(pool: KVPool, rows: int) -> Attend:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 5, FEW_ROWS])
 def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> None:
-    if not eight_bits and not own_product_is_used():
+    if not eight_bits and not own_gemm_is_used():
         pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
     model, pools = tiny(eight_bits, qkv_bias=bias), []
     layer = model.layers[1]
-    assert isinstance(layer, DecoderLayer) and layer.native is not None
-    assert isinstance(layer.down.few, ByteProduct) == eight_bits
+    assert isinstance(layer, DecoderLayer) and layer._whole is not None
+    assert isinstance(layer.mlp.down.op.few_rows, Int8Gemm) == eight_bits
     for _ in range(2):
         pools.append(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU))
         for kv in pools[-1].kv:
@@ -190,7 +185,7 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> No
     kept = x.clone()
     found = layer(x, cos, sin, attend_to(pools[0], rows))
     also = layer.mix(layer.attn_norm(x), x, cos, sin, attend_to(pools[0], rows))
-    layer.native = None
+    layer._whole = None
     expected = layer(x, cos, sin, attend_to(pools[1], rows))
     assert torch.equal(found, expected) and torch.equal(also, expected) and torch.equal(x, kept)
     assert all(torch.equal(*both) for both in zip(pools[0].kv, pools[1].kv, strict=True))
@@ -207,13 +202,13 @@ def test_a_model_in_one_call_equals_its_layers(rows: int, taps: tuple[int, ...])
         for kv in pool.kv:
             kv.copy_(numbers(*kv.shape, seed=5))
         if not whole:
-            model._native[taps] = model._native[()] = None
-        assert (model._in_one_call(taps) is None) != whole
+            model._whole[taps] = model._whole[()] = None
+        assert (model._whole_layers(taps) is None) != whole
         hidden, kept = model(ids, ids, attend_to(pool, rows), taps)
         assert (kept is None) == (not taps)
         found.append([hidden, *pool.kv, *([kept] if kept is not None else [])])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
-    assert model.final_tap == 4 and model._in_one_call((0,)) is None and model._in_one_call((1, 4)) is None
+    assert model.final_tap == 4 and model._whole_layers((0,)) is None and model._whole_layers((1, 4)) is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -226,12 +221,11 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int) -> 
     states[4] = weight[7] / 8
     names = torch.randperm(1000, generator=torch.manual_seed(0))[:320] if named else None
     norm = (numbers(96, seed=3), 1e-5) if normed else None
-    product, bias = byte_product(weight), numbers(320, seed=4)
+    gemm, bias = Int8Gemm(weight), numbers(320, seed=4)
     bias[7] = bias[300]
-    assert product is not None
-    readout = NativeReadout(product, bias, norm, names)
-    x = KERNELS.rms_norm(states, *norm) if norm else states.contiguous()
-    best, logp = KERNELS.top_tokens(torch.cat([product(x[i : i + 4], bias, None) for i in range(0, 20, 4)])[:, None], 3,
+    readout = HeadTopK(gemm, bias, norm, names)
+    x = OPS.rms_norm(states, *norm) if norm else states.contiguous()
+    best, logp = KERNELS.top_tokens(torch.cat([gemm(x[i : i + 4], bias, None) for i in range(0, 20, 4)])[:, None], 3,
                                     None, None)  # fmt: skip
     best = best if names is None else names[best]
     try:
@@ -250,10 +244,10 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int) -> 
 
 @pytest.mark.usefixtures("known_layout")
 def test_the_number_of_threads_changes_nothing() -> None:
-    """Of a layer whose four products are all large enough for threads to share their outputs."""
+    """Of a layer whose four GEMMs are all large enough for threads to share their outputs."""
     before, found = torch.get_num_threads(), []
     model, x = tiny(hidden_size=512, num_heads=10, ffn_size=1120), numbers(5, 512, seed=6)
-    assert model.layers[0].native is not None
+    assert model.layers[0]._whole is not None
     cos, sin = model.rope.index_select(0, 19 + torch.arange(5)).unsqueeze(2).unbind(1)
     try:
         for threads in (1, 2, 3, 7):
@@ -272,13 +266,14 @@ def test_a_layer_holds_the_memory_that_it_reads() -> None:
     """Though its modules' weights are moved, as `Module.to` does it."""
     model = tiny(qkv_bias=True)
     layer = model.layers[0]
-    assert isinstance(layer, DecoderLayer) and layer.native is not None and layer.qkv.bias is not None
-    weights = layer.attn_norm.weight, layer.mlp_norm.weight, layer.qkv.bias
+    assert isinstance(layer, DecoderLayer) and layer._whole is not None and layer.attention.qkv.bias is not None
+    weights = layer.attn_norm.weight, layer.mlp_norm.weight, layer.attention.qkv.bias
     before = [weight.data_ptr() for weight in weights]
     model._apply(lambda tensor: tensor.clone())
     assert not any(weight.data_ptr() in before for weight in weights)
-    (own,) = layer.native.layers
-    held, told = own._held[0], own._numbers.tolist()
+    assert isinstance(layer._whole, NativeLayers)
+    (own,) = layer._whole.layers
+    held, told = own.held[0], own.numbers.tolist()
     assert [tensor.data_ptr() for tensor in held if tensor is not None] == before
     assert set(before) <= set(told)
 
@@ -288,21 +283,22 @@ def test_a_layer_takes_few_rows() -> None:
     rows = FEW_ROWS + 1
     attend: Any = attend_to(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU), rows)
     with pytest.raises(AssertionError):
-        attend.layers(layer.native, numbers(rows, 128, seed=1), None, *numbers(2, rows, 1, 32, seed=2))
+        attend.run_layers(layer._whole, numbers(rows, 128, seed=1), None, *numbers(2, rows, 1, 32, seed=2))
 
 
 @pytest.mark.usefixtures("known_layout")
 def test_other_layers_are_run_by_parts() -> None:
     for layer in (tiny(qk_norm=True).layers[0], tiny(head_dim=16).layers[0]):
-        assert isinstance(layer, DecoderLayer) and layer.down.few is not None and layer.native is None
+        assert isinstance(layer, DecoderLayer) and layer.mlp.down.op.few_rows is not None and layer._whole is None
 
 
-def test_own_products_are_used_where_the_sums_are_onednns() -> None:
+def test_own_gemms_are_used_where_the_sums_are_onednns() -> None:
     linear = Linear(576, 192, False, torch.bfloat16, CPU)
     linear.weight.data.copy_(numbers(192, 576, seed=1))
-    linear.pack()
-    if linear.few is None:
+    linear.pack(OPS)
+    own = linear.op.few_rows
+    if own is None:
         pytest.skip("this oneDNN sums in another order")
     x = numbers(300, 576, seed=2)
     every = linear(x)  # by oneDNN
-    assert torch.equal(torch.cat([linear.few(part, None, None) for part in x.split(FEW_ROWS)]), every)
+    assert torch.equal(torch.cat([own(part, None, None) for part in x.split(FEW_ROWS)]), every)

@@ -15,8 +15,6 @@ from draftwing.engine import commit as committing
 from draftwing.engine.device import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.row_table import SlotTable
-from draftwing.layers.norm import RMSNorm
-from draftwing.ops.cpu import kernels as cpu
 from draftwing.ops.cpu import tree as cpu_tree
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import growth as grow
@@ -223,21 +221,6 @@ def test_newest_and_first() -> None:
     assert torch.equal(KERNELS.rename(ids, names), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_take_rows(dtype: torch.dtype) -> None:
-    assert KERNELS is not None
-    source, index = torch.rand(9, 2, 5).to(dtype), torch.tensor([8, 0, 3, 3])
-    assert torch.equal(KERNELS.take_rows(source, index), source[index])
-    assert torch.equal(KERNELS.take_rows(source, torch.arange(9)[::4]), source[::4])
-    assert KERNELS.take_rows(source, index[:0]).shape == (0, 2, 5)
-    alone = torch.rand(1, 5, 4).to(dtype)[:, 2]  # contiguous, whatever its stride
-    assert alone.is_contiguous() and alone.stride(0) == 20
-    assert torch.equal(KERNELS.take_rows(alone, torch.zeros(3, dtype=torch.int64)), alone.expand(3, 4))
-    for wrong in (-1, 9):
-        with pytest.raises(IndexError, match=f"expected rows below 9, found {wrong}"):
-            KERNELS.take_rows(source, torch.tensor([2, wrong]))
-
-
 @pytest.mark.parametrize("width", [1, 4])
 def test_chain(width: int, torch_alone: Callable[[Callable[[], Any]], Any]) -> None:
     """The accepted path with the token after it, as a drafter without lookahead wants it."""
@@ -254,53 +237,6 @@ def test_chain(width: int, torch_alone: Callable[[Callable[[], Any]], Any]) -> N
     assert ours.window == theirs.window
     for name in ("ids", "positions", "write_slots", "path", "path_len"):
         same([getattr(ours, name)], [getattr(theirs, name)])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [64, 33, 576])
-def test_fused_inputs(dtype: torch.dtype, size: int) -> None:
-    """Bit for bit what the norms of cpu.c give beside each other."""
-    g = torch.Generator().manual_seed(size)
-    table, eps = torch.randn(20, size, generator=g).to(dtype), 1e-5
-    token, own = RMSNorm(size, eps, dtype, "cpu"), RMSNorm(size, eps, dtype, "cpu")
-    for norm in (token, own):
-        norm.weight.data.copy_(torch.rand(size, generator=g) + 0.5)
-    close = {"rtol": 0, "atol": 0}
-    if cpu.load() is None:
-        close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    token.pack(), own.pack()
-    for rows in (1, 4, 7):
-        ids = torch.randint(0, 20, (rows,), generator=g)
-        feature = torch.randn(rows, 2 * size, generator=g).to(dtype)[:, size:]
-        with torch.no_grad():
-            plain = KERNELS.fuse_inputs(ids, table, feature)
-            assert torch.equal(plain, torch.cat((table[ids], feature), 1))
-            norms = token.weight.detach(), own.weight.detach()
-            wanted = torch.cat((token(table[ids]), own(feature)), 1)
-            torch.testing.assert_close(KERNELS.fuse_inputs(ids, table, feature, norms, eps), wanted, **close)
-            positions = torch.arange(rows)
-            blank = table[ids].masked_fill((positions == 0).unsqueeze(1), 0.0)
-            wanted = torch.cat((own(feature), token(blank)), 1)
-            found = KERNELS.fuse_inputs(ids, table, feature, norms, eps, positions, feature_first=True)
-            torch.testing.assert_close(found, wanted, **close)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [40, 576])
-def test_exact_logits(dtype: torch.dtype, size: int) -> None:
-    """Against float64; and one candidate alone has the bits that it has among others."""
-    g = torch.Generator().manual_seed(size)
-    weight = torch.randn(90, size, generator=g).to(dtype)
-    for shape in ((1, 1), (2, 5), (3, 4)):
-        hidden = torch.randn(*shape, size, generator=g).to(dtype)
-        ids = torch.randint(0, 90, (*shape, 8), generator=g)
-        found = KERNELS.exact_logits(hidden, weight, ids)
-        wanted = (weight.double()[ids] * hidden.double().unsqueeze(-2)).sum(-1)
-        torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-4)
-        alone = KERNELS.exact_logits(hidden[-1, -1:].clone(), weight, ids[-1, -1:, 3:4])
-        assert torch.equal(alone.flatten(), found[-1, -1, 3:4])
-        transposed = hidden.transpose(0, 1).contiguous().transpose(0, 1)
-        assert torch.equal(KERNELS.exact_logits(transposed, weight, ids), found)
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

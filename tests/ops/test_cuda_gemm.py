@@ -66,9 +66,9 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -
 
 
 def products(dtype: torch.dtype):
-    from draftwing.ops.cuda.gemm import skinny_products
+    from draftwing.ops.cuda.gemm import small_m_gemm
 
-    return skinny_products(torch.device("cuda", torch.cuda.current_device()), dtype)
+    return small_m_gemm(torch.device("cuda", torch.cuda.current_device()), dtype)
 
 
 @on_gpu

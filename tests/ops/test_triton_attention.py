@@ -14,7 +14,7 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer
-from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.attention import Batch, ChunkSpan, FunctionAttend
 
 attention = pytest.importorskip("draftwing.ops.triton.attention")
 common = pytest.importorskip("draftwing.ops.triton.attention_common")
@@ -348,7 +348,7 @@ def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: t
         architecture="Qwen3ForCausalLM", hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32,
         ffn_size=64, vocab_size=16, max_positions=64, qk_norm=True,
     )  # fmt: skip
-    layer = DecoderLayer(config, 0, torch.float32, device)
+    layer = DecoderLayer(config.layer(), 0, torch.float32, device)
     rng = torch.Generator().manual_seed(3)
     for param in layer.parameters():
         param.data.copy_(torch.randn(param.shape, generator=rng) * 0.2 + (param.dim() == 1))
@@ -366,7 +366,7 @@ def test_a_layer_that_norms_its_heads(monkeypatch: pytest.MonkeyPatch, device: t
     results, written = [], []
     for fused in (True, False):
         attend = paged.PagedAttention(pool, exact=True).bind(batch, 0)
-        results.append(layer(x, cos, sin, attend if fused else lambda *args, attend=attend: attend(*args)))
+        results.append(layer(x, cos, sin, attend if fused else FunctionAttend(attend)))
         written.append(pool.kv[0].clone())
     assert len(calls) == 1
     torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)

@@ -266,7 +266,7 @@ class PathHead:
     drafted. `run` is given the batch in place of attention."""
 
     taps, kv_layers = (0,), ()
-    native_readout = None
+    top_k = None
 
     def __init__(self, lookahead: int, width: int, vocab: int, device: torch.device) -> None:
         g = torch.Generator().manual_seed(lookahead)

@@ -26,6 +26,7 @@ from draftwing.engine.row_table import SlotTable
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.growth import grow, top_tokens
 from draftwing.ops.torch.noise import gumbel
@@ -164,18 +165,18 @@ def load_drafter(case: Case, folder: Any, topk: int, rows: int) -> tuple[Any, Mo
     if case.algorithm == "STANDALONE":
         assert case.head is not None
         draft = load_model(case.head.write(folder / "draft"), torch.float32, "cpu")
-        draft.pack()
+        draft.pack(make_ops(torch.device("cpu")))
         head: Any = DraftLM(draft, VOCAB)
     elif case.head is None:
         head = load_mtp_head(folder / "target", model, torch.float32, "cpu", **case.options)
-        head.pack()
+        head.pack(make_ops(torch.device("cpu")))
     else:
         # The official files are pickles, third-party ones safetensors.
         file = "pytorch_model.bin" if case.algorithm == "EAGLE" else "model.safetensors"
         path = case.head.write(folder / "draft", file)
         head = load_draft_head(path, model, case.algorithm, torch.float32, "cpu", **case.options)
-        head.pack()
-    model.pack()
+        head.pack(make_ops(torch.device("cpu")))
+    model.pack(make_ops(torch.device("cpu")))
     return model, make_model_drafter(head, rows, topk, torch.float32, torch.device("cpu"))
 
 

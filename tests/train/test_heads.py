@@ -23,7 +23,7 @@ def test_logits_of_some_tokens_and_whether_the_best_is_among_them(dtype):
     weight = torch.randn(300, 48, generator=generator).to(dtype)
     hidden = torch.randn(400, 48, generator=generator).to(dtype)
     ids = torch.randperm(300, generator=generator)[:120].sort().values
-    target = SimpleNamespace(config=SimpleNamespace(tie_embeddings=True), embed=SimpleNamespace(weight=weight))
+    target = SimpleNamespace(lm_head=SimpleNamespace(dense_weight=lambda: weight))
     teach = TargetHead(target)
     exact = hidden.double() @ weight.double().t()
     torch.testing.assert_close(teach(hidden).double(), exact, rtol=1e-5, atol=1e-4)
@@ -46,20 +46,20 @@ def test_a_fresh_head_does_what_the_last_layer_does(tmp_path):
     taps, final = FeatureModel(target, head.taps, pick_device("cpu"))(ids)
     head.set_max_positions(32)
     with torch.no_grad():
-        assert head.fusion.qkv.weight[:, : head.width].any()
-        head.fusion.qkv.weight[:, : head.width].zero_()  # what reads the next token
+        assert head.fusion.attention.qkv.weight[:, : head.width].any()
+        head.fusion.attention.qkv.weight[:, : head.width].zero_()  # what reads the next token
         hidden = head.run(ids, torch.arange(11), head.features(taps), 0, causal(1, 11))
         torch.testing.assert_close(head.logits(hidden), TargetHead(target)(final)[:, kept], rtol=1e-4, atol=1e-5)
     plain = new_eagle3_head(target, kept, taps=(1, 3, 6), seed=2, copy_layer=False)
-    assert not torch.equal(plain.fusion.o.weight, head.fusion.o.weight)
+    assert not torch.equal(plain.fusion.attention.o.weight, head.fusion.attention.o.weight)
 
 
 def test_other_shapes_stay_random(tmp_path):
     target = load_model(llama_target(0, num_hidden_layers=7).write(tmp_path / "target"), torch.float32, "cpu")
     head = new_eagle3_head(target, None, ffn_size=32, seed=2)
     plain = new_eagle3_head(target, None, ffn_size=32, seed=2, copy_layer=False)
-    assert torch.equal(head.fusion.down.weight, plain.fusion.down.weight)
-    assert not torch.equal(head.fusion.o.weight, plain.fusion.o.weight)
+    assert torch.equal(head.fusion.mlp.down.weight, plain.fusion.mlp.down.weight)
+    assert not torch.equal(head.fusion.attention.o.weight, plain.fusion.attention.o.weight)
 
 
 def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
@@ -80,7 +80,7 @@ def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
     for name, parameter in mean.named_parameters():
         assert parameter.requires_grad
         torch.testing.assert_close(parameter.detach(), sum(part[name].detach() for part in parts) / 3)
-    assert not torch.equal(parts[0]["fusion.qkv.weight"], parts[1]["fusion.qkv.weight"])
+    assert not torch.equal(parts[0]["fusion.attention.qkv.weight"], parts[1]["fusion.attention.qkv.weight"])
     for number, (changes, message) in enumerate(
         (
             ({"taps": (1, 4, 6)}, r"taps: \(1, 3, 6\), \(1, 4, 6\)$"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
+from draftwing.ops.attention import FunctionAttend
 from draftwing.train import chain_attention, cross_entropy, ttt
 from draftwing.train.batches import collate
 from draftwing.train.heads import TargetHead, trainable
@@ -93,7 +94,7 @@ def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, T
                     break
                 cache = Served(cache.rows)
                 token, position = ids[t + 1 + k].view(1), torch.tensor([t + k])
-                hidden = head.run(token, position, hidden, k, cache.attend)
+                hidden = head.run(token, position, hidden, k, FunctionAttend(cache.attend))
                 if k == 0:
                     committed = cache
                 if not sample.loss_mask[j + 1]:

@@ -193,7 +193,7 @@ def make_drafter(
         return load_with_progress(path, dtype, device, options.dummy)
 
     drafter: Drafter = options.drafter_spec.make(
-        DraftContext(options, target, shape, rows + 1, dtype, device.device, path, token_ids, load)
+        DraftContext(options, target, shape, rows + 1, dtype, device.device, device.ops, path, token_ids, load)
     )
     return drafter, drafter.policy(shape, options.speculative_adaptive)
 
@@ -232,5 +232,5 @@ def load_with_progress(
                 bar.close()  # before anything is logged
 
         model = load_model(path, dtype, device.device, progress, dummy)
-    model.pack(deterministic)
+    model.pack(device.ops, deterministic)
     return model

@@ -17,19 +17,21 @@ from draftwing.ops.attention import Attend
 from draftwing.spec.heads import DraftHead
 
 
-class Opaque:
-    """An `Attend` that the compiler does not look into."""
+class Opaque(Attend):
+    """Attention that the compiler does not look into."""
 
     def __init__(self, attend: Attend) -> None:
         # Not as a decorator: it imports the whole compiler, which takes a second.
-        self._attend: Attend = torch.compiler.disable(attend)
-        fused = getattr(attend, "fused", None)
-        if fused is not None:
-            self.fused = torch.compiler.disable(fused)
-            self.norms_heads = getattr(attend, "norms_heads", False)
+        self._attend, self._fused = torch.compiler.disable(attend), torch.compiler.disable(attend.fused)
+        self.norms_heads = attend.norms_heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend(layer, q, k, v)
+    def __call__(self, *args: Any) -> Tensor:
+        out: Tensor = self._attend(*args)
+        return out
+
+    def fused(self, *args: Any) -> Tensor | None:
+        out: Tensor | None = self._fused(*args)
+        return out
 
 
 def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, backend: str = "inductor") -> None:
@@ -43,9 +45,8 @@ def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, bac
 
         launch_options(model.embed.weight.device)  # known before anything is traced
     setattr(model, "forward", _limited(model.forward, most, backend))  # noqa: B010
-    if head is not None and getattr(head, "model", None) is not model:
-        name = "run_layer" if hasattr(head, "run_layer") else "run"
-        setattr(head, name, _limited(getattr(head, name), most, backend))
+    if head is not None:
+        setattr(head, head.forward_name, _limited(getattr(head, head.forward_name), most, backend))
 
 
 def _limited(forward: Callable[..., Any], most: int, backend: str) -> Callable[..., Any]:
@@ -55,6 +56,6 @@ def _limited(forward: Callable[..., Any], most: int, backend: str) -> Callable[.
         if ids.shape[0] > most:
             return forward(ids, *args)
         with torch._dynamo.config.patch(suppress_errors=True):  # what it cannot compile runs as it is, with a warning
-            return compiled(ids, *(Opaque(arg) if callable(arg) else arg for arg in args))
+            return compiled(ids, *(Opaque(arg) if isinstance(arg, Attend) else arg for arg in args))
 
     return run

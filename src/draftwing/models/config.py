@@ -14,6 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from draftwing.errors import CheckpointError
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.formats import DENSE, weight_format
 from draftwing.layers.rope import RopeConfig
 
 
@@ -22,7 +25,7 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
-    own config names.  max_positions: the trained context length.
+    own config names.  max_positions: the trained context length.  weight_format: of the layers' matrices.
     """
 
     architecture: str
@@ -43,6 +46,23 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
+    weight_format: WeightFormat = DENSE
+
+    def layer(self) -> LayerConfig:
+        """What each of its layers is built from."""
+        return LayerConfig(
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn_size,
+            eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+            weight_format=self.weight_format,
+        )
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"):
@@ -112,7 +132,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel_attn": (False,),
     "partial_rotary_factor": (1,),
     "q_lora_rank": (),
-    "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1,),
     "rope_interleave": (False,),
@@ -160,6 +179,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=_dtype(config),
         stop_ids=id_tuple(config.get("eos_token_id")),
+        weight_format=_weight_format(config, name),
     )
 
 
@@ -252,6 +272,16 @@ def _rope(config: Mapping[str, Any], name: str) -> RopeConfig:
     except KeyError as error:
         raise CheckpointError(f"config of {name}: {key} of type {kind} lacks {error.args[0]}") from None
     raise _refused(f"{key}.rope_type", kind, name)
+
+
+def _weight_format(config: Mapping[str, Any], name: str) -> WeightFormat:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return DENSE
+    found = weight_format(quantization)
+    if found is None:
+        raise _refused("quantization_config", quantization, name)
+    return found
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:

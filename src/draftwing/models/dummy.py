@@ -23,8 +23,8 @@ def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED)
     A product of a normed row has a variance of about 1, so the residual stream grows by 1 or 2 a layer and stays far
     from the end of float16. Heads are sharper, as trained ones are: of even distributions draft trees come out flat.
     """
-    if torch.device(device).type == "meta":
-        return  # where there are no values
+    if torch.empty(0, device=device).is_meta:
+        return  # there are no values
     generator = torch.Generator(device).manual_seed(seed)
     lm_head = getattr(module, "lm_head", None)
     heads = {name for name, param in module.named_parameters() if lm_head is not None and param is lm_head.weight}
@@ -35,10 +35,12 @@ def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED)
             values.zero_()
         elif meta.dim() == 1:  # of a norm
             values.fill_(1.0)
+        elif not meta.is_floating_point():  # a quantised weight
+            values.random_(generator=generator)
         else:
             scale = HEAD_SCALE if name in heads else 1.0
             values.normal_(0.0, scale * meta.shape[-1] ** -0.5, generator=generator)
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(values))
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(values, values.is_floating_point()))
 
 
 def draft_weights(

@@ -19,13 +19,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
+from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.gguf import Progress
-from draftwing.models.upload import Uploader
-from draftwing.models.weight_map import MTP_PREFIX, Slot, canonical, checkpoint_names
+from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
+from draftwing.ops.upload import Uploader
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,7 @@ def load_model(
         fill_random(model, device)
     else:
         fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
-    if config.tie_embeddings:
-        model.lm_head.weight = model.embed.weight
+    model.tie()
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters())
     what = "random weights made (load_format dummy: the text is worthless)" if dummy else "weights loaded"
@@ -96,7 +96,7 @@ def load_model(
 
 def fill_parameters(
     module: nn.Module,
-    table: Mapping[str, Slot],
+    table: Mapping[str, ParamSlice],
     tensors: Tensors,
     device: torch.device | str,
     harmless: Iterable[str] = (),
@@ -110,23 +110,25 @@ def fill_parameters(
     missing, unused = set(table), []
     with Uploader(device) as uploader:
         for name, tensor in tensors:
-            slot = table.get(name)
-            if slot is None:
+            part = table.get(name)
+            if part is None:
                 if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
                     unused.append(name)
                 continue
             if name not in missing:
                 raise CheckpointError(f"{name} is in the checkpoint twice")
             missing.discard(name)
-            param = params[slot.param]
-            expected = (slot.rows, *param.shape[1:])
+            param = params[part.param]
+            expected = part.of(param).shape
             if tensor.shape != expected:
                 raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(tensor.shape)}")
-            if not tensor.is_floating_point():
-                raise CheckpointError(f"{name}: expected floating point values, found {tensor.dtype}")
+            wide = param.is_floating_point()
+            if not (tensor.is_floating_point() if wide else tensor.dtype == param.dtype):
+                wanted = "floating point values" if wide else f"values in {param.dtype}"
+                raise CheckpointError(f"{name}: expected {wanted}, found {tensor.dtype}")
             if param.is_meta:
-                param = params[slot.param] = allocate(module, slot.param, param, device)
-            uploader.copy(param.detach()[slot.start : slot.start + slot.rows], tensor)
+                param = params[part.param] = allocate(module, part.param, param, device)
+            uploader.copy(part.of(param), tensor)
     if missing:
         raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")
     if unused:
@@ -148,7 +150,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def allocate(module: nn.Module, name: str, meta: nn.Parameter, device: torch.device | str) -> nn.Parameter:
     """Puts an empty parameter on `device` in the place of the one that `name` has on the meta device."""
     owner, _, leaf = name.rpartition(".")
-    param = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device))
+    values = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    param = nn.Parameter(values, meta.is_floating_point())  # others take no gradient
     setattr(module.get_submodule(owner), leaf, param)
     return param
 

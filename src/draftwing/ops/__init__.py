@@ -19,7 +19,7 @@ def use_triton(tensor: Tensor) -> bool:
     """Whether the GPU's kernels take this tensor: on CUDA from compute capability 8.0 on, where Triton is installed,
     unless DRAFTWING_NATIVE=0. And without data (on the meta device), where `engine.startup.precompile` finds out which
     kernels are launched."""
-    return (tensor.is_meta or (tensor.is_cuda and _is_recent(tensor.device))) and _have_triton()
+    return (tensor.is_meta or (tensor.is_cuda and _is_recent(tensor.device))) and have_triton()
 
 
 @functools.cache
@@ -28,7 +28,8 @@ def _is_recent(device: pytorch.device) -> bool:
 
 
 @functools.cache
-def _have_triton() -> bool:
+def have_triton() -> bool:
+    """Whether Triton is installed and wanted."""
     return os.environ.get("DRAFTWING_NATIVE") != "0" and importlib.util.find_spec("triton") is not None
 
 

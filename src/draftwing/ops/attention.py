@@ -9,14 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from draftwing.core import Chunk
 
-# (layer, q [M, heads, head_dim], k [M, kv_heads, head_dim], v [M, kv_heads, head_dim]) -> o [M, heads * head_dim]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Attend:
+    """Attention of one forward, which a model is given. Backends override what they can do in fewer calls."""
+
+    norms_heads = False  # whether `fused` takes the norms of heads, too
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [M, heads, head_dim], k, v [M, kv_heads, head_dim], q and k rotated -> [M, heads * head_dim]"""
+        raise NotImplementedError
+
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor | None:
+        """What rotating q and k and a call do, or None: then the caller does it.
+
+        qkv [M, heads + 2 * kv_heads, head_dim], contiguous, may be overwritten; cos, sin [M, 1, head_dim] ->
+        [M, heads * head_dim]. q_norm, k_norm [head_dim]: weights of an RMS norm of every head before, where
+        `norms_heads`.
+        """
+        return None
+
+    def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """All that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
+        return None
+
+
+class FunctionAttend(Attend):
+    """Attention by a function, without a cache: for training and tests."""
+
+    def __init__(self, function: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._function(layer, q, k, v)
 
 
 class ChunkSpan(NamedTuple):

@@ -56,7 +56,7 @@ def draft_head(context: DraftContext) -> ModelDrafter:
             aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
             dummy=options.dummy,
         )  # fmt: skip
-    head.pack()
+    head.pack(context.ops)
     return _drafter(context, head)
 
 

@@ -15,6 +15,7 @@ from draftwing.config.options import Options
 from draftwing.core import MAX_HINT, TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops.attention import AttnBackend, Batch
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class DraftContext:
     """What there is to know when a drafter is made.
 
     options: resolved.  target: loaded and packed.  shape: the largest tree that will be asked for.
-    rows: of the slot table, its last one a dummy.  dtype: of weights and KV.
+    rows: of the slot table, its last one a dummy.  dtype: of weights and KV.  ops: of the device.
     draft_path: of the model that drafts, the target's own where none is given.
     token_ids [n] int64: tokens of the target that may be drafted, None for all.
     load_model: loads a language model from a folder or file, on the device.
@@ -51,6 +52,7 @@ class DraftContext:
     rows: int
     dtype: torch.dtype
     device: torch.device
+    ops: TorchOps
     draft_path: Path
     token_ids: Tensor | None
     load_model: Callable[[Path], DecoderModel]

@@ -10,7 +10,7 @@ from torch import Tensor
 from draftwing.kv.pool import LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import Attend
-from draftwing.ops.cpu.gemm import NativeReadout
+from draftwing.ops.torch.layer_ops import HeadTopK
 
 
 class DraftHead(Protocol):
@@ -18,7 +18,8 @@ class DraftHead(Protocol):
     target's feature at t; n where there are n layers, the last of which makes it of token t + n (`MTPDrafter`).
     taps: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
     target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
-    native_readout: `logits` and the best of them in one call, None where there is none."""
+    top_k: `logits` and the best of them in one call, None where there is none.
+    forward_name: the method that runs the network, which --enable-torch-compile compiles."""
 
     lookahead: int
     taps: tuple[int, ...]
@@ -26,7 +27,8 @@ class DraftHead(Protocol):
     vocab: int
     kv_layers: Sequence[LayerSpec]
     target_ids: Tensor | None
-    native_readout: NativeReadout | None
+    top_k: HeadTopK | None
+    forward_name: str
 
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table."""
@@ -53,7 +55,8 @@ class DraftLM:
     taps: tuple[int, ...] = ()
     width = 0
     target_ids: Tensor | None = None
-    native_readout: NativeReadout | None = None
+    top_k: HeadTopK | None = None
+    forward_name = "run"
 
     def __init__(self, model: DecoderModel, vocab: int) -> None:
         """vocab: token ids that both models have; families pad their vocabularies to different sizes."""

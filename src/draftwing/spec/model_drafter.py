@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.layers.linear import FEW_ROWS
 from draftwing.ops import use_triton
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
-from draftwing.ops.cpu.gemm import NativeReadout
 from draftwing.ops.cpu.kernels import DTYPES, MOST, kernels_for
 from draftwing.ops.cpu.tree import RowGrowth as NativeGrowth
 from draftwing.ops.cpu.tree import tree_kernels_for
 from draftwing.ops.pick import take_rows
 from draftwing.ops.torch.growth import First, RowGrowth, top_tokens
+from draftwing.ops.torch.layer_ops import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.noise import gumbel, gumbel_at
 from draftwing.spec.drafter import Draft, Drafter
 from draftwing.spec.heads import DraftHead
@@ -230,8 +229,8 @@ class ModelDrafter(Drafter):
             return continuations(logits, slots, rows, ahead, topk, ids)
         return self._best(slots, rows, logits.view(size, nodes, -1), ahead, topk, noisy)
 
-    def _readout(self, rows: int, noisy: Tensor) -> NativeReadout | None:
-        native = self.head.native_readout
+    def _readout(self, rows: int, noisy: Tensor) -> HeadTopK | None:
+        native = self.head.top_k
         return native if native is not None and rows <= FEW_ROWS and self.topk <= MOST and not noisy.shape[0] else None
 
     def _best(

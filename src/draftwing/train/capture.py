@@ -19,7 +19,7 @@ from draftwing.config.drafters import training
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention import Attend, FunctionAttend
 from draftwing.train.checkpoint import aux_layer_ids
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
 
@@ -102,7 +102,7 @@ def causal(count: int, length: int) -> Attend:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2).reshape(count * length, -1)
 
-    return attend
+    return FunctionAttend(attend)
 
 
 def capture(

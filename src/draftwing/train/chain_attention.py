@@ -54,7 +54,7 @@ class ChainAttention:
         return x.unflatten(0, self._shape).transpose(1, 2)
 
 
-class _Step:
+class _Step(Attend):
     """`ChainAttention.attend` of one step, as a layer calls it."""
 
     def __init__(self, chains: ChainAttention, number: int, kv_heads: int) -> None:
@@ -63,8 +63,16 @@ class _Step:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._chains.attend(self._number, layer, q, k, v)
 
-    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """qkv [M, heads + 2 * kv_heads, head_dim], not turned; cos, sin [M, 1, head_dim] -> [M, heads * head_dim]"""
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
         kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
         if use_triton(qkv) and qkv.dtype != torch.float64:
             from draftwing.train.kernels.rope_backward import turn

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.rope import RopeConfig
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
@@ -78,17 +79,17 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
 
     Parts of other shapes stay random too, and all of attention where the target norms its heads, as heads do not."""
     last, layer, hidden = target.layers[-1], head.fusion, head.config.hidden_size
-    assert isinstance(last, DecoderLayer)
+    assert isinstance(last, DecoderLayer) and last.attn_norm is not None
     head.fc.weight.zero_()
     head.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
     if not target.config.qk_norm:
-        layer.qkv.weight[:, hidden:].copy_(last.qkv.dense_weight())
+        layer.attention.qkv.weight[:, hidden:].copy_(last.attention.qkv.dense_weight())
         layer.hidden_norm.weight.copy_(last.attn_norm.weight)
-        layer.o.weight.copy_(last.o.dense_weight())
-    if layer.down.weight.shape == last.down.dense_weight().shape:
+        layer.attention.o.weight.copy_(last.attention.o.dense_weight())
+    if layer.mlp.down.weight.shape == (last.mlp.down.out_features, last.mlp.down.in_features):
         layer.mlp_norm.weight.copy_(last.mlp_norm.weight)
-        layer.gate_up.weight.copy_(last.gate_up.dense_weight())
-        layer.down.weight.copy_(last.down.dense_weight())
+        layer.mlp.gate_up.weight.copy_(last.mlp.gate_up.dense_weight())
+        layer.mlp.down.weight.copy_(last.mlp.down.dense_weight())
 
 
 def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:
@@ -210,11 +211,10 @@ def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device 
         tensors = ((canonical(name), tensor) for name, tensor in folder_tensors(path))
     model = DecoderModel(config, dtype, "meta")
     last = f"layers.{config.num_layers - 1}."
-    slots = checkpoint_names(config).items()
-    table = {name: slot for name, slot in slots if not slot.param.startswith("layers.") or slot.param.startswith(last)}
+    slices = checkpoint_names(config).items()
+    table = {name: part for name, part in slices if not part.param.startswith("layers.") or part.param.startswith(last)}
     fill_parameters(model, table, ((name, tensor) for name, tensor in tensors if name in table), device)
-    if config.tie_embeddings:
-        model.lm_head.weight = model.embed.weight
+    model.tie()
     return model.requires_grad_(False)
 
 
@@ -260,8 +260,7 @@ class TargetHead:
 
 def _head_weight(target: DecoderModel) -> Tensor:
     """Returns the target's output embedding, [V, hidden]."""
-    weight = target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
-    return weight.detach()
+    return target.lm_head.dense_weight().detach()
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -284,6 +283,7 @@ def _layer_config(target: ModelConfig, ffn_size: int) -> ModelConfig:
         mlp_bias=False,
         qk_norm=False,
         tie_embeddings=False,
+        weight_format=DENSE,
     )
 
 

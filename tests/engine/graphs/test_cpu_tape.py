@@ -7,11 +7,13 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import Key
-from draftwing.layers.linear import FEW_ROWS, can_pack
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops import make_ops
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.kernels import load
+from draftwing.ops.torch import onednn
+from draftwing.ops.torch.layer_ops import FEW_ROWS
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head, new_eagle_head
 
@@ -38,7 +40,7 @@ def packed_model():
                 scale = 6 if name.startswith("lm_head") else 1
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
     model = model.to(torch.bfloat16).eval()
-    model.pack()
+    model.pack(make_ops(torch.device("cpu")))
     return model
 
 
@@ -46,10 +48,10 @@ def packed_model():
 def case(harness, one_thread):
     if harness.device != "cpu":
         pytest.skip("for the CPU")
-    if not can_pack(torch.empty(0, dtype=torch.bfloat16)) or not KERNELS.raw.has_product:
+    if not onednn.takes(torch.empty(0, dtype=torch.bfloat16)) or not KERNELS.raw.has_product:
         pytest.skip("this CPU has no kernel for few rows")
     model = packed_model()
-    if model.layers[0].native is None:
+    if model.layers[0]._whole is None:
         pytest.skip("this oneDNN packs weights, or sums, in another way than the kernel")
     prompts = harness.prompts_for(6)
     params = [harness.greedy(24) for _ in prompts]
@@ -99,7 +101,7 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
             head = new_eagle3_head(model, None, HEADS[kind], 192, 3)
             head.fusion.from_normed = "norm" in kind
         head = head.to(torch.bfloat16).eval().requires_grad_(False)
-        head.pack()
+        head.pack(make_ops(torch.device("cpu")))
         drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, torch.device("cpu"))
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
         stages = rig.executor.graphs
@@ -135,7 +137,7 @@ def test_rows_with_a_temperature_are_not_recorded(harness, case):
 def test_steps_of_other_kernels_are_refused(harness, case):
     """In float32 torch multiplies itself."""
     model = harness.tiny_model()
-    model.pack()
+    model.pack(make_ops(torch.device("cpu")))
     _, prompts, params, _ = case
     expected = harness.plain_answers(model, prompts, params, attn=native)
     found, stages = answers(harness, (model, prompts, params, expected), None, PLAIN)

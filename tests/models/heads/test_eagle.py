@@ -13,6 +13,8 @@ from torch import Tensor
 
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_draft_head
+from draftwing.ops import make_ops
+from draftwing.ops.attention import FunctionAttend
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +89,11 @@ def test_token_map_gathers_rows_of_the_head(drafts: SimpleNamespace, tmp_path: P
 def test_token_map_of_a_packed_target(drafts: SimpleNamespace, tmp_path: Path) -> None:
     target = drafts.make_target(torch.float32)
     expected = target.lm_head.weight[[1, 40]].clone()
-    target.pack()
+    target.pack(make_ops(torch.device("cpu")))
     head = load(drafts.write(tmp_path, drafts.eagle_weights()), target, "NEXTN", token_ids=torch.tensor([1, 40]))
     x = torch.randn(3, 32)
     torch.testing.assert_close(head.logits(x), x @ expected.T)
-    head.pack()
+    head.pack(make_ops(torch.device("cpu")))
     torch.testing.assert_close(head.logits(x), x @ expected.T)
     assert head.run(torch.tensor([1, 2, 3]), torch.arange(3), x, 0, drafts.DenseCache()).shape == (3, 32)
 
@@ -259,5 +261,5 @@ def test_runs_on_fake_tensors(drafts: SimpleNamespace, tmp_path: Path, algorithm
     with FakeTensorMode(allow_non_fake_inputs=True):
         taps = torch.empty(5, 32 * len(head.taps))
         ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden = head.run(ids, positions, head.features(taps), 0, lambda layer, q, k, v: q.flatten(1))
+        hidden = head.run(ids, positions, head.features(taps), 0, FunctionAttend(lambda layer, q, k, v: q.flatten(1)))
         assert head.logits(hidden).shape == (5, head.vocab)

@@ -15,6 +15,7 @@ from draftwing.models.config import from_hf
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import load_model
+from draftwing.ops.attention import FunctionAttend
 
 MIMO: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -112,7 +113,7 @@ def test_gradients_and_fake_tensors(drafts: SimpleNamespace, tmp_path: Path) -> 
         assert param.grad is not None and param.grad.abs().max() > 0, name
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden = head.run(ids, positions, torch.empty(5, 32), 0, lambda layer, q, k, v: q.flatten(1))
+        hidden = head.run(ids, positions, torch.empty(5, 32), 0, FunctionAttend(lambda layer, q, k, v: q.flatten(1)))
         assert head.logits(hidden).shape == (5, 50)
 
 

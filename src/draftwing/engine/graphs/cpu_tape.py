@@ -12,8 +12,8 @@ import torch
 from draftwing.core import TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.graphs.cuda import GraphCache, Key
-from draftwing.layers.linear import FEW_ROWS
 from draftwing.ops.cpu.tape import Recording, record
+from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

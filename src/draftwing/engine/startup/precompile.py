@@ -238,7 +238,7 @@ def _run_without_data(job: Job) -> None:
         job.options, max_total_tokens=tokens, mem_fraction_static=None, enable_torch_compile=False
     )
     model = DecoderModel(config, job.dtype, "meta").requires_grad_(False)
-    model.pack(options.deterministic)
+    model.pack(device.ops, options.deterministic)
     drafter, policy = build.make_drafter(
         options, job.draft_path or job.path, job.token_ids, model, job.dtype, device
     )  # fmt: skip

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table
 from draftwing.models.config import ModelConfig
-from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.weight_map import Slot, stored_tensors
-from draftwing.ops.cpu.gemm import NativeReadout
-from draftwing.ops.pick import take_rows
+from draftwing.models.decoder import DecoderModel, pack_layers
+from draftwing.models.weight_map import stored_tensors
+from draftwing.ops.torch.layer_ops import PLAIN, HeadTopK, LayerOps
 
 
 class FeatureHead(nn.Module):
@@ -25,6 +25,7 @@ class FeatureHead(nn.Module):
     """
 
     lookahead = 1
+    forward_name = "run"  # see `DraftHead`
     rope: Tensor  # [positions, 2, head_dim]
 
     def __init__(self, config: ModelConfig, target: DecoderModel, taps: tuple[int, ...]) -> None:
@@ -37,7 +38,8 @@ class FeatureHead(nn.Module):
         self.target_ids: Tensor | None = None  # [vocab] int64
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self._head_rows: Linear | None = None
-        self.native_readout: NativeReadout | None = None  # of few rows, once packed
+        self.top_k: HeadTopK | None = None  # once packed
+        self.ops = PLAIN
         self.register_buffer("rope", torch.empty(0), persistent=False)
 
     @property
@@ -54,10 +56,8 @@ class FeatureHead(nn.Module):
 
         Gathers their rows of the target's head once, so the head's share of a draft step falls with n.
         """
-        target = self.target
-        weight = target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
-        ids = ids.to(weight.device)
-        rows = weight.detach()[ids]  # [n, hidden]
+        ids = ids.to(self.target.norm.weight.device)
+        rows = self.target.lm_head.rows(ids).detach()  # [n, hidden]
         head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device)
         head.weight.data.copy_(rows)
         self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
@@ -73,43 +73,37 @@ class FeatureHead(nn.Module):
 
     def shared_readout(self) -> Tensor:
         """[vocab, hidden]: the weight of the product that is shared with the target; of a packed target a copy."""
-        target = self.target
-        if self._head_rows is not None:
-            return self._head_rows.dense_weight()
-        return target.embed.weight if target.config.tie_embeddings else target.lm_head.dense_weight()
+        return (self.target.lm_head if self._head_rows is None else self._head_rows).dense_weight()
 
     def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [M, hidden] of `run` -> (state [M, hidden], weight [vocab, hidden]), whose product is `logits`. For
         training, which need not keep the logits."""
         return hidden, self.shared_readout()
 
-    def names(self) -> dict[str, Slot]:
-        """Name in a published checkpoint -> slot, complete for this head."""
+    def names(self) -> dict[str, ParamSlice]:
+        """Name in a published checkpoint -> slice, complete for this head."""
         raise NotImplementedError
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) as a published checkpoint stores them; parameters come as views."""
         yield from stored_tensors(self, self.names())
 
-    def pack(self) -> None:
-        """Lets every layer prepare for inference, weights and kernels; the head is not trainable afterwards."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack(eight_bits=True)  # the target decides, whatever is drafted
-            elif isinstance(module, RMSNorm):
-                module.pack()
-        for module in self.modules():  # these look at what is packed
-            if isinstance(module, DecoderLayer):
-                module.pack()
+    def pack(self, ops: LayerOps) -> None:
+        """Lets every layer prepare for inference, weights and kernels; the head is not trainable afterwards.
+
+        ops: of the device that the parameters are on.
+        """
+        self.ops = ops
+        pack_layers(self, ops, PackMode(draft_8bit=True))  # the target decides, whatever is drafted
         norm, product = self.last_product()
-        if product.few is not None and product.out_features == self.vocab:
+        if product.out_features == self.vocab:
             weight = None if norm is None else (norm.weight, norm.eps)
-            self.native_readout = NativeReadout(product.few, product.bias, weight, self.target_ids)
+            self.top_k = ops.head_top_k(product.op.few_rows, product.bias, weight, self.target_ids)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""
         assert self.rope.numel(), "call set_max_positions first"
-        cos, sin = take_rows(self.rope, positions).unsqueeze(2).unbind(1)
+        cos, sin = self.ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)
         return cos, sin
 
     def _norm_weight(self) -> Tensor:

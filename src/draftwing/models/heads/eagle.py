@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import Slot, layer_names
+from draftwing.models.weight_map import layer_names
 from draftwing.ops.attention import Attend
-from draftwing.ops.pick import FuseInputs, fuse_kernel
 
 
 class EagleHead(FeatureHead):
@@ -28,13 +28,8 @@ class EagleHead(FeatureHead):
         super().__init__(config, target, (target.final_tap,))
         device, hidden = torch.device(device), config.hidden_size
         self.fc = Linear(2 * hidden, hidden, fc_bias, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(config.num_layers))
-        self.layers[0].attn_norm = nn.Identity()
-        self._fuse: FuseInputs | None = None
-
-    def pack(self) -> None:
-        super().pack()
-        self._fuse = fuse_kernel(self._norm_weight())
+        layer, count = config.layer(), config.num_layers
+        self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device, norms_input=i > 0) for i in range(count))
 
     def features(self, taps: Tensor) -> Tensor:
         """taps [M, hidden]: the target's output after its final norm, as it is."""
@@ -45,17 +40,15 @@ class EagleHead(FeatureHead):
         is a normed state and is not normed again."""
         assert features is not None
         cos, sin = self._rotation(positions)
-        embed = self.target.embed
-        fused = torch.cat((embed(ids), features), -1) if self._fuse is None else self._fuse(ids, embed.weight, features)
-        x = self.fc(fused)  # [M, hidden]
+        x = self.fc(self.ops.fuse_inputs(ids, self.target.embed.weight, features))  # [M, hidden]
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return x
 
-    def names(self) -> dict[str, Slot]:
-        table = {"fc.weight": Slot("fc.weight", 0, self.config.hidden_size)}
+    def names(self) -> dict[str, ParamSlice]:
+        table = {"fc.weight": ParamSlice("fc.weight", 0, self.config.hidden_size)}
         if self.fc.bias is not None:
-            table["fc.bias"] = Slot("fc.bias", 0, self.config.hidden_size)
+            table["fc.bias"] = ParamSlice("fc.bias", 0, self.config.hidden_size)
         for i in range(self.config.num_layers):
             table |= layer_names(self.config, f"layers.{i}", f"layers.{i}", "input_layernorm" if i else None)
         return table

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import Slot, layer_names
+from draftwing.models.weight_map import layer_names
 from draftwing.ops.attention import Attend
-from draftwing.ops.pick import FuseInputs, fuse_kernel
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,18 @@ class FusionLayer(DecoderLayer):
     from the feature alone."""
 
     def __init__(self, config: ModelConfig, from_normed: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, 0, dtype, device, in_size=2 * config.hidden_size)
+        super().__init__(config.layer(), 0, dtype, device, in_size=2 * config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.from_normed = from_normed
-        self._fuse: FuseInputs | None = None
-
-    def pack(self) -> None:
-        super().pack()
-        self._fuse = fuse_kernel(self.hidden_norm.weight)
 
     def fuse(
         self, ids: Tensor, embed: nn.Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
         """ids [M], feature [M, hidden] -> [M, hidden]"""
-        if self._fuse is not None:
-            weights = self.attn_norm.weight, self.hidden_norm.weight
-            fused = self._fuse(ids, embed.weight, feature, weights, self.hidden_norm.eps)  # [M, 2 * hidden]
-            normed = fused[:, feature.shape[1] :]
-        else:
-            normed = self.hidden_norm(feature)
-            fused = torch.cat((self.attn_norm(embed(ids)), normed), -1)
-        return self.mix(fused, normed if self.from_normed else feature, cos, sin, attend)
+        assert self.attn_norm is not None
+        norms = self.attn_norm.weight, self.hidden_norm.weight
+        fused = self._ops.fuse_inputs(ids, embed.weight, feature, norms, self.hidden_norm.eps)  # [M, 2 * hidden]
+        return self.mix(fused, fused[:, feature.shape[1] :] if self.from_normed else feature, cos, sin, attend)
 
 
 class Eagle3Head(FeatureHead):
@@ -106,7 +97,8 @@ class Eagle3Head(FeatureHead):
         self.fc_norm = ChunkNorm(count, size, eps, dtype, device) if eagle.fc_norm else None
         self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device)
         self.fusion = FusionLayer(config, eagle.norm_before_residual, dtype, device)
-        self.later = nn.ModuleList(DecoderLayer(config, i, dtype, device) for i in range(1, config.num_layers))
+        layer = config.layer()
+        self.later = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(1, config.num_layers))
         self.norm = RMSNorm(hidden, eps, dtype, device)
         self.lm_head = Linear(hidden, eagle.draft_vocab, False, dtype, device) if eagle.draft_vocab else None
         self.embed: nn.Embedding | None = None
@@ -144,23 +136,23 @@ class Eagle3Head(FeatureHead):
             hidden = self.norm(hidden)
         return hidden, self.shared_readout() if self.lm_head is None else self.lm_head.weight
 
-    def names(self) -> dict[str, Slot]:
+    def names(self) -> dict[str, ParamSlice]:
         config, eagle, hidden = self.config, self.eagle, self.config.hidden_size
-        table = {"fc.weight": Slot("fc.weight", 0, hidden), "norm.weight": Slot("norm.weight", 0, hidden)}
+        table = {"fc.weight": ParamSlice("fc.weight", 0, hidden), "norm.weight": ParamSlice("norm.weight", 0, hidden)}
         if eagle.fc_bias:
-            table["fc.bias"] = Slot("fc.bias", 0, hidden)
+            table["fc.bias"] = ParamSlice("fc.bias", 0, hidden)
         if eagle.norm_before_fc:
-            table["input_norm.weight"] = Slot("input_norm.weight", 0, len(eagle.taps) * eagle.tap_size)
+            table["input_norm.weight"] = ParamSlice("input_norm.weight", 0, len(eagle.taps) * eagle.tap_size)
         if eagle.fc_norm:
             for i in range(len(eagle.taps)):
-                table[f"fc_norm.{i}.weight"] = Slot("fc_norm.weight", i * eagle.tap_size, eagle.tap_size)
+                table[f"fc_norm.{i}.weight"] = ParamSlice("fc_norm.weight", i * eagle.tap_size, eagle.tap_size)
         if eagle.draft_vocab:
-            table["lm_head.weight"] = Slot("lm_head.weight", 0, eagle.draft_vocab)
+            table["lm_head.weight"] = ParamSlice("lm_head.weight", 0, eagle.draft_vocab)
         if eagle.own_embedding:
-            table["embed_tokens.weight"] = Slot("embed.weight", 0, config.vocab_size)
+            table["embed_tokens.weight"] = ParamSlice("embed.weight", 0, config.vocab_size)
         first = first_layer_name(config.num_layers)
         table |= layer_names(config, first, "fusion")
-        table[f"{first}.hidden_norm.weight"] = Slot("fusion.hidden_norm.weight", 0, hidden)
+        table[f"{first}.hidden_norm.weight"] = ParamSlice("fusion.hidden_norm.weight", 0, hidden)
         for i in range(1, config.num_layers):
             table |= layer_names(config, f"layers.{i}", f"later.{i - 1}", eagle.later_norm)
         return table

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import MTP_PREFIX, Slot, layer_names
+from draftwing.models.weight_map import MTP_PREFIX, layer_names
 from draftwing.ops.attention import Attend
-from draftwing.ops.pick import FuseInputs, fuse_kernel
+from draftwing.ops.torch.layer_ops import LayerOps
 
 
 class MTPLayer(nn.Module):
@@ -31,24 +32,14 @@ class MTPLayer(nn.Module):
         self.token_norm = RMSNorm(hidden, eps, dtype, device)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
         self.input_proj = Linear(2 * hidden, hidden, False, dtype, device)
-        self.layer = DecoderLayer(config, index, dtype, device)
+        self.layer = DecoderLayer(config.layer(), index, dtype, device)
         self.final_norm = RMSNorm(hidden, eps, dtype, device)
-        self._fuse: FuseInputs | None = None
 
-    def pack(self) -> None:
-        self._fuse = fuse_kernel(self.final_norm.weight)
-
-    def join(self, ids: Tensor, positions: Tensor, embed: nn.Embedding, feature: Tensor) -> Tensor:
+    def join(self, ids: Tensor, positions: Tensor, embed: nn.Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
         """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
-        if self._fuse is not None:
-            weights = self.token_norm.weight, self.hidden_norm.weight
-            fused = self._fuse(ids, embed.weight, feature, weights, self.token_norm.eps, positions, feature_first=True)
-        else:
-            # In training the first position of a sequence had no token to embed.
-            embedding = embed(ids).masked_fill((positions == 0).unsqueeze(1), 0.0)
-            fused = torch.cat((self.hidden_norm(feature), self.token_norm(embedding)), -1)
-        out: Tensor = self.input_proj(fused)
-        return out
+        norms, eps = (self.token_norm.weight, self.hidden_norm.weight), self.token_norm.eps
+        # In training the first position of a sequence had no token to embed.
+        return self.input_proj(ops.fuse_inputs(ids, embed.weight, feature, norms, eps, positions, feature_first=True))
 
     def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """joined [M, hidden] -> [M, hidden] after the final norm"""
@@ -57,6 +48,8 @@ class MTPLayer(nn.Module):
 
 class MTPHead(FeatureHead):
     """One or more `MTPLayer`s of the target's own shape."""
+
+    forward_name = "run_layer"
 
     def __init__(self, target: DecoderModel, layers: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__(replace(target.config, num_layers=layers), target, (target.final_tap,))
@@ -83,16 +76,10 @@ class MTPHead(FeatureHead):
         cos, sin = self._rotation(positions)
         mtp = self.layers[layer]
         assert isinstance(mtp, MTPLayer)
-        out: Tensor = mtp(mtp.join(ids, positions, self.target.embed, features), cos, sin, attend)
+        out: Tensor = mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
         return out
 
-    def pack(self) -> None:
-        super().pack()
-        for layer in self.layers:
-            assert isinstance(layer, MTPLayer)
-            layer.pack()
-
-    def names(self) -> dict[str, Slot]:
+    def names(self) -> dict[str, ParamSlice]:
         hidden, table = self.config.hidden_size, {}
         for i in range(self.config.num_layers):
             theirs, ours = f"{MTP_PREFIX}{i}", f"layers.{i}"
@@ -102,7 +89,7 @@ class MTPHead(FeatureHead):
                 ("input_proj", "input_proj"),
                 ("final_layernorm", "final_norm"),
             ):
-                table[f"{theirs}.{name}.weight"] = Slot(f"{ours}.{param}.weight", 0, hidden)
+                table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, hidden)
             table |= layer_names(self.config, theirs, f"{ours}.layer")
         return table
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool
-from draftwing.layers.linear import FEW_ROWS
 from draftwing.ops import use_triton
 from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.cpu.kernels import Kernels, load
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 
 def pick_attention(pool: KVPool, exact: bool = False) -> AttnBackend:
@@ -67,9 +67,8 @@ class NativeAttention:
         return self._spare
 
 
-class Bound:
-    """An `Attend` of one forward; `fused`, which a layer may call instead of turning q and k itself, and `layers`,
-    which does all that some layers do."""
+class Bound(Attend):
+    """Attention of one forward."""
 
     def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
         self._backend = backend
@@ -106,9 +105,18 @@ class Bound:
             q = q.contiguous()
         return self._attend(layer, q, q.shape[1])
 
-    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What `rotate` and a call do, in place of q: qkv [M, heads + 2 * kv_heads, head_dim], contiguous, q not yet
-        turned; cos, sin [M, 1, head_dim] -> [M, heads * head_dim]. Takes no gradient."""
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """In place of q; takes no gradient."""
+        assert q_norm is None and k_norm is None
         kv = self._kv[self._first_layer + layer]
         rows, all_heads, dim = qkv.shape
         kv_heads = kv.shape[1]
@@ -120,29 +128,27 @@ class Bound:
         )  # fmt: skip
         return self._attend(layer, qkv, heads)
 
-    def layers(self, weights: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """All of some decoder layers, for at most `FEW_ROWS` rows: x [M, hidden] -> [1 + kept, M, hidden] bfloat16,
-        outputs at the places that `weights` has for them; normed [M, inputs]: what qkv is made from, of one layer
-        alone, None for x under the layer's own norm; cos, sin [M, 1, head_dim]. Takes no gradient."""
-        first = self._first_layer + weights.first
+    def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """For at most `FEW_ROWS` rows in bfloat16; takes no gradient."""
+        first = self._first_layer + layers.first
         (rows, hidden), (_, kv_heads, _, dim) = x.shape, self._kv[first].shape
         assert x.dtype == cos.dtype == self._kv[first].dtype == torch.bfloat16
-        assert hidden == weights.hidden and self._slots.shape[0] == rows <= FEW_ROWS
+        assert hidden == layers.hidden and self._slots.shape[0] == rows <= FEW_ROWS
         x = x.contiguous()
         if normed is None:
-            assert weights.norms_input
+            assert layers.norms_input
         else:
-            assert weights.count == 1 and normed.shape == (rows, weights.inputs)
+            assert layers.count == 1 and normed.shape == (rows, layers.inputs)
             normed = normed.contiguous()
-        heads = weights.heads(dim)
+        heads = layers.heads(dim)
         self._prepare(heads, kv_heads, dim)
-        outs = x.new_empty(1 + len(weights.place), rows, hidden)
-        spare = self._backend.spare(weights.spare(rows, self._threads))
-        weights.raw.layers(
-            x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), weights.count, weights.address,
-            self._backend.pools(first, weights.count), weights.places, spare.data_ptr(), self._slots.data_ptr(),
+        outs = x.new_empty(1 + len(layers.place), rows, hidden)
+        spare = self._backend.spare(layers.spare(rows, self._threads))
+        layers.raw.layers(
+            x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
+            self._backend.pools(first, layers.count), layers.places, spare.data_ptr(), self._slots.data_ptr(),
             cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, 0, 0, 0, 0, heads, kv_heads, dim, True, *self._how,
-            weights.eps,
+            layers.eps,
         )  # fmt: skip
         return outs
 

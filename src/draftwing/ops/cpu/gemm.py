@@ -1,31 +1,52 @@
-"""Products of few rows: ops/cpu/csrc/gemm.c, where this CPU can run it. With a weight that oneDNN has packed, or one
+"""GEMMs of few rows: ops/cpu/csrc/gemm.c, where this CPU can run it. With a weight that oneDNN has packed, or one
 in 8 bits."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.kernels import MOST, load
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.kernels import MOST
+from draftwing.ops.torch import onednn
+from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
-_BYTE_INPUTS, BYTE_ROWS = 4096, 8  # at most, as in ops/cpu/csrc/gemm.c
+_INT8_INPUTS, _INT8_ROWS = 4096, 8  # at most, as in ops/cpu/csrc/gemm.c
 _SLICE = 1024  # outputs that are rounded to bytes at a time, a multiple of _OUTPUTS
+_BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum together
+assert FEW_ROWS <= _INT8_ROWS, "few rows that a GEMM in 8 bits does not take"
 
 
-class PackedProduct:
+def has_gemm() -> bool:
+    """Whether the extension is there, and this CPU runs its GEMM."""
+    raw = load_extension()
+    return raw is not None and bool(raw.has_product)
+
+
+class PackedGemm:
     """x @ weight.T + bias + residual, rounded once, for a weight [outputs, inputs] in bfloat16."""
 
-    def __init__(self, raw: Any, packed: Tensor, block: int) -> None:
-        """packed: what `_reorder_linear_weight` gave; block: inputs that are summed together, a multiple of 2."""
-        assert takes(packed) and block > 0 and block % 2 == 0
-        self.raw, self.block = raw, block
+    def __init__(self, packed: Tensor, block: int) -> None:
+        """packed: by `onednn.pack`, of which `takes` is true; block: inputs that are summed together, even."""
+        assert self.takes(packed) and block > 0 and block % 2 == 0
+        self.raw: Any = load_extension()
+        self.block = block
         self.outputs, self.inputs = packed.shape
         self._packed = packed  # whose memory this is
         self.address: int = torch.ops.mkldnn.data_ptr(packed)
-        self.scales = 0, 0  # addresses, see `ByteProduct`
+        self.scales = 0, 0  # addresses, see `Int8Gemm`
+
+    @staticmethod
+    def takes(packed: Tensor) -> bool:
+        """Whether this may be the layout that the kernel reads; that it is one has to be tried."""
+        outputs, inputs = packed.shape
+        if not has_gemm() or packed.dtype != torch.bfloat16 or outputs % _OUTPUTS or inputs % _INPUTS:
+            return False
+        return bool(torch.ops.mkldnn._nbytes(packed) == 2 * outputs * inputs)
 
     def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """x [M, inputs], bias [outputs], residual [M, outputs] -> [M, outputs], all bfloat16 on the CPU."""
@@ -44,13 +65,14 @@ class PackedProduct:
         return out
 
 
-class ByteProduct(PackedProduct):
+class Int8Gemm(PackedGemm):
     """The same of at most 8 rows, with weight and rows rounded to 8 bits: half the memory to read, and an error of
     about 1% of the result's size. Each output's weights have a scale, and so has each row."""
 
-    def __init__(self, raw: Any, weight: Tensor) -> None:
-        """weight [outputs, inputs], copied."""
-        self.raw, self.block = raw, 0
+    def __init__(self, weight: Tensor) -> None:
+        """weight [outputs, inputs], of which `takes` is true; it is copied."""
+        assert self.takes(weight)
+        self.raw, self.block = load_extension(), 0
         self.outputs, self.inputs = weight.shape
         panels, fours = self.outputs // _OUTPUTS, self.inputs // 4
         self._packed = torch.empty(panels, fours, _OUTPUTS, 4, dtype=torch.int8)
@@ -66,26 +88,33 @@ class ByteProduct(PackedProduct):
         self.address = self._packed.data_ptr()
         self.scales = self._scales.data_ptr(), self._offsets.data_ptr()
 
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether the kernel runs, and takes this weight [outputs, inputs] as it was loaded."""
+        outputs, inputs = weight.shape
+        fits = not outputs % _OUTPUTS and not inputs % _INPUTS and inputs <= _INT8_INPUTS
+        return has_gemm() and weight.dtype == torch.bfloat16 and fits
+
     def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        assert x.shape[0] <= BYTE_ROWS
+        assert x.shape[0] <= _INT8_ROWS
         return super().__call__(x, bias, residual)
 
 
-class NativeReadout:
-    """The end of a draft head for few rows, in one call: norm, product, and the best of its outputs, without noise."""
+class HeadTopK:
+    """The end of a draft head for few rows, in one call: norm, GEMM, and the best of its outputs, without noise."""
 
     def __init__(
-        self, product: PackedProduct, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+        self, gemm: PackedGemm, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
     ) -> None:
         """norm: weight and eps, None where states come normed; names [outputs] int64: what the outputs are called,
         None: 0, 1, .."""
-        assert names is None or (names.is_contiguous() and names.shape == (product.outputs,))
+        assert names is None or (names.is_contiguous() and names.shape == (gemm.outputs,))
         own = [None if part is None else part.detach() for part in (bias, names, norm[0] if norm else None)]
-        self._held = own, product  # addresses go stale where a module's weights are moved
+        self._held = own, gemm  # addresses go stale where a module's weights are moved
         bias_at, self._names, self._norm = (0 if part is None else part.data_ptr() for part in own)
-        self._product, self._eps = product, norm[1] if norm else 0.0
+        self._gemm, self._eps = gemm, norm[1] if norm else 0.0
         self._numbers = (
-            product.address, bias_at, product.inputs, product.outputs, product.block, *product.scales
+            gemm.address, bias_at, gemm.inputs, gemm.outputs, gemm.block, *gemm.scales
         )  # fmt: skip
 
     def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
@@ -96,39 +125,49 @@ class NativeReadout:
         """
         (every, inputs), count, threads = states.shape, ids.shape[1], torch.get_num_threads()
         rows = every if places is None else places.shape[0]
-        assert rows <= BYTE_ROWS and inputs == self._product.inputs and count <= min(MOST, self._product.outputs)
+        assert rows <= FEW_ROWS and inputs == self._gemm.inputs and count <= min(MOST, self._gemm.outputs)
         assert states.dtype == torch.bfloat16 and states.stride(1) == 1
         assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
         places = None if places is None else places.contiguous()
-        spare = states.new_empty(rows * (self._product.outputs + threads * inputs))
-        self._product.raw.following(
+        spare = states.new_empty(rows * (self._gemm.outputs + threads * inputs))
+        self._gemm.raw.following(
             ids.data_ptr(), logp.data_ptr(), states.data_ptr(), states.stride(0),
             0 if places is None else places.data_ptr(), self._names, count, self._norm, rows, *self._numbers,
             spare.data_ptr(), threads, self._eps,
         )  # fmt: skip
 
 
-def takes(packed: Tensor) -> bool:
-    """Whether this may be the layout that the kernel reads; that it is one has to be tried."""
+def packed_gemm_like_onednn(packed: Tensor, bias: Tensor | None) -> PackedGemm | None:
+    """Of a weight that oneDNN has packed, where it has the bits of oneDNN's GEMM: this weight may be laid out or cut in
+    another way than most."""
+    if not PackedGemm.takes(packed):
+        return None
     outputs, inputs = packed.shape
-    if packed.dtype != torch.bfloat16 or outputs % _OUTPUTS or inputs % _INPUTS:
-        return False
-    return bool(torch.ops.mkldnn._nbytes(packed) == 2 * outputs * inputs)
-
-
-def packed_product(packed: Tensor, block: int) -> PackedProduct | None:
-    """For a weight that oneDNN has packed; None where the kernel does not run, or the weight is none of its."""
-    kernels = load()
-    if kernels is None or not kernels.raw.has_product or not takes(packed):
+    block = summed_in_blocks(inputs, min(outputs, onednn.MOST_TRIED), torch.get_num_threads())
+    if not block:
         return None
-    return PackedProduct(kernels.raw, packed, block)
+    own = PackedGemm(packed, block)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(FEW_ROWS, inputs, generator=generator).bfloat16()
+    residual = torch.randn(FEW_ROWS, outputs, generator=generator).bfloat16()
+    same = all(torch.equal(own(x, bias, added), onednn.gemm(x, packed, bias, added)) for added in (None, residual))
+    return own if same else None
 
 
-def byte_product(weight: Tensor) -> ByteProduct | None:
-    """For a weight [outputs, inputs] as it was loaded; None where the kernel does not run or does not take it."""
-    kernels = load()
-    outputs, inputs = weight.shape
-    fits = not outputs % _OUTPUTS and not inputs % _INPUTS and inputs <= _BYTE_INPUTS
-    if kernels is None or not kernels.raw.has_product or weight.dtype != torch.bfloat16 or not fits:
-        return None
-    return ByteProduct(kernels.raw, weight)
+@functools.cache
+def summed_in_blocks(in_features: int, out_features: int, threads: int) -> int:
+    """Inputs of a block, where oneDNN's sums of such a GEMM in bfloat16 are those of `PackedGemm`: in blocks of so
+    many, which are added one after the other. 0 where they are not, or where that does not run.
+
+    Tried out like `onednn.rows_summed_alike`, between rows of which there is no difference but for a row alone.
+    """
+    x, packed = onednn.order_probe(in_features, out_features, torch.bfloat16)
+    if not PackedGemm.takes(packed):
+        return 0
+    parts = x[: 4 * FEW_ROWS].split(FEW_ROWS)
+    expected = [onednn.gemm(part, packed, None, None) for part in parts]
+    for block in _BLOCKS:
+        own = PackedGemm(packed, block)
+        if all(torch.equal(own(part, None, None), y) for part, y in zip(parts, expected, strict=True)):
+            return block
+    return 0

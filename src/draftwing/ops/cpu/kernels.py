@@ -32,29 +32,6 @@ class Kernels:
         """Whether the kernels work on tensors like this."""
         return tensor.device.type == "cpu" and tensor.dtype in DTYPES
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., size], weight [size] -> [..., size]; see `layers.norm.RMSNorm`, whose roundings it has."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        size = weight.shape[0]
-        assert x.dtype == weight.dtype and x.shape[-1] == size
-        self.raw.rms_norm(
-            out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // size, size,
-            x.dtype == torch.bfloat16, torch.get_num_threads(), eps,
-        )  # fmt: skip
-        return out
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]"""
-        gate_up = gate_up.contiguous()
-        rows, both = gate_up.shape
-        out = gate_up.new_empty(rows, both // 2)
-        self.raw.silu_mul(
-            out.data_ptr(), gate_up.data_ptr(), rows, both // 2,
-            out.dtype == torch.bfloat16, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
-
     def draw(
         self,
         logits: Tensor,

@@ -1,63 +1,69 @@
-"""Decoder layers of few rows in one call: ops/cpu/csrc/layer.c, where all four products of each have our kernel."""
+"""Decoder layers of few rows in one call: ops/cpu/csrc/layer.c, where all four GEMMs of each have our kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.gemm import PackedProduct
-from draftwing.ops.pick import take_rows
+from draftwing.ops.attention import Attend
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.gemm import PackedGemm
+from draftwing.ops.torch.layer_ops import FEW_ROWS, LayerWeights
 
-HEAD_UNIT = 32  # threads share the outputs of qkv by heads, and a product is made of so many at a time
+_HEAD_UNIT = 32  # threads share the outputs of qkv by heads, and a GEMM makes so many at a time
 
 
-class NativeLayer:
-    """The weights of a `DecoderLayer` in bfloat16 without norms of heads, as the kernel wants to be told of them."""
+def can_run(layers: Sequence[LayerWeights], kept: Sequence[int]) -> bool:
+    """Whether the kernel runs these layers, each after the other, and can keep these outputs."""
+    for layer in layers:
+        packed = all(isinstance(gemm, PackedGemm) for gemm in layer.gemms)
+        if not packed or layer.norms_heads or layer.head_dim % _HEAD_UNIT:
+            return False
+    together = len(layers) == 1 or all(layer.attn_norm is not None for layer in layers)
+    return together and all(1 <= layer <= len(layers) for layer in kept)
 
-    def __init__(
-        self,
-        norms: tuple[Tensor | None, Tensor],
-        eps: float,
-        products: Sequence[PackedProduct],
-        biases: Sequence[Tensor | None],
-    ) -> None:
-        """norms: weights before attention, None where that is left to the caller, and before the MLP; products, and
-        their biases: qkv, o, gate_up, down."""
-        qkv, o, gate_up, down = products
-        self.raw, self.eps = qkv.raw, eps
-        self.inputs, self.hidden = qkv.inputs, o.outputs
-        assert norms[0] is None or self.inputs == self.hidden
+
+class _Layer:
+    """The weights of a layer in bfloat16, as the kernel wants to be told of them."""
+
+    def __init__(self, weights: LayerWeights) -> None:
+        qkv, o, gate_up, down = gemms = [gemm for gemm in weights.gemms if isinstance(gemm, PackedGemm)]
+        self.eps, self.inputs, self.hidden = weights.eps, qkv.inputs, o.outputs
+        self.norms_input = weights.attn_norm is not None
+        assert self.inputs == self.hidden or not self.norms_input
         assert gate_up.inputs == down.outputs == self.hidden and gate_up.outputs == 2 * down.inputs
         self.attended = o.inputs  # heads * head_dim
-        self.norms_input = norms[0] is not None
         # What it takes of spare memory for a row: the results of all parts but norms and the last.
         self.spare = self.hidden + qkv.outputs + o.inputs + gate_up.outputs + down.inputs
         # Addresses go stale where a module's weights are moved, so what holds their memory is not the modules' tensors.
-        own = [None if tensor is None else tensor.detach() for tensor in (*norms, *biases)]
-        self._held = own, products
-        numbers = [0 if norm is None else norm.data_ptr() for norm in norms] + [self.hidden, down.inputs]
-        for product, bias in zip(products, biases, strict=True):
-            address = 0 if bias is None else bias.data_ptr()
-            numbers += [product.address, address, product.inputs, product.outputs, product.block, *product.scales]
-        self._numbers = torch.tensor(numbers)
-        self.address = self._numbers.data_ptr()
+        tensors = (weights.attn_norm, weights.mlp_norm, *weights.biases)
+        own = [None if tensor is None else tensor.detach() for tensor in tensors]
+        self.held = own, gemms
+        attn_norm, mlp_norm, *biases = (0 if tensor is None else tensor.data_ptr() for tensor in own)
+        numbers = [attn_norm, mlp_norm, self.hidden, down.inputs]
+        for gemm, bias in zip(gemms, biases, strict=True):
+            numbers += [gemm.address, bias, gemm.inputs, gemm.outputs, gemm.block, *gemm.scales]
+        self.numbers = torch.tensor(numbers)
 
 
 class NativeLayers:
-    """Layers of one size that follow each other, the first of which is number `first` of its model."""
+    """`WholeLayers` of one size."""
 
-    def __init__(self, layers: Sequence[NativeLayer], first: int = 0, kept: Sequence[int] = ()) -> None:
-        """kept: layers whose outputs the caller wants, counted from 1, beside that of the last;
-        a layer may be among them twice."""
-        self.layers, self.first, self.count = tuple(layers), first, len(layers)
-        some = self.layers[0]
-        self.raw, self.eps, self.hidden, self.inputs = some.raw, some.eps, some.hidden, some.inputs
-        self.norms_input = all(layer.norms_input for layer in layers)
-        assert self.count == 1 or self.norms_input
-        assert all((layer.eps, layer.hidden, layer.spare) == (some.eps, some.hidden, some.spare) for layer in layers)
-        self._addresses = torch.tensor([layer.address for layer in layers])
+    def __init__(
+        self, weights: Sequence[LayerWeights], kept: Sequence[int], take_rows: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Of layers that `can_run`. kept: layers whose outputs the caller wants, counted from 1, beside that of the
+        last; a layer may be among them twice. take_rows: `LayerOps.take_rows`."""
+        self.layers = [_Layer(layer) for layer in weights]
+        self.first, self.count, some = weights[0].number, len(self.layers), self.layers[0]
+        self.raw: Any = load_extension()
+        self.eps, self.hidden, self.inputs, self.norms_input = some.eps, some.hidden, some.inputs, some.norms_input
+        same = (some.eps, some.hidden, some.spare)
+        assert all((layer.eps, layer.hidden, layer.spare) == same for layer in self.layers)
+        self._addresses = torch.tensor([layer.numbers.data_ptr() for layer in self.layers])
         self.address = self._addresses.data_ptr()
         # Where each layer's output goes: to 0, one after the other, or to a place of its own.
         self.kept = tuple(kept)
@@ -65,7 +71,12 @@ class NativeLayers:
         self._places = torch.tensor([self.place.get(layer, 0) for layer in range(1, self.count + 1)])
         self.places = self._places.data_ptr()
         self.last = self.place.get(self.count, 0)
+        self._take_rows = take_rows
         self._row_of: dict[int, Tensor] = {}  # see `joined`, by the number of rows
+
+    def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
+        few = x.shape[0] <= FEW_ROWS and (normed is not None or self.norms_input)
+        return attend.run_layers(self, x, normed, cos, sin) if few else None
 
     def heads(self, dim: int) -> int:
         """Of the queries, each of size `dim`."""
@@ -84,4 +95,4 @@ class NativeLayers:
         if index is None:
             first = torch.tensor([self.place[layer] for layer in self.kept]) * rows
             index = self._row_of[rows] = (first + torch.arange(rows).unsqueeze(1)).flatten()  # [M * kept]
-        return take_rows(outs.view(places * rows, -1), index).view(rows, -1)
+        return self._take_rows(outs.view(places * rows, -1), index).view(rows, -1)

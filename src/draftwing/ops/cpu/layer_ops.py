@@ -1,9 +1,123 @@
-"""The operations of layers, in C."""
+"""The operations of layers, in C. Each takes real tensors in float32 or bfloat16, all of one dtype; others go to torch.
+
+Ids are not checked.
+"""
 
 from __future__ import annotations
 
-from draftwing.ops.torch.layer_ops import LayerOps
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, packed_gemm_like_onednn
+from draftwing.ops.cpu.kernels import DTYPES
+from draftwing.ops.cpu.layer import NativeLayers, can_run
+from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps, LayerWeights
 
 
 class CpuLayerOps(LayerOps):
     """Overrides those of `LayerOps` that the extension has."""
+
+    @functools.cached_property
+    def _c(self) -> Any:
+        return load_extension()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As in torch, with the same roundings."""
+        if x.dtype not in DTYPES or x.dtype != weight.dtype:
+            return super().rms_norm(x, weight, eps)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        size = weight.shape[0]
+        assert x.shape[-1] == size
+        self._c.rms_norm(
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // size, size,
+            x.dtype == torch.bfloat16, torch.get_num_threads(), eps,
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in DTYPES:
+            return super().silu_mul(gate_up)
+        gate_up = gate_up.contiguous()
+        rows, both = gate_up.shape
+        out = gate_up.new_empty(rows, both // 2)
+        self._c.silu_mul(
+            out.data_ptr(), gate_up.data_ptr(), rows, both // 2,
+            out.dtype == torch.bfloat16, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def fuse_inputs(
+        self,
+        ids: Tensor,
+        table: Tensor,
+        feature: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+        positions: Tensor | None = None,
+        feature_first: bool = False,
+    ) -> Tensor:
+        if table.dtype not in DTYPES or table.dtype != feature.dtype:
+            return super().fuse_inputs(ids, table, feature, norms, eps, positions, feature_first)
+        (rows,), size = ids.shape, table.shape[1]
+        assert feature.shape == (rows, size) and table.is_contiguous() and ids.dtype == torch.int64
+        assert norms is None or all(w.dtype == table.dtype and w.shape == (size,) and w.stride() == (1,) for w in norms)
+        ids = ids.contiguous()
+        feature = feature if feature.stride(1) == 1 else feature.contiguous()  # rows may be apart
+        positions = None if positions is None else positions.contiguous()
+        weights = (0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+        out = feature.new_empty(rows, 2 * size)
+        self._c.fuse(
+            out.data_ptr(), ids.data_ptr(), table.data_ptr(), feature.data_ptr(), feature.stride(0), *weights,
+            0 if positions is None else positions.data_ptr(), rows, size, out.dtype == torch.bfloat16, feature_first,
+            eps,
+        )  # fmt: skip
+        return out
+
+    def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
+        """Torch starts slowly on few rows."""
+        if type(source) is not Tensor or type(index) is not Tensor or not source.is_contiguous():
+            return super().take_rows(source, index)
+        assert index.dtype == torch.int64
+        index, count = index.contiguous(), index.shape[0]
+        out = source.new_empty(count, *source.shape[1:])
+        size = math.prod(source.shape[1:]) * source.element_size()  # a row alone may have any stride
+        self._c.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
+        return out
+
+    def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        """A logit's bits depend on its row of `hidden` and its id alone."""
+        if type(hidden) is not Tensor or hidden.dtype not in DTYPES:
+            return super().exact_logits(hidden, weight, ids)
+        assert hidden.dtype == weight.dtype and weight.is_contiguous() and hidden.shape[-1] == weight.shape[1]
+        assert hidden.shape[:-1] == ids.shape[:-1]
+        hidden, ids = hidden.contiguous(), ids.contiguous()
+        count, size = ids.shape[-1], weight.shape[1]
+        out = torch.empty(ids.shape, dtype=torch.float32)
+        self._c.exact_logits(
+            out.data_ptr(), hidden.data_ptr(), weight.data_ptr(), ids.data_ptr(), ids.numel() // max(count, 1), count,
+            size, weight.dtype == torch.bfloat16,
+        )  # fmt: skip
+        return out
+
+    def few_rows_gemm(
+        self, weight: Tensor, packed: Tensor, bias: Tensor | None, alike: int, draft_8bit: bool
+    ) -> FewRowsGemm | None:
+        if draft_8bit and Int8Gemm.takes(weight):
+            return Int8Gemm(weight)
+        return packed_gemm_like_onednn(packed, bias) if alike <= 2 else None
+
+    def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
+        """Of layers whose four GEMMs are those of `few_rows_gemm`, for up to `FEW_ROWS` rows."""
+        return NativeLayers(layers, kept, self.take_rows) if can_run(layers, kept) else None
+
+    def head_top_k(
+        self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+    ) -> HeadTopK | None:
+        return HeadTopK(gemm, bias, norm, names) if isinstance(gemm, PackedGemm) else None

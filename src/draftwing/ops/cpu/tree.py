@@ -7,7 +7,6 @@ stand in for gives, integers and scores bit for bit; rows of padding aside, whic
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.kernels import DTYPES
 from draftwing.ops.torch.growth import First, Level, LevelRows, capacity
 from draftwing.ops.torch.tree import Tree
 from draftwing.spec.drafter import Draft
@@ -117,64 +115,6 @@ class TreeKernels:
         assert ids.is_contiguous() and names.is_contiguous()
         self.raw.rename(ids.data_ptr(), ids.numel(), names.data_ptr())
         return ids
-
-    def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
-        """`source.index_select(0, index)`, for few rows: source contiguous, index [M] int64."""
-        assert source.is_contiguous() and index.dtype == torch.int64
-        index, count = index.contiguous(), index.shape[0]
-        out = source.new_empty(count, *source.shape[1:])
-        size = math.prod(source.shape[1:]) * source.element_size()  # a row alone may have any stride
-        self.raw.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
-        return out
-
-    # -- a head's input ---------------------------------------------------------------------------------------------
-
-    def fuse_inputs(
-        self,
-        ids: Tensor,
-        table: Tensor,
-        feature: Tensor,
-        norms: tuple[Tensor, Tensor] | None = None,
-        eps: float = 0.0,
-        positions: Tensor | None = None,
-        feature_first: bool = False,
-    ) -> Tensor:
-        """What a draft head's first product reads: the embedding of a token beside a feature, each perhaps normed.
-
-        ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
-        feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero. All of one dtype, float32
-        or bfloat16; ids are not checked.
-        """
-        (rows,), size = ids.shape, table.shape[1]
-        assert feature.shape == (rows, size) and table.is_contiguous() and table.dtype == feature.dtype
-        assert ids.dtype == torch.int64
-        assert norms is None or all(w.dtype == table.dtype and w.shape == (size,) and w.stride() == (1,) for w in norms)
-        ids, feature = ids.contiguous(), _with_rows(feature)
-        positions = None if positions is None else positions.contiguous()
-        weights = (0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
-        out = feature.new_empty(rows, 2 * size)
-        self.raw.fuse(
-            out.data_ptr(), ids.data_ptr(), table.data_ptr(), feature.data_ptr(), feature.stride(0), *weights,
-            0 if positions is None else positions.data_ptr(), rows, size, out.dtype == torch.bfloat16, feature_first,
-            eps,
-        )  # fmt: skip
-        return out
-
-    # -- the target's output ----------------------------------------------------------------------------------------
-
-    def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        """hidden [..., size], weight [vocab, size] of its dtype, ids [..., K] int64 -> hidden @ weight[ids], [..., K]
-        float32. A logit's bits depend on its row of `hidden` and its id alone. ids are not checked."""
-        assert hidden.dtype == weight.dtype and weight.is_contiguous() and hidden.shape[-1] == weight.shape[1]
-        assert hidden.shape[:-1] == ids.shape[:-1]
-        hidden, ids = hidden.contiguous(), ids.contiguous()
-        count, size = ids.shape[-1], weight.shape[1]
-        out = torch.empty(ids.shape, dtype=torch.float32)
-        self.raw.exact_logits(
-            out.data_ptr(), hidden.data_ptr(), weight.data_ptr(), ids.data_ptr(), ids.numel() // max(count, 1), count,
-            size, weight.dtype == torch.bfloat16,
-        )  # fmt: skip
-        return out
 
 
 class RowGrowth:
@@ -297,8 +237,3 @@ def load() -> TreeKernels | None:
 def tree_kernels_for(tensor: Tensor) -> TreeKernels | None:
     """The kernels, where there are any and `tensor` is a real one on the CPU."""
     return load() if tensor.device.type == "cpu" and type(tensor) is Tensor else None
-
-
-def weight_kernels_for(weight: Tensor) -> TreeKernels | None:
-    """The kernels, where those that compute take tensors like a loaded `weight`."""
-    return load() if weight.device.type == "cpu" and weight.dtype in DTYPES else None

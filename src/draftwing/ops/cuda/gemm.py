@@ -1,4 +1,4 @@
-"""Products of few rows with a large weight on CUDA: the Python side of gemm.cu.
+"""GEMMs of few rows with a large weight on CUDA: the Python side of gemm.cu.
 
 A row's result has the same bits whatever other rows are in the batch, for any number of rows.
 """
@@ -115,7 +115,7 @@ def tile_of(rows: int, features: int, processors: int) -> int:
     return _LARGE if 2 * -(-rows // _LARGE) * -(-features // _LARGE) >= processors else _SMALL[-1]
 
 
-class SkinnyProducts:
+class SmallMGemm:
     """The kernels of one dtype on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, source: str | None = None) -> None:
@@ -152,7 +152,7 @@ class SkinnyProducts:
 
 
 def compile_ahead(dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    """Puts what `SkinnyProducts` compiles into the user's cache folder, for devices of this compute capability."""
+    """Puts what `SmallMGemm` compiles into the user's cache folder, for devices of this compute capability."""
     if dtype in _DTYPES:
         compile_source(read_source(capability), _options(dtype), capability)
 
@@ -172,9 +172,9 @@ def read_source(capability: tuple[int, int]) -> str:
 
 
 @functools.cache
-def skinny_products(device: torch.device, dtype: torch.dtype) -> SkinnyProducts:
+def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm:
     """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
-    return SkinnyProducts(device, dtype)
+    return SmallMGemm(device, dtype)
 
 
 def takes(weight: Tensor) -> bool:

@@ -98,29 +98,37 @@ class TorchAttention:
         self.buffers = Buffers(pool.kv[0].device)
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
-        bound: list[tuple[Tensor, Work]] = []  # made in the first layer, which tells the number of heads
+        return Bound(self, batch, first_layer)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kv = self.pool.kv[first_layer + layer]
-            self.pool.write(first_layer + layer, batch.write_slots, k, v)
-            if not bound:
-                bound.append(self._prepare(batch, kv, q))
-            mean, work = bound[0]
-            for keys, stretches in work:
-                _fetch(keys, kv)
-                for queries in stretches:
-                    _attend(queries, q)
-            return mean.flatten(1).to(q.dtype, copy=True)  # a copy, for the next layer writes `mean` again
 
-        return attend
+class Bound(Attend):
+    """Attention of one forward."""
 
-    def _prepare(self, batch: Batch, kv: Tensor, q: Tensor) -> tuple[Tensor, Work]:
+    def __init__(self, backend: TorchAttention, batch: Batch, first_layer: int) -> None:
+        self._pool, self._buffers = backend.pool, backend.buffers
+        self._batch, self._first_layer = batch, first_layer
+        self._prepared: tuple[Tensor, Work] | None = None  # in the first layer, which tells the number of heads
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = self._pool.kv[self._first_layer + layer]
+        self._pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
+        if self._prepared is None:
+            self._prepared = self._prepare(kv, q)
+        mean, work = self._prepared
+        for keys, stretches in work:
+            _fetch(keys, kv)
+            for queries in stretches:
+                _attend(queries, q)
+        return mean.flatten(1).to(q.dtype, copy=True)  # a copy, for the next layer writes `mean` again
+
+    def _prepare(self, kv: Tensor, q: Tensor) -> tuple[Tensor, Work]:
         """Also the tensor that every layer's result goes to: [M, heads, head_dim] float32."""
+        batch, buffers = self._batch, self._buffers
         mean = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         if batch.chunks:
             pages = batch.pages()
-            return mean, [_chunk_work(pages, chunk, kv, mean, self.buffers) for chunk in batch.chunks]
-        return mean, [_tree_work(batch, kv, mean, self.buffers)]
+            return mean, [_chunk_work(pages, chunk, kv, mean, buffers) for chunk in batch.chunks]
+        return mean, [_tree_work(batch, kv, mean, buffers)]
 
 
 def _fetch(keys: Keys, kv: Tensor) -> None:

@@ -2,6 +2,180 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwing.ops.attention import Attend
+from draftwing.ops.torch import onednn
+
+FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
+
+
+class FewRowsGemm(Protocol):
+    """A GEMM for up to `FEW_ROWS` rows."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """x [M, inputs], bias [outputs], residual [M, outputs] -> [M, outputs], rounded once."""
+        ...
+
+
+class SmallMGemm(Protocol):
+    """A GEMM that gives a row the same bits among any number of rows, and is the fastest for few."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
+        ...
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
+        ...
+
+
+class WholeLayers(Protocol):
+    """Decoder layers that follow each other, as one call."""
+
+    last: int  # where the output of the last one stands in what the call gives
+
+    def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
+        """x [M, hidden] -> [1 + kept, M, hidden], or None where the call takes no such rows or attention.
+
+        normed [M, inputs]: what attention of a single layer reads, None for x under the layer's own norm.
+        cos, sin [M, 1, head_dim].
+        """
+        ...
+
+    def joined(self, outs: Tensor) -> Tensor | None:
+        """What a call gave -> the kept outputs beside each other, [M, kept * hidden]; None where none are kept."""
+        ...
+
+
+class HeadTopK(Protocol):
+    """The end of a draft head in one call, for up to `FEW_ROWS` rows: norm, GEMM and the best of its outputs."""
+
+    def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
+        """states [.., inputs] -> ids [.., K] int64 and their log probabilities [.., K] float32, best first.
+
+        places [M] int64: the rows of all three that are worked on, None: all.
+        """
+        ...
+
+
+class LayerWeights(NamedTuple):
+    """What `whole_layers` is told of a decoder layer."""
+
+    number: int  # of the layer in its model
+    head_dim: int
+    attn_norm: Tensor | None  # [hidden]; None where the caller norms what attention reads
+    mlp_norm: Tensor  # [hidden]
+    norms_heads: bool  # whether queries and keys are normed
+    eps: float
+    gemms: Sequence[FewRowsGemm | None]  # of qkv, o, gate_up and down
+    biases: Sequence[Tensor | None]
+
 
 class LayerOps:
-    """Norms, gated activation, rows of a table, GEMMs."""
+    """Norms, gated activation, rows of a table, and which GEMMs there are.
+
+    These methods are differentiable and take tensors of any dtype; those of other devices are for inference.
+    """
+
+    norm_adds_residual = (
+        False  # whether `add_rms_norm` is one kernel, which a residual is better left to than to a GEMM
+    )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., size], weight [size] -> x / sqrt(mean(x²) + eps) * weight, the mean in float32."""
+        if x.device.type != "cpu":
+            # In training the weight is in float32 beside a half-precision x, which torch's fused kernel does not take.
+            return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        # On the CPU F.rms_norm is a dozen small operations, layer_norm one. Beside its own negation a row has mean 0
+        # and the mean of squares as its variance. The result is rounded before it is weighted, as in transformers.
+        both = torch.cat((x, -x), -1)
+        return F.layer_norm(both, both.shape[-1:], eps=eps)[..., : x.shape[-1]] * weight
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x, delta [M, size], weight [size] -> x + delta [M, size] and its norm [M, size]."""
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]; silu(gate) is rounded before it is multiplied."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def fuse_inputs(
+        self,
+        ids: Tensor,
+        table: Tensor,
+        feature: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+        positions: Tensor | None = None,
+        feature_first: bool = False,
+    ) -> Tensor:
+        """What a draft head's first GEMM reads: the embedding of a token beside a feature, each perhaps normed.
+
+        ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
+        feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero.
+        """
+        token = F.embedding(ids, table)
+        if positions is not None:
+            token = token.masked_fill((positions == 0).unsqueeze(1), 0.0)
+        if norms is not None:
+            token, feature = self.rms_norm(token, norms[0], eps), self.rms_norm(feature, norms[1], eps)
+        return torch.cat((feature, token) if feature_first else (token, feature), -1)
+
+    def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
+        """source [R, ...], index [M] int64 -> source[index], [M, ...]"""
+        return source.index_select(0, index)
+
+    def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
+        return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
+
+    # -- what some devices have -------------------------------------------------------------------------------------
+
+    def packs_with_onednn(self, weight: Tensor) -> bool:
+        """Whether oneDNN multiplies with this weight faster, and in a known order, once it has packed it."""
+        return onednn.takes(weight)
+
+    def few_rows_gemm(
+        self, weight: Tensor, packed: Tensor, bias: Tensor | None, alike: int, draft_8bit: bool
+    ) -> FewRowsGemm | None:
+        """A GEMM for up to `FEW_ROWS` rows with the bits of oneDNN's, or with a copy of the weight in 8 bits.
+
+        weight [outputs, inputs]; packed: by `onednn.pack`; alike: what `onednn.rows_summed_alike` says of it;
+        draft_8bit: whether errors of a percent may be made. None where there is none.
+        """
+        return None
+
+    def gemm_keeps_bits(self, weight: Tensor) -> bool:
+        """Whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""
+        return weight.device.type != "cuda"
+
+    def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
+        """A GEMM that gives a row the same bits in any batch and is faster than torch's for few rows, or None."""
+        return None
+
+    def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> WholeLayers | None:
+        """Decoder layers that follow each other in one call, None where this device, or these layers, have none.
+
+        kept: layers whose outputs the caller wants, counted from 1, beside that of the last.
+        """
+        return None
+
+    def head_top_k(
+        self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+    ) -> HeadTopK | None:
+        """The end of a draft head for few rows in one call: norm, GEMM and the best of its outputs; or None.
+
+        gemm: `LinearOp.few_rows`; norm: weight and eps; names [outputs] int64: what the outputs are called.
+        """
+        return None
+
+
+PLAIN = LayerOps()  # what modules use until they are packed

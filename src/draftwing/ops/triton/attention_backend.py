@@ -44,10 +44,10 @@ class PagedAttention:
         return heads // kv.shape[1], prefill_rows(kv, self.exact)
 
 
-class Bound:
-    """An `Attend` of one forward, and `fused`, which a layer may call instead of turning q and k itself."""
+class Bound(Attend):
+    """Attention of one forward."""
 
-    norms_heads = True  # `fused` takes the norms of heads, too
+    norms_heads = True
 
     def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int) -> None:
         self._backend = backend
@@ -71,9 +71,7 @@ class Bound:
         k_norm: Tensor | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        """What `rotate` and a call do, in place of q: qkv [M, heads + 2 * kv_heads, head_dim], contiguous, q not yet
-        turned; cos, sin [M, 1, head_dim] -> [M, heads * head_dim]. q_norm, k_norm [head_dim]: weights of an RMS norm
-        of every head before. Takes no gradient."""
+        """In place of q; takes no gradient."""
         kv = self._backend.pool.kv[self._first_layer + layer]
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, q_norm, k_norm, eps)
         return self._attend(layer, qkv, qkv.shape[1] - 2 * kv.shape[1])

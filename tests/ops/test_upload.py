@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from draftwing.models import upload
-from draftwing.models.upload import Uploader
+from draftwing.ops import upload
+from draftwing.ops.upload import Uploader
 
 
 @pytest.fixture

@@ -79,10 +79,10 @@ class Uploader:
             self._raise()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target, contiguous and on the device, becomes `source` in its dtype; source, on the CPU, must not change
-        before the context is left."""
-        assert target.shape == source.shape and target.is_contiguous()
-        if not self._threads:
+        """target, on the device, becomes `source` in its dtype; source, on the CPU, must not change before the context
+        is left."""
+        assert target.shape == source.shape
+        if not self._threads or not target.is_contiguous():
             with torch.no_grad():
                 target.copy_(source)
             return

@@ -1,0 +1,54 @@
+"""The attention part of a decoder layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.linear import Linear
+from draftwing.layers.norm import RMSNorm
+from draftwing.layers.rope import rotate
+from draftwing.ops.attention import Attend
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; q, k and v are one GEMM. Who attends to whom is the injected `attend`'s."""
+
+    def __init__(
+        self, config: LayerConfig, index: int, dtype: torch.dtype, device: torch.device, in_size: int = 0
+    ) -> None:
+        """index: of the layer in its model. in_size: of the input, 0: the hidden size."""
+        super().__init__()
+        self.index = index
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        q_rows, kv_rows, form = self.heads * self.head_dim, self.kv_heads * self.head_dim, config.weight_format
+        hidden = config.hidden
+        self.qkv = Linear(in_size or hidden, q_rows + 2 * kv_rows, config.qkv_bias, dtype, device, form)
+        self.q_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
+        self.o = Linear(q_rows, hidden, config.o_bias, dtype, device, form)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        """x [M, in_size]; cos, sin [M, 1, head_dim]; residual [M, hidden] is added -> [M, hidden]"""
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [M, heads + 2 * kv_heads, head_dim]
+        return self.o(self._attend(qkv, cos, sin, attend), residual)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
+        out = None
+        if self.q_norm is None or self.k_norm is None:
+            out = attend.fused(self.index, qkv, cos, sin)
+        elif attend.norms_heads:
+            assert self.q_norm.eps == self.k_norm.eps
+            out = attend.fused(self.index, qkv, cos, sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if out is not None:
+            return out
+        qk = qkv[:, : self.heads + self.kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
+        qk = rotate(qk, cos, sin)
+        v = qkv[:, self.heads + self.kv_heads :]
+        return attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v)

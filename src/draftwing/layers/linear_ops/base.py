@@ -1,0 +1,92 @@
+"""What a weight format offers: how a checkpoint stores the weight of a `Linear`, and how it is multiplied with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
+
+if TYPE_CHECKING:
+    from draftwing.layers.linear import Linear
+
+
+class ParamSlice(NamedTuple):
+    """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`."""
+
+    param: str
+    start: int
+    size: int
+    axis: int = 0
+
+    def of(self, param: Tensor) -> Tensor:
+        """The part of the parameter, a view."""
+        return param.detach().narrow(self.axis, self.start, self.size)
+
+
+class PackMode(NamedTuple):
+    """What the packed weight is for."""
+
+    deterministic: bool = False  # a row must have the same bits in any batch, on a GPU too
+    draft_8bit: bool = False  # few rows may be multiplied in 8 bits: errors cost acceptance, never text
+    keep_weight: bool = False  # single rows of the weight will be read
+    name: str = "linear"  # of the layer, for messages
+
+
+class LinearOp:
+    """The GEMM of one `Linear`, whose parameters it reads. As made it serves training and tests; `packed`, serving."""
+
+    few_rows: FewRowsGemm | None = None  # what calls of several operations in one are told of it (`ops.whole_layers`)
+
+    def __init__(self, layer: Linear) -> None:
+        self.layer = layer
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        """x [M, in] @ weight^T + bias [out] + residual [M, out] -> [M, out].
+
+        overwrite: the result may be written into `residual`.
+        """
+        raise NotImplementedError
+
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """silu(gate) * up [M, out / 2] of a weight whose first half makes the gates, or None: then the caller does it
+        with what a call gives."""
+        return None
+
+    def dense_weight(self) -> Tensor:
+        """[out, in] in the dtype of x; a copy where it is not stored as such."""
+        raise NotImplementedError
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [..., K] -> rows of `dense_weight`, [..., K, in]"""
+        return self.dense_weight()[ids]
+
+    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        """hidden [..., in], ids [..., K] -> the outputs `ids` summed in float32, [..., K] float32."""
+        return (self.rows(ids).float() * hidden.unsqueeze(-2).float()).sum(-1)
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        """The operation for inference on this device; it may drop the layer's parameters. Raises ConfigError for
+        a mode that it cannot keep to."""
+        return self
+
+
+class WeightFormat:
+    """How a checkpoint stores the weights of the layers' `Linear`s. Formats are frozen dataclasses of their settings,
+    for configs that have them are compared."""
+
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+        """Registers the layer's parameters, not filled. dtype: of x, the bias and the result."""
+        raise NotImplementedError
+
+    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
+        """Where the tensors of a stored matrix go that is outputs `[start, start + rows)` of a `Linear`.
+
+        layer: its name. Returns suffix of the stored name (`weight`) -> slice. A parameter takes tensors of its own
+        dtype, or of any floating point one if it is of such.
+        """
+        raise NotImplementedError

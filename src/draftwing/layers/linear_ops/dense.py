@@ -1,0 +1,134 @@
+"""Weights stored as they are: a matrix in a floating point dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.ops.torch import onednn
+from draftwing.ops.torch.layer_ops import FEW_ROWS, LayerOps, SmallMGemm
+
+if TYPE_CHECKING:
+    from draftwing.layers.linear import Linear
+
+# Up to this many rows our own kernel beats cuBLAS (docs/performance.md); it takes any number. Of a vocabulary's
+# GEMM, which is long enough for its start and end not to matter, up to fewer.
+_SMALL_M, _ANY_M = 16, 1 << 30
+_LONG, _LONG_M = 1 << 16, 8
+
+
+@dataclass(frozen=True)
+class DenseFormat(WeightFormat):
+    """One parameter, `weight` [out, in]."""
+
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+        shape = layer.out_features, layer.in_features
+        layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False)
+        return Dense(layer)
+
+    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
+        return {"weight": ParamSlice(f"{layer}.weight", start, rows)}
+
+
+class Dense(LinearOp):
+    """In plain torch, with gradients."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        y = F.linear(x, self.layer.weight, bias)
+        return y if residual is None else y + residual
+
+    def dense_weight(self) -> Tensor:
+        return self.layer.weight
+
+    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        return ops.exact_logits(hidden, self.layer.weight, ids)
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        return choose_linear_op(self.layer, ops, mode)
+
+
+def choose_linear_op(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
+    """The fastest operation that this device has for a dense weight."""
+    weight = layer.weight
+    gemm = ops.small_m_gemm(weight)
+    if gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
+        raise ConfigError(
+            f"--enable-deterministic-inference: expected {mode.name}.weight in bfloat16 or float16, with a multiple "
+            f"of 64 columns, contiguous and aligned to 16 bytes; found {weight.dtype}, {list(weight.shape)}. "
+            "Set --dtype, or leave the option out"
+        )
+    if ops.packs_with_onednn(weight):
+        return OneDnn(layer, ops, mode)
+    return InferenceDense(layer) if gemm is None else SmallM(layer, gemm, mode.deterministic)
+
+
+class InferenceDense(Dense):
+    """In plain torch, without gradients."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        if overwrite and residual is not None and bias is None:
+            return residual.addmm_(x, self.layer.weight.t())  # saves a pass
+        return super().__call__(x, bias, residual)
+
+
+class SmallM(InferenceDense):
+    """On a GPU: our own GEMM for few rows, or for any number where a row must have the same bits in any batch."""
+
+    def __init__(self, layer: Linear, gemm: SmallMGemm, deterministic: bool) -> None:
+        super().__init__(layer)
+        self._gemm = gemm
+        fastest = _LONG_M if layer.out_features >= _LONG else _SMALL_M
+        self._most = _ANY_M if deterministic else fastest  # rows
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        if x.shape[0] <= self._most:
+            return self._gemm.linear(x, self.layer.weight, bias, residual)
+        return super().__call__(x, bias, residual, overwrite)
+
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        return self._gemm.gated(x, self.layer.weight, bias) if x.shape[0] <= self._most else None
+
+
+class OneDnn(LinearOp):
+    """On a CPU: the weight packed once for oneDNN, and perhaps a GEMM of our own for few rows.
+
+    The layer's own weight is gone afterwards, unless its rows will be read (a tied embedding).
+    """
+
+    def __init__(self, layer: Linear, ops: LayerOps, mode: PackMode) -> None:
+        super().__init__(layer)
+        weight = layer.weight
+        outputs, inputs = weight.shape
+        self._alike = onednn.rows_summed_alike(
+            inputs, min(outputs, onednn.MOST_TRIED), weight.dtype, torch.get_num_threads()
+        )
+        self._packed = onednn.pack(weight)
+        self.few_rows = ops.few_rows_gemm(weight, self._packed, layer.bias, self._alike, mode.draft_8bit)
+        self._keeps_weight = mode.keep_weight
+        if not mode.keep_weight:
+            del layer.weight
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        if self.few_rows is not None and x.shape[0] <= FEW_ROWS:
+            return self.few_rows(x, bias, residual)
+        return onednn.gemm_alike(x, self._packed, bias, residual, self._alike)
+
+    def dense_weight(self) -> Tensor:
+        return self.layer.weight if self._keeps_weight else self._packed.to_dense()
+
+    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        return ops.exact_logits(hidden, self.dense_weight(), ids)

@@ -1,0 +1,105 @@
+"""Packed models and heads give what they gave before, on each implementation of the operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftwing.layers.rope import RopeConfig
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftwing.models.heads.mtp import MTPHead
+from draftwing.ops import have_triton, make_ops
+from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.torch.ops import TorchOps
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    ffn_size=96, vocab_size=50, max_positions=32, norm_eps=1e-5, rope=RopeConfig(), qk_norm=True,
+)  # fmt: skip
+
+
+def own_value(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention to oneself, with enough of the queries and keys in it to notice them."""
+    return (q * k.repeat_interleave(2, 1) + v.repeat_interleave(2, 1)).flatten(1)
+
+
+ATTEND = FunctionAttend(own_value)
+
+
+def filled(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in module.parameters():
+        values = torch.randn(param.shape, generator=generator)
+        param.data.copy_(values * 0.1 if param.dim() == 2 else 1 + 0.1 * values)
+        param.requires_grad_(False)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def ops(request: pytest.FixtureRequest, device: torch.device) -> TorchOps:
+    """Triton's kernels, and torch's GEMMs, on the CPU too; what the device has is in the other tests."""
+    if request.param == "torch":
+        return make_ops(device)
+    if not have_triton():
+        pytest.skip("there is no Triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    return TritonOps(device)
+
+
+@torch.inference_mode()
+def test_packed_decoder_gives_the_same(device: torch.device, ops: TorchOps) -> None:
+    model = DecoderModel(CONFIG, torch.float32, device)
+    filled(model, 0)
+    model.set_max_positions(32)
+    ids, positions = torch.arange(5, device=device), torch.arange(5, device=device)
+    expected, expected_taps = model(ids, positions, ATTEND, (0, 1, 2))
+    model.pack(ops)
+    found, taps = model(ids, positions, ATTEND, (0, 1, 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    hidden, chosen = found[:4].view(2, 2, -1), torch.tensor([[[3, 1], [0, 49]], [[7, 7], [2, 5]]], device=device)
+    weighed = model.exact_logits(hidden, chosen)
+    torch.testing.assert_close(weighed, (hidden @ model.lm_head.weight.T).gather(2, chosen), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(taps, expected_taps, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3 from normed", "mtp"])
+@torch.inference_mode()
+def test_packed_head_gives_the_same(kind: str, device: torch.device, ops: TorchOps) -> None:
+    target = DecoderModel(CONFIG, torch.float32, device)
+    head: EagleHead | Eagle3Head | MTPHead
+    if kind == "eagle":
+        head = EagleHead(CONFIG, target, False, torch.float32, device)
+    elif kind == "mtp":
+        head = MTPHead(target, 1, torch.float32, device)
+    else:
+        eagle = Eagle3Config((0, 1), 64, 20, norm_before_residual=kind != "eagle3")
+        head = Eagle3Head(CONFIG, eagle, target, torch.float32, device)
+    filled(target, 0)
+    filled(head, 1)
+    head.set_max_positions(32)
+    ids, positions = torch.tensor([3, 9, 49], device=device), torch.tensor([0, 1, 2], device=device)
+    features = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    before = features.clone()
+    expected = head.run(ids, positions, features, 0, ATTEND)
+    head.pack(ops)
+    found = head.run(ids, positions, features, 0, ATTEND)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(features, before)
+
+
+def test_what_is_not_packed_has_gradients(device: torch.device) -> None:
+    model = DecoderModel(CONFIG, torch.float32, device)
+    filled(model, 0)
+    model.set_max_positions(32)
+    ids = torch.arange(5, device=device)
+    model.requires_grad_(True)
+    model(ids, ids, ATTEND)[0].square().sum().backward()
+    missing = [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()]
+    assert missing == ["lm_head.weight"]
+    model.pack(make_ops(device))
+    with torch.no_grad():
+        model(ids, ids, ATTEND)

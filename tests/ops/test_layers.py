@@ -1,0 +1,229 @@
+"""The operations of layers, each implementation of this machine against float64."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.ops import have_triton
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.torch.ops import TorchOps
+
+SIZES = [100, 128, 576, 4096]
+# Units of one rounding of the result. Triton's interpreter cuts bfloat16 off instead of rounding it.
+UNIT = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+CUTS = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_ops(device: torch.device) -> TorchOps:
+    if not have_triton():
+        pytest.skip("there is no Triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    return TritonOps(device)
+
+
+def cpu_ops(device: torch.device) -> TorchOps:
+    if load_extension() is None or device.type != "cpu":
+        pytest.skip("the C extension was not built, or this is a GPU")
+    return CpuOps(device)
+
+
+@pytest.fixture(params=[TorchOps, cpu_ops, triton_ops], ids=["torch", "cpu", "triton"])
+def ops(request: pytest.FixtureRequest, device: torch.device) -> TorchOps:
+    make: Callable[[torch.device], TorchOps] = request.param
+    return make(device)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch, ops: TorchOps) -> Iterator[None]:
+    """Outputs of kernels start as NaN, so that an element left unwritten shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+    with monkeypatch.context() as patch:
+        if ops.name != "torch":
+            patch.setattr(torch, "empty", lambda *args, **kw: empty(*args, **kw).fill_(float("nan")))
+            patch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(float("nan")))
+        yield
+
+
+def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def close(found: Tensor, expected: Tensor, ops: TorchOps, roundings: float = 1.05) -> None:
+    """roundings: units that the result may be off by; kernels of the CPU and torch there round norms twice."""
+    unit = UNIT[found.dtype] * (2 if CUTS and ops.name == "triton" and found.dtype == torch.bfloat16 else 1)
+    torch.testing.assert_close(found.double(), expected, rtol=roundings * unit, atol=roundings * unit * 1e-2)
+
+
+def norm_roundings(ops: TorchOps) -> float:
+    return 1.05 if ops.name == "triton" else 2.1
+
+
+def made(ops: TorchOps, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(ops.device, dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x, weight = made(ops, dtype, 7, size), made(ops, dtype, size, seed=1)
+    x[1] *= 1e-3
+    x[2] *= 100
+    found = ops.rms_norm(x, weight, 1e-5)
+    assert found.dtype == dtype
+    close(found, norm64(x, weight, 1e-5), ops, norm_roundings(ops))
+    for rows in (1, 3):
+        assert torch.equal(ops.rms_norm(x[2 : 2 + rows], weight, 1e-5), found[2 : 2 + rows])
+
+
+def test_rms_norm_of_heads_within_wider_rows(dtype: torch.dtype, ops: TorchOps) -> None:
+    qkv, weight = made(ops, dtype, 5, 7, 64), made(ops, dtype, 64, seed=1)
+    for part in (qkv[:, :4], qkv[:, 4:6]):
+        found = ops.rms_norm(part, weight, 1e-6)
+        close(found, norm64(part, weight, 1e-6), ops, norm_roundings(ops))
+        assert torch.equal(found[2:3, 1:2], ops.rms_norm(part[2:3, 1:2], weight, 1e-6))
+
+
+def test_rms_norm_of_squares_beyond_the_range_of_float16(ops: TorchOps) -> None:
+    x = torch.full((1, 100), 1000.0, dtype=torch.float16, device=ops.device)
+    assert torch.equal(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones_like(x))
+
+
+def test_rms_norm_rounds_as_its_device_does(ops: TorchOps) -> None:
+    """On a CPU before the weight and after it, in C as in torch."""
+    if ops.name != "cpu":
+        pytest.skip("others round once, or are what is compared with")
+    x, weight = made(ops, torch.bfloat16, 300, 576) * 3, made(ops, torch.bfloat16, 576, seed=1)
+    unit = norm64(x, torch.ones_like(weight), 1e-2).bfloat16()
+    # The same but where float32 and float64 fall to two sides of a tie.
+    assert (ops.rms_norm(x, weight, 1e-2) != unit * weight).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_add_rms_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    wide = made(ops, dtype, 5, 2 * size)
+    x, delta, weight = wide[:, :size], made(ops, dtype, 5, size, seed=1), made(ops, dtype, size, seed=2)
+    before = wide.clone()
+    total, found = ops.add_rms_norm(x, delta, weight, 1e-5)
+    if CUTS and ops.name == "triton":
+        close(total, x.double() + delta.double(), ops)
+    else:
+        assert torch.equal(total, x + delta)
+    close(found, norm64(total, weight, 1e-5), ops, norm_roundings(ops))
+    assert torch.equal(wide, before)
+    for row in range(2, 4):
+        alone = ops.add_rms_norm(x[row : row + 1], delta[row : row + 1], weight, 1e-5)
+        assert torch.equal(alone[0][0], total[row]) and torch.equal(alone[1][0], found[row])
+
+
+@pytest.mark.parametrize("ffn", [16, 100, 1536, 2048])
+def test_silu_mul(ffn: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x = made(ops, dtype, 5, 2 * ffn) * 4
+    x[0, :4] = torch.tensor([-1e4, 1e3, 0.0, -0.0], dtype=dtype)
+    found = ops.silu_mul(x)
+    gate, up = x.double().chunk(2, -1)
+    close(found, gate * gate.sigmoid() * up, ops, 2.1)
+    assert torch.equal(ops.silu_mul(x[3:4]), found[3:4])
+    if ops.name == "cpu" and dtype == torch.bfloat16:  # rounded where torch rounds
+        rounded = (gate * gate.sigmoid()).to(dtype) * up.to(dtype)
+        assert (found != rounded)[1:].float().mean() < 2e-3
+
+
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, ops: TorchOps) -> None:
+    """A broken model must show as such."""
+    x = torch.zeros(3, 32, dtype=dtype, device=ops.device)
+    x[0, 3], x[1, 3] = torch.nan, torch.inf
+    norm = ops.rms_norm(x, torch.ones_like(x[0]), 1e-5)
+    assert norm[0].isnan().all() and norm[1, 3].isnan() and norm[2].eq(0).all()
+    x[:, 16:] = 1.0
+    gated = ops.silu_mul(x)
+    assert gated[0, 3].isnan() and gated[1, 3].isinf() and gated.isfinite().sum() == gated.numel() - 2
+
+
+@pytest.mark.parametrize("size", [104, 576])  # rows begin at multiples of 16 bytes
+def test_fuse_inputs_with_norms(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    table, wide = made(ops, dtype, 11, size), made(ops, dtype, 6, 3 * size, seed=1)
+    feature = wide[:, size : 2 * size]
+    norms = made(ops, dtype, size, seed=2), made(ops, dtype, size, seed=3)
+    ids = torch.tensor([3, 0, 10, 3, 7, 1], device=ops.device)
+    found = ops.fuse_inputs(ids, table, feature, norms, 1e-5)
+    expected = torch.cat((norm64(table[ids], norms[0], 1e-5), norm64(feature, norms[1], 1e-5)), -1)
+    close(found, expected, ops, norm_roundings(ops))
+    # As the separate norms give it, bit for bit; so training and serving differ by the norm's own rounding only.
+    assert torch.equal(found[:, :size], ops.rms_norm(table[ids], norms[0], 1e-5))
+    assert torch.equal(found[:, size:], ops.rms_norm(feature, norms[1], 1e-5))
+    assert torch.equal(ops.fuse_inputs(ids[2:3], table, feature[2:3], norms, 1e-5), found[2:3])
+
+
+def test_fuse_inputs_with_the_feature_first_and_no_token_at_position_0(dtype: torch.dtype, ops: TorchOps) -> None:
+    table, feature = made(ops, dtype, 11, 100), made(ops, dtype, 4, 100, seed=1)
+    norms = made(ops, dtype, 100, seed=2), made(ops, dtype, 100, seed=3)
+    ids, positions = torch.tensor([3, 0, 10, 3], device=ops.device), torch.tensor([5, 0, 1, 0], device=ops.device)
+    found = ops.fuse_inputs(ids, table, feature, norms, 1e-5, positions, feature_first=True)
+    token = norm64(table[ids], norms[0], 1e-5)
+    token[positions == 0] = 0
+    close(found, torch.cat((norm64(feature, norms[1], 1e-5), token), -1), ops, norm_roundings(ops))
+
+
+@pytest.mark.parametrize("size", [33, 100, 576])
+def test_fuse_inputs_without_norms(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    table, wide = made(ops, dtype, 11, size), made(ops, dtype, 4, 2 * size, seed=1)
+    ids, feature = torch.tensor([3, 0, 10, 3], device=ops.device), wide[:, size:]
+    assert torch.equal(ops.fuse_inputs(ids, table, feature), torch.cat((table[ids], feature), -1))
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4)])
+def test_take_rows(shape: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) -> None:
+    index = torch.tensor([6, 0, 0, 3], device=ops.device)
+    for source in (made(ops, dtype, 7, *shape), made(ops, dtype, 14, *shape)[::2]):
+        assert torch.equal(ops.take_rows(source, index), torch.stack([source[i] for i in (6, 0, 0, 3)]))
+        assert torch.equal(ops.take_rows(source, index[::2]), torch.stack([source[i] for i in (6, 0)]))
+    alone = made(ops, dtype, 1, 5, 4)[:, 2]  # contiguous, whatever its stride
+    assert alone.is_contiguous() and alone.stride(0) == 20
+    assert torch.equal(ops.take_rows(alone, torch.zeros_like(index)), alone.expand(4, 4))
+    if ops.name == "cpu":
+        for wrong in (-1, 7):
+            with pytest.raises(IndexError, match=f"expected rows below 7, found {wrong}"):
+                ops.take_rows(made(ops, dtype, 7, *shape), torch.tensor([2, wrong]))
+
+
+@pytest.mark.parametrize("size", [40, 100, 2048])
+def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    weight = made(ops, dtype, 90, size)
+    generator = torch.Generator().manual_seed(2)
+    for shape in ((4,), (2, 5), (3, 4)):
+        hidden = made(ops, dtype, *shape, 2 * size, seed=1)[..., :size]
+        ids = torch.randint(0, 90, (*shape, 8), generator=generator).to(ops.device)
+        found = ops.exact_logits(hidden, weight, ids)
+        assert found.dtype == torch.float32
+        expected = (weight.double()[ids] * hidden.double().unsqueeze(-2)).sum(-1)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+        if ops.name != "torch":  # a logit has the same bits among others
+            alone = ops.exact_logits(hidden[-1:, ...].clone(), weight, ids[-1:, ..., 3:4].clone())
+            assert torch.equal(alone, found[-1:, ..., 3:4])
+            strided = hidden.transpose(0, -2).contiguous().transpose(0, -2)
+            assert torch.equal(ops.exact_logits(strided, weight, ids), found)
+
+
+def test_no_rows(dtype: torch.dtype, ops: TorchOps) -> None:
+    x, ids = made(ops, dtype, 0, 64), torch.zeros(0, dtype=torch.int64, device=ops.device)
+    weight, table = made(ops, dtype, 64), made(ops, dtype, 3, 64)
+    assert ops.rms_norm(x, weight, 1e-5).shape == (0, 64)
+    assert ops.add_rms_norm(x, x, weight, 1e-5)[1].shape == (0, 64)
+    assert ops.silu_mul(x).shape == (0, 32)
+    assert ops.fuse_inputs(ids, table, x).shape == (0, 128)
+    assert ops.take_rows(table, ids).shape == (0, 64)
+    assert ops.exact_logits(x, table, ids.view(0, 1)).shape == (0, 1)
