@@ -115,57 +115,50 @@ class _Writer:
         return " ".join(parts) or '""'
 
     def write(self, form: Any, last: bool) -> str:
-        """last: whether nothing follows, so that free text has an end."""
+        """Returns an expression for a format. last: whether nothing follows, so that free text has an end."""
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise GrammarError(f"formats are nested more than {_MAX_DEPTH} deep")
         kind, fields = _fields(form)
-        expression: str = getattr(self, f"_{kind}")(fields, last)
+        expression = self._expression(kind, fields, last)
         self.depth -= 1
         return expression
 
-    def _const_string(self, fields: dict[str, Any], last: bool) -> str:
-        return self.text(_string(fields["value"], "const_string.value"))
-
-    def _json_schema(self, fields: dict[str, Any], last: bool) -> str:
-        return self.rule("%json " + schema_text(fields["json_schema"], self.json_options))
-
-    def _any_text(self, fields: dict[str, Any], last: bool) -> str:
-        if not last:
-            raise GrammarError("any_text is supported at the end, and in a tag that ends with a text")
-        return self.terminal(_ANY)
-
-    def _regex(self, fields: dict[str, Any], last: bool) -> str:
-        return self.terminal(f"/{lark_regex(_string(fields['pattern'], 'regex.pattern'))}/")
-
-    def _grammar(self, fields: dict[str, Any], last: bool) -> str:
-        return self.rule("%lark {\n" + to_lark(_string(fields["grammar"], "grammar.grammar")) + "\n}")
-
-    def _sequence(self, fields: dict[str, Any], last: bool) -> str:
-        elements = _list(fields["elements"], "sequence.elements")
-        final = len(elements) - 1
-        return self.rule(" ".join(self.write(e, last and i == final) for i, e in enumerate(elements)))
-
-    def _or(self, fields: dict[str, Any], last: bool) -> str:
-        return self.rule(" | ".join(self.write(e, last) for e in _list(fields["elements"], "or.elements")))
-
-    def _optional(self, fields: dict[str, Any], last: bool) -> str:
-        return f"({self.write(fields['content'], last)})?"
-
-    def _plus(self, fields: dict[str, Any], last: bool) -> str:
-        return f"({self.write(fields['content'], False)})+"
-
-    def _star(self, fields: dict[str, Any], last: bool) -> str:
-        return f"({self.write(fields['content'], False)})*"
-
-    def _repeat(self, fields: dict[str, Any], last: bool) -> str:
-        low, high = fields["min"], fields["max"]
-        if not (type(low) is type(high) is int and low >= 0 and (high >= low or high == -1)):
-            raise GrammarError("repeat: expected integers min <= max, or -1 as max for no limit")
-        return f"({self.write(fields['content'], False)}){{{low},{'' if high == -1 else high}}}"
-
-    def _tag(self, fields: dict[str, Any], last: bool) -> str:
-        return self.tag(fields, _string(fields["begin"], "tag.begin"), last)
+    def _expression(self, kind: str, fields: dict[str, Any], last: bool) -> str:
+        match kind:
+            case "const_string":
+                return self.text(_string(fields["value"], "const_string.value"))
+            case "json_schema":
+                return self.rule("%json " + schema_text(fields["json_schema"], self.json_options))
+            case "any_text" if last:
+                return self.terminal(_ANY)
+            case "any_text":
+                raise GrammarError("any_text is supported at the end, and in a tag that ends with a text")
+            case "regex":
+                return self.terminal(f"/{lark_regex(_string(fields['pattern'], 'regex.pattern'))}/")
+            case "grammar":
+                return self.rule("%lark {\n" + to_lark(_string(fields["grammar"], "grammar.grammar")) + "\n}")
+            case "sequence":
+                elements = _list(fields["elements"], "sequence.elements")
+                final = len(elements) - 1
+                return self.rule(" ".join(self.write(e, last and i == final) for i, e in enumerate(elements)))
+            case "or":
+                return self.rule(" | ".join(self.write(e, last) for e in _list(fields["elements"], "or.elements")))
+            case "optional":
+                return f"({self.write(fields['content'], last)})?"
+            case "plus" | "star":
+                return f"({self.write(fields['content'], False)}){'+' if kind == 'plus' else '*'}"
+            case "repeat":
+                low, high = fields["min"], fields["max"]
+                if not (type(low) is type(high) is int and low >= 0 and (high >= low or high == -1)):
+                    raise GrammarError("repeat: expected integers min <= max, or -1 as max for no limit")
+                return f"({self.write(fields['content'], False)}){{{low},{'' if high == -1 else high}}}"
+            case "tag":
+                return self.tag(fields, _string(fields["begin"], "tag.begin"), last)
+            case "triggered_tags":
+                return self._triggered_tags(fields, last)
+        assert kind == "tags_with_separator", kind
+        return self._tags_with_separator(fields)
 
     def tag(self, fields: dict[str, Any], begin: str, last: bool) -> str:
         ends = fields["end"] if isinstance(fields["end"], list) else [fields["end"]]
@@ -206,7 +199,7 @@ class _Writer:
             return call if fields["at_least_one"] else self.rule(f"{call} | {text}")
         return self.rule(f"({call}){'+' if fields['at_least_one'] else '*'} {text}")
 
-    def _tags_with_separator(self, fields: dict[str, Any], last: bool) -> str:
+    def _tags_with_separator(self, fields: dict[str, Any]) -> str:
         tag = self.rule(" | ".join(self.write(t, False) for t in _list(fields["tags"], "tags")))
         separator = self.text(_string(fields["separator"], "separator"))
         many = tag if fields["stop_after_first"] else self.rule(f"{tag} ({separator} {tag})*")
