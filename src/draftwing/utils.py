@@ -93,7 +93,7 @@ def print_highlight(content: object) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port that nothing listens on now; somebody else may take it before it is used."""
+    """Returns a port that nothing listens on now; another program may take it before it is used."""
     with socket.create_server((host, 0)) as sock:
         return int(sock.getsockname()[1])
 

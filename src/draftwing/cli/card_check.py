@@ -1,4 +1,5 @@
-"""`draftwing bench --check-card`: whether a head accepts on this machine what was measured when it was made."""
+"""Runs `draftwing bench --check-card`: tells whether a head accepts on this machine what was measured when it was
+made."""
 
 from __future__ import annotations
 

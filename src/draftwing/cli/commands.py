@@ -1,4 +1,4 @@
-"""The commands beside `serve`: their arguments, and what runs them."""
+"""Adds the commands beside `serve`: their arguments, and what runs them."""
 
 from __future__ import annotations
 

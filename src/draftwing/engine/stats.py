@@ -24,8 +24,8 @@ STAGES = ("draft", "verify", "settle")  # of a tree step: propose, the target's 
 class StepTimes:
     """Seconds of a tree step's stages, summed over the steps that were measured.
 
-    With CUDA, `mark` records an event, and nobody waits for it: a measured step is added when a later one begins and
-    `arrived` says of its last event that it has come to pass.
+    With CUDA, `mark` records an event that is not waited for: a measured step is added when a later one begins, if
+    `arrived` says that its last event has happened.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Reporter:
         times: StepTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """simulated: what of the run is not real, in words.  drafter: the algorithm, "none" without one.  times: that
+        """simulated: says what of the run is not real.  drafter: the algorithm, "none" without one.  times: that
         the executor fills."""
         self._sched = sched
         self._mark = f" (SIMULATED: {simulated})" if simulated else ""

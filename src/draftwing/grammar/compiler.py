@@ -1,4 +1,4 @@
-"""Grammars to automata over a tokenizer's vocabulary, through the library llguidance.
+"""Compiles grammars to automata over a tokenizer's vocabulary, by the library llguidance.
 
 The library is imported when the first grammar comes, so a server without constrained requests never loads it.
 """

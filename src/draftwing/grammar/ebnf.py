@@ -29,7 +29,7 @@ _SIGNS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 
 
 class GrammarError(ValueError):
-    """What is wrong with a grammar, in words."""
+    """Says what is wrong with a grammar."""
 
 
 def written_count(digits: str) -> int:

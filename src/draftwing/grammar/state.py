@@ -16,7 +16,7 @@ Mask = npt.NDArray[np.uint32]  # [W], W = ceil(V / 32): bit i % 32 of word i // 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """What all states of a server share.
+    """What all states of a server have in common.
 
     tokens: the library's tokenizer.  stop_ids: may end an answer.  reserved_ids: those, and the library's own end.
     stop: mask of the stop ids.  keep: mask of the tokens that the grammar decides about.
@@ -30,8 +30,8 @@ class Vocabulary:
 
 
 class GrammarState:
-    """State of one answer: the grammar after the tokens so far. Not for several threads at once, but different states
-    are independent of each other, and `mask` gives up the interpreter's lock.
+    """The state of one answer: the grammar after the tokens so far. Not for several threads at once, but different
+    states are independent of each other, and `mask` gives up the interpreter's lock.
 
     A token is legal if it is in the mask. Where the grammar forces text, the mask is the one token that the tokenizer
     itself would choose, so that the answer's tokens look like those that the model was trained on.

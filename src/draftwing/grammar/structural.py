@@ -1,4 +1,4 @@
-"""Structural tags as SGLang and xgrammar define them, written in llguidance's Lark dialect.
+"""Translates structural tags as SGLang and xgrammar define them to llguidance's Lark dialect.
 
 Two forms: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, free text in which each trigger starts one
 of the structures, and `{"format": {"type": ...}}`, which combines formats. What cannot be expressed is refused.

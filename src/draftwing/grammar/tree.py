@@ -38,7 +38,7 @@ class Guided:
     def _descend(self, node: int, children: list[list[int]], masks: npt.NDArray[np.uint32]) -> None:
         for child in children[node]:
             # Forced text is cut into tokens anew after every token, perhaps in another way. What is illegal is not in
-            # its parent's mask, so it is never drawn, and nobody reads its own.
+            # its parent's mask, so it is never drawn, and its own mask is never read.
             if not self.state.advance(int(self.tokens[child])):
                 continue
             row: Mask = masks[child]

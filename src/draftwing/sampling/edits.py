@@ -26,7 +26,7 @@ _BEFORE: Final = -2  # the token before the beginning of an answer: equal to non
 
 
 class Features(NamedTuple):
-    """What the rows of a sub-batch use, so what has to be computed; known to the host."""
+    """What the rows of a sub-batch use, so what has to be computed. The host knows it."""
 
     counts: bool = False  # frequency or presence penalty
     seen: bool = False  # repetition penalty
@@ -50,7 +50,7 @@ class _Nodes(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What edits at chosen ids are computed from, of the rows of a sub-batch. None where nobody uses it."""
+    """What edits at chosen ids are computed from, of the rows of a sub-batch. None where no row uses it."""
 
     penalties: Tensor  # [b, 3] float32: frequency, presence, repetition
     counts: Tensor | None  # [b, V] float32: how often the committed answer has the token
@@ -69,7 +69,7 @@ class EditTable:
         self, rows: int, vocab: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy
     ) -> None:
         """rows: R + 1, the rows of the slot table with its dummy; vocab: V, the width of the logits; upload: how [n]
-        int64 get from the host to the device, `Device.upload` where nobody may wait for the copy."""
+        int64 get from the host to the device, `Device.upload` where the host must not wait for the copy."""
         self.vocab, self.device, self._upload = vocab, device, upload
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:

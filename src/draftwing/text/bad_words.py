@@ -1,4 +1,4 @@
-"""Token sequences of words that an answer must not hold."""
+"""Finds the token sequences of words that an answer must not hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering of a checkpoint's chat template, in jinja2's sandbox: a template is foreign code."""
+"""Renders a checkpoint's chat template, in jinja2's sandbox: a template is foreign code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that end inside of the assistant's last message, for the model to go on with it."""
+"""Renders prompts that end inside of the assistant's last message, for the model to go on with it."""
 
 from __future__ import annotations
 

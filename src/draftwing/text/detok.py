@@ -1,4 +1,4 @@
-"""From tokens to text, incrementally: only what no later token can change is given out, and stop strings are cut.
+"""Turns tokens into text, incrementally: only what no later token can change is given out, and stop strings are cut.
 
 There is one implementation for the stream and for the scheduler's stop rule, so both cut at the same character.
 """
@@ -122,7 +122,7 @@ class IncrementalDetokenizer:
 
     @property
     def failed(self) -> str | None:
-        """Why stops are no longer looked for: an expression takes too long."""
+        """Returns why stops are no longer looked for: an expression takes too long."""
         return self._regex.failed if self._regex is not None else None
 
     def push(self, ids: Iterable[int], final: bool = False) -> str:
@@ -142,7 +142,7 @@ class IncrementalDetokenizer:
         return new
 
     def end_at(self, matched: str | None) -> str:
-        """Returns the rest of the text, where the search here `failed`: up to the stop that somebody else found, or all
+        """Returns the rest of the text, where the search here `failed`: up to the stop that the scheduler found, or all
         of it. Nothing was given out since it failed."""
         assert self.failed
         self.stopped = matched
@@ -217,8 +217,8 @@ def partial_end(text: str, marker: str) -> int:
 
 
 class StopStringScanner:
-    """The scheduler's stop rule for requests with stop strings or expressions: the detokenizer of the stream, fed token
-    by token."""
+    """Finds where an answer with stop strings or expressions ends, for the scheduler: the detokenizer of the stream,
+    fed token by token."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class StopStringScanner:
 
     @property
     def failed(self) -> str | None:
-        """Why the answer cannot be watched any more, in words: an expression takes too long. It has to end then."""
+        """Returns why the answer can no longer be watched: an expression takes too long. It has to end then."""
         return self._detokenizer.failed
 
     def push(self, token: int) -> str | None:

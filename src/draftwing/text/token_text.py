@@ -1,4 +1,4 @@
-"""What a single token stands for, as log probabilities show it: bytes, which need not be whole characters."""
+"""Looks up what a single token stands for, as log probabilities show it: bytes, which need not be whole characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and the chat template, for every kind of checkpoint."""
+"""Turns text into tokens and back, and renders the chat template, for every kind of checkpoint."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Token
 
 
 def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
-    """Returns the first token that two tokenizers number differently, in words; None when they agree.
+    """Returns the first token that two tokenizers number differently, as a sentence; None when they agree.
 
     Ids that only one of them has do not matter: families pad their vocabularies to different sizes.
     """

@@ -1,4 +1,4 @@
-"""From samples to batches: which sequences go together, in which order, and as which tensors.
+"""Makes batches of samples: which sequences go together, in which order, and as which tensors.
 
 Everything here is a function of the seed and the number of the step, so that a run which goes on after a kill reads
 what it would have read.

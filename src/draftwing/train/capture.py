@@ -1,4 +1,4 @@
-"""The target's features of token sequences, by the serving model's own forward over whole sequences.
+"""Computes the target's features of token sequences, by the serving model's own forward over whole sequences.
 
 Attention is the only thing that is injected, so what a head is trained on is what the engine will feed it, up to the
 rounding of another order of summation.

@@ -51,7 +51,7 @@ def save_head(
     }
     shards = _shards(tensors, max_file_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    # A folder in the middle of being replaced has no config, so that nobody takes it for a head.
+    # A folder in the middle of being replaced has no config, so that it is not taken for a head.
     for stale in (folder / "config.json", *folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
         stale.unlink(missing_ok=True)
     where: dict[str, str] = {}
@@ -61,7 +61,7 @@ def save_head(
         partial = folder / f"{file}.partial"
         # Views of one parameter share its memory, which the format refuses: each tensor in memory of its own.
         save_file({name: tensors[name].clone() for name in names}, partial, metadata={"format": "pt"})
-        partial.chmod(0o644)  # the library lets nobody but the owner read it
+        partial.chmod(0o644)  # the library lets only the owner read it
         replace_file(partial, folder / file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())

@@ -1,4 +1,5 @@
-"""Cross-entropy of a head's logits with the target's distribution, without keeping either's gradient graph.
+"""Computes the cross-entropy of a head's logits with the target's distribution, without keeping either's gradient
+graph.
 
 The logits of a batch are its largest tensor by far, seven times over, and what the backward pass needs of them is known
 as soon as they are: the gradient of -sum p log softmax(z) is softmax(z) sum p - p. So they are made once, a piece at a

@@ -1,4 +1,4 @@
-"""Prompts and conversations from files, cleaned: what cannot be used is skipped, counted and named by its line.
+"""Reads and cleans prompts and conversations: what cannot be used is skipped, counted and named by its line.
 
 No torch and no model: a user learns what is wrong with the data before anything large is loaded.
 """

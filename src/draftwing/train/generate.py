@@ -32,7 +32,7 @@ MIN_ANSWER = 16  # tokens that must be left for an answer
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn.
+    """Says how answers are drawn.
 
     max_tokens: of one answer.  max_length: of a conversation with its answers, in tokens.
     greedy: share of the prompts answered at temperature 0; the others, and all copies of prompts, have temperatures

@@ -1,4 +1,5 @@
-"""Fresh draft heads for a target, and published ones to be trained further: serving modules in float32, unpacked."""
+"""Makes fresh draft heads for a target, and loads published ones to be trained further: serving modules in float32,
+unpacked."""
 
 from __future__ import annotations
 

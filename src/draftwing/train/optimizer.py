@@ -1,4 +1,4 @@
-"""The optimizers that a head is trained with, as one."""
+"""Combines the optimizers that a head is trained with into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes of itself: a line in the terminal, metrics.csv, TensorBoard events and curves.png.
+"""Shows and writes a run's progress: a line in the terminal, metrics.csv, TensorBoard events and curves.png.
 
 TensorBoard and matplotlib are optional: without them their files are not written.
 """
@@ -23,7 +23,8 @@ Row = Mapping[str, str | int | float]
 
 
 class Progress:
-    """history: rows of this run so far, which a run that goes on starts with; those after its step are not among them.
+    """Shows a run. history: rows of this run so far, which a run that goes on starts with; those after its step are not
+    among them.
 
     shown: False where another process shows the same run; nothing is written then either.
     """

@@ -1,4 +1,4 @@
-"""Token sequences to train on: of conversations as they are written, and of answers that the target generated."""
+"""Makes token sequences to train on: of conversations as they are written, and of answers that the target generated."""
 
 from __future__ import annotations
 

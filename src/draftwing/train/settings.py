@@ -1,4 +1,4 @@
-"""What `draftwing train` can be asked: the command line, and what a run's folder remembers of it.
+"""Defines what `draftwing train` can be asked: the command line, and what a run's folder remembers of it.
 
 No torch here: settings are checked before anything heavy is imported.
 """
@@ -217,7 +217,7 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
         if folder is None or found is None:
             continue
         if folder == out and given and not _begun(out):
-            continue  # somebody tries again
+            continue  # a new try
         kept, chosen = found
         if folder != out:  # only what its data is made by
             kept = {name: value for name, value in kept.items() if _FIELDS[name]["group"] in (DATA, GENERATE)}

@@ -1,4 +1,5 @@
-"""What a draft head is trained on: token sequences with the target's features, on disk or computed when asked for.
+"""Stores what a draft head is trained on: token sequences with the target's features, on disk or computed when asked
+for.
 
 A `FeatureStore` is a folder: `index.json` and safetensors shards. A shard counts once the index names it, and both are
 renamed into place when they are complete, so that a run which is killed at any moment goes on where the index ends.
@@ -56,7 +57,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceMeta:
-    """What features were computed by and for.
+    """Describes features: what they were computed by and for.
 
     model: as the user named it.  algorithm: of `draftwing train`.  taps: as for `DecoderModel.forward`.
     hidden, vocab: of the target.  dtype: of taps and final, such as "bfloat16".
@@ -146,7 +147,7 @@ class FeatureStore:
         return sum(shard.bytes for shard in self._shards)
 
     def append(self, samples: Iterable[Sample]) -> None:
-        """Writes one shard; when this returns the samples are kept, if it does not none of them is."""
+        """Writes one shard. When this returns, the samples are on the disk; if it raises, none of them is."""
         samples = list(samples)
         if not samples:
             return

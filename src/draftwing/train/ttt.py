@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """What the target says at each loss position."""
+    """The target's predictions at each loss position."""
 
     probs: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
     best: Tensor  # [n] int64: its most likely token, -1 where the head cannot say it
@@ -51,7 +51,7 @@ class Teacher(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """How steps and terms weigh.
+    """Weights of steps and terms.
 
     steps: drafts per chain.  decay: weight of each step beside the one before.  tokens: of the cross-entropy with the
     target's distribution.  features: of the smooth L1 distance between the head's output and the target's next
@@ -158,7 +158,7 @@ class Objective(nn.Module):
 def unroll(head: AnyHead, ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
     """Gives the hidden states [B * T, width] of step 0, 1, ...; ids [B, T], features [B * T, width].
 
-    Rows without a token of their own, at the end, are made of token 0: nobody looks at them.
+    Rows without a token of their own, at the end, are made of token 0: they are not looked at.
     """
     sequences, length = ids.shape
     padded = F.pad(ids, (0, steps))  # [B, T + steps]
@@ -171,7 +171,7 @@ def unroll(head: AnyHead, ids: Tensor, features: Tensor, steps: int) -> Iterator
 
 
 class _Chains:
-    """Which row of a step predicts each loss position, and which chains have been right so far."""
+    """Knows which row of a step predicts each loss position, and which chains have been right so far."""
 
     def __init__(self, batch: Batch) -> None:
         self._position, self._depth = batch.position, batch.depth

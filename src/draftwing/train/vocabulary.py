@@ -1,4 +1,4 @@
-"""The tokens that an EAGLE-3 head may draft: the most frequent ones of what the target answered.
+"""Chooses the tokens that an EAGLE-3 head may draft: the most frequent ones of what the target answered.
 
 Its own head has a row for each of them alone, which is most of what a draft step costs where the target is small.
 """

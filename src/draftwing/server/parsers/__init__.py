@@ -1,1 +1,1 @@
-"""What a model writes, taken apart: reasoning, text and tool calls. Text in, text out; nothing of HTTP, no torch."""
+"""Takes apart what a model writes: reasoning, text and tool calls. Text in, text out; nothing of HTTP, no torch."""

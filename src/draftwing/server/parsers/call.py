@@ -1,4 +1,4 @@
-"""One tool call that a model is writing: `{"name": "f", "arguments": {...}}`."""
+"""Reads one tool call while a model writes it: `{"name": "f", "arguments": {...}}`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of what the parsers read: answers that are tool calls, and answers that begin with reasoning."""
+"""Makes grammars of what the parsers read: answers that are tool calls, and answers that begin with reasoning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 
 @dataclass(frozen=True)
 class Function:
-    """What a request offers the model to call. parameters: the JSON schema of an object; None for any object."""
+    """A function that a request offers the model. parameters: the JSON schema of an object; None for any object."""
 
     name: str
     description: str | None = None

@@ -1,4 +1,4 @@
-"""JSON that is still being written, followed character by character."""
+"""Follows JSON while it is being written, character by character."""
 
 from __future__ import annotations
 

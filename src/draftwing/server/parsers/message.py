@@ -1,4 +1,4 @@
-"""An answer as a message: reasoning, text and tool calls, in the order in which they come."""
+"""Reads an answer as a message: reasoning, text and tool calls, in the order in which they come."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class MessageStyle:
-    """How the answers to one request are read; without styles everything is text.
+    """Says how the answers to one request are read; without styles everything is text.
 
     start: where answers begin.  names: of the functions that may be called.  parallel: whether calls after the first
     are given out.  separate: False leaves reasoning in the text, with its markers.  stream_reasoning: False gives it

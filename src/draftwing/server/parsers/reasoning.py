@@ -1,4 +1,4 @@
-"""Reasoning models write `<think>why</think>answer`: this takes the two apart while the text grows."""
+"""Takes reasoning and answer apart while the text grows: models write `<think>why</think>answer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes, in the styles of the common families, while the text grows."""
+"""Finds tool calls in what a model writes, in the styles of the common families, while the text grows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from draftwing.text.detok import partial_end
 
 @dataclass(frozen=True)
 class ToolStyle:
-    """How a family writes calls: JSON objects with a name and `arguments`, one or an array of them, between markers.
+    """Says how a family writes calls: JSON objects with a name and `arguments`, one or an array of them, between
+    markers.
 
     begin, end: the markers, where there are any.  bare: characters that start calls, without a marker, at the very
     start of an answer.  separator: `name separator {arguments}` is another form behind `begin`.
@@ -43,7 +44,8 @@ TOOL_STYLES = {
 
 @dataclass(frozen=True)
 class CallPiece:
-    """News of call `index`: its id and name come with the first piece, the text of its arguments with all of them."""
+    """A new piece of call `index`: its id and name come with the first piece, the text of its arguments with all of
+    them."""
 
     index: int
     arguments: str

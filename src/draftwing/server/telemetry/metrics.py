@@ -1,4 +1,4 @@
-"""`GET /metrics`: what Prometheus asks for, under the names of SGLang and of vLLM where they have one.
+"""Answers `GET /metrics` for Prometheus, under the names of SGLang and of vLLM where they have one.
 
 Requests are counted here, as the engine answers them; what the engine counts itself is asked of it, once for each
 scrape. `SERIES` lists everything there is. A name of SGLang or vLLM means what it means there: `sglang:` token totals
@@ -239,7 +239,7 @@ def _by_depth(drafters: Mapping[str, Mapping[str, Any]], key: str) -> dict[tuple
 
 
 class Metrics(Collector):
-    """Answers `/metrics`. `requests` is to be a watcher of the observer."""
+    """Answers `/metrics`. `requests` has to be among the observer's watchers."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class HttpRecord:
     status: int = 0
     received: int = 0  # bytes of bodies
     sent: int = 0
-    body: bytearray = field(default_factory=bytearray)  # its beginning, where somebody wants it
+    body: bytearray = field(default_factory=bytearray)  # its beginning, where a watcher wants it
     ended: float = 0.0
     id: str = ""  # by which the client can abort it
     model: str | None = None  # that was asked for
@@ -66,7 +66,7 @@ class HttpRecord:
 class Watcher:
     """Is told what happens; this one ignores it all, others override what they want.
 
-    Methods run on the event loop and must not block; what they raise is logged and harms nobody.
+    Methods run on the event loop and must not block; what they raise is logged and goes no further.
     """
 
     body_bytes: int | None = 0  # how much of the requests' bodies it wants; None: all

@@ -1,4 +1,4 @@
-"""One line of JSON for each HTTP request, when its response is complete (`--log-requests`).
+"""Writes one line of JSON for each HTTP request, when its response is complete (`--log-requests`).
 
 What is in it depends on the level, as in SGLang: 0 sizes, times and how it ended; 1 the sampling parameters too; 2 the
 beginnings of request and answers; 3 all of them. Below 2 nothing that a user or the model wrote is in a line: of stop

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces (`--otlp-traces-endpoint`): a span for each HTTP request that generates.
+"""Sends OpenTelemetry traces (`--otlp-traces-endpoint`): a span for each HTTP request that generates.
 
 The packages are an extra, `pip install draftwing[otel]`. A span begins when the request arrives, under the client's
 span if the request has a `traceparent` header, and its attributes are named as vLLM and the conventions for generative
