@@ -37,7 +37,7 @@ def create_app(
         service.model,
         lambda: engine.info.max_total_tokens,
         engine.stats,
-        service.options.speculative_algorithm != "none",
+        service.options.drafts,
     )
     engine.observer = observer = Observer([metrics.requests, *watchers])
 

@@ -1,0 +1,52 @@
+"""The registry of drafters: its names, what each row says, and that builders are where rows say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+
+import pytest
+
+from draftwing import ConfigError
+from draftwing.config.arguments import add_arguments
+from draftwing.config.drafters import DEFAULT, DRAFTERS, NO_DRAFTER, TRAINED, find_drafter, head_drafter, training
+from draftwing.config.options import Options
+from draftwing.train.fit import recipe
+
+
+def test_names_and_aliases() -> None:
+    assert find_drafter("none") is find_drafter("None") is NO_DRAFTER and NO_DRAFTER.build is None
+    assert find_drafter("eagle3") is DEFAULT
+    assert find_drafter("MTP") is find_drafter("nextn") is find_drafter("NEXTN")
+    names = [name.lower() for spec in DRAFTERS for name in (spec.name, *spec.aliases)]
+    assert len(names) == len(set(names))
+
+
+def test_rows_name_what_there_is() -> None:
+    fields = {spec.name for spec in dataclasses.fields(Options)}
+    for spec in DRAFTERS:
+        assert set(spec.options) <= fields
+        assert spec.draft_model or not spec.heads
+        if isinstance(spec.build, str):
+            module, _, function = spec.build.partition(":")
+            assert list(inspect.signature(getattr(importlib.import_module(module), function)).parameters) == ["context"]
+        else:
+            assert spec is NO_DRAFTER
+
+
+def test_each_kind_of_head_has_a_drafter_and_a_training() -> None:
+    kinds = {kind for spec in DRAFTERS for kind in spec.heads}
+    assert {kind: head_drafter(kind).name for kind in kinds} == {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
+    assert {name: spec.name for name, spec in TRAINED.items()} == {"EAGLE": "EAGLE", "EAGLE3": "EAGLE3", "MTP": "NEXTN"}
+    assert [name for name in TRAINED if training(name).aux_hidden_states] == ["EAGLE3"]
+    assert recipe("EAGLE").loss.steps == 1 and recipe("MTP").loss == recipe("EAGLE3").loss
+    with pytest.raises(ConfigError, match="algorithm must be one of EAGLE, EAGLE3, MTP; found 'NGRAM'"):
+        recipe("NGRAM")
+
+
+def test_help_lists_them() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert "{" + ",".join(spec.name for spec in DRAFTERS) + ",module:Class}" in parser.format_help()
