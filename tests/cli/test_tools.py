@@ -176,7 +176,8 @@ def test_points_leave_out_what_cannot_be() -> None:
     )
     more = {
         "speculative_algorithm": "EAGLE3",
-        "speculative_token_map": "my map.pt",
+        "speculative_draft_model_path": "my head",
+        "speculative_token_map": "freq.pt",  # EAGLE-3 does not read it
         "speculative_aux_layer_ids": "output",
     }
     first, rest_of_all = itertools.islice(points(options | more, Grid([3], [2], [4], [1])), 2)
@@ -184,7 +185,7 @@ def test_points_leave_out_what_cannot_be() -> None:
     assert first == Options(model="x", random_seed=first.random_seed, speculative_algorithm="none")
     assert flags(first) == "--speculative-algorithm none"
     assert flags(rest_of_all) == (
-        "--speculative-algorithm EAGLE3 --speculative-draft-model-path d --speculative-token-map 'my map.pt' "
+        "--speculative-algorithm EAGLE3 --speculative-draft-model-path 'my head' "
         "--speculative-aux-layer-ids output --speculative-num-steps 3 --speculative-eagle-topk 2 "
         "--speculative-num-draft-tokens 4"
     )
