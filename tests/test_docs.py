@@ -116,7 +116,7 @@ def scripts(page: str) -> list[str]:
     return [b for b in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "LLM(" in b]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/constrained.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/constrained.md", "docs/speculative_decoding.md"])
 def test_python(page: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (script,) = scripts(page)
     exec(compile(script, page, "exec"), {})
