@@ -176,9 +176,8 @@ class Stages:
             return
         settings, data = self.settings, self.data
         low, high = (*settings.temperatures, *settings.temperatures)[:2]
-        temperatures = (low, high) if len(settings.temperatures) == 2 else (low, low)
         sampling = Sampling(
-            settings.max_tokens, settings.max_length, settings.greedy_share, temperatures, settings.seed
+            settings.max_tokens, settings.max_length, settings.greedy_share, (low, high), settings.seed
         )  # fmt: skip
         name = "responses.jsonl" if self.processes == 1 else f"responses-{self.rank}.jsonl"
         file = self.run.data / name
@@ -385,17 +384,11 @@ class Stages:
 
     def _fit_config(self) -> FitConfig:
         settings = self.settings
-        loss = recipe(settings.algorithm).loss
-        if settings.ttt_steps is not None:
-            loss = dataclasses.replace(loss, steps=settings.ttt_steps)
-        if settings.ttt_decay is not None:
-            loss = dataclasses.replace(loss, decay=settings.ttt_decay)
-        loss = dataclasses.replace(loss, temperature=settings.target_temperature)
-        names = (
-            "steps", "epochs", "accumulate", "max_length", "optimizer", "lr", "warmup", "clip", "seed", "log_every",
-            "eval_every", "save_every",
-        )  # fmt: skip
-        return FitConfig(loss=loss, tokens=settings.batch_tokens, **{name: getattr(settings, name) for name in names})
+        asked = {"steps": settings.ttt_steps, "decay": settings.ttt_decay, "temperature": settings.target_temperature}
+        changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        loss = dataclasses.replace(recipe(settings.algorithm).loss, **changes)
+        same = {name: value for name, value in vars(settings).items() if name in vars(FitConfig())}
+        return FitConfig(**{**same, "loss": loss, "tokens": settings.batch_tokens})
 
     def _save(self, head: AnyHead, report: FitReport) -> None:
         out = self.run.out
