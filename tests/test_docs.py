@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -10,14 +11,19 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import test_page_commands
 from stand_ins import accept_length, chat, llama2, llama3, llama31, mimo, model_of, qwen25, served, write_all
+
+from draftwing.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/constrained.md", "docs/migrating.md", "docs/speculative_decoding.md")
 PORT_OF_PAGES = "http://127.0.0.1:30000"
+HOST_OPTIONS = ("host", "port", "log_level", "dtype", "mem_fraction_static", "cuda_graph_max_bs")
 PYTHON = shlex.quote(sys.executable)
 
 
@@ -41,9 +47,22 @@ def is_server(command: str) -> bool:
     return command.startswith("draftwing serve") or "launch_server" in command
 
 
+def configuration(command: str) -> dict[str, Any]:
+    """What a server command chooses; not the host it is typed for: memory, precision, graphs, logs."""
+    words = shlex.split(command.replace("\\\n", " "))
+    start = next(i for i, word in enumerate(words) if word.startswith("--"))
+    parser, _, _ = main._parser()
+    given = vars(parser.parse_args(["serve", *main.dashed(words[start:])]))
+    asked = main.serve_options({name: value for name, value in given.items() if name != "command"}, {})
+    return {name: value for name, value in dataclasses.asdict(asked).items() if name not in HOST_OPTIONS}
+
+
 EVERY = sorted({command for page in PAGES for command in commands(page)})
 SERVERS = [command for command in EVERY if is_server(command)]
 OTHERS = [command for command in EVERY if not is_server(command)]
+# What SGLang's page starts too, in test_page_commands.py, is started once.
+STARTED = [configuration(command) for command, _ in test_page_commands.COMMANDS.values()]
+OWN = [command for command in SERVERS if configuration(command) not in STARTED]
 
 
 def typed(command: str) -> str:
@@ -73,17 +92,32 @@ def answers(folder: Path, smollm2_path: Path) -> Iterator[dict[str, Future[float
 
     def ask(command: str) -> float:
         with served(typed(command)) as url:
+            if command == asked:
+                send_requests(url)
             assert httpx.get(f"{url}/health").status_code == 200
             answer = chat(url, model_of(command))
             assert answer["choices"][0]["finish_reason"] in ("stop", "length")
             assert answer["usage"]["completion_tokens"] >= 1
             return accept_length(url)
 
+    asked = next(command for command in OWN if "Qwen" in command and "NGRAM" in command)
     with ThreadPoolExecutor(2) as pool:
-        yield {command: pool.submit(ask, command) for command in SERVERS}
+        yield {command: pool.submit(ask, command) for command in OWN}
 
 
-@pytest.mark.parametrize("command", SERVERS)
+def send_requests(url: str) -> None:
+    """Every `curl` of the pages, to a server of the model that they name."""
+    for command in OTHERS:
+        if command.startswith("curl "):
+            assert PORT_OF_PAGES in command
+            there = command.replace(PORT_OF_PAGES, url).replace("curl", "curl --silent --fail-with-body", 1)
+            done = subprocess.run(there, shell=True, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stdout
+            if "/generate" in command:
+                assert '"spec_accept_length"' in done.stdout
+
+
+@pytest.mark.parametrize("command", OWN)
 def test_server(command: str, answers: dict[str, Future[float]]) -> None:
     accepted = answers[command].result()
     if "EAGLE" in command or "NEXTN" in command:
@@ -94,20 +128,6 @@ def test_server(command: str, answers: dict[str, Future[float]]) -> None:
 def test_tool(command: str, folder: Path) -> None:
     done = subprocess.run(typed(command), shell=True, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_requests(folder: Path) -> None:
-    """`curl`, to a server as the first of the pages' commands start one."""
-    asked = [command for command in OTHERS if command.startswith("curl ")]
-    assert asked
-    with served(f"{PYTHON} -m draftwing serve --model Qwen/Qwen2.5-7B-Instruct --speculative-algorithm NGRAM") as url:
-        for command in asked:
-            assert PORT_OF_PAGES in command
-            there = command.replace(PORT_OF_PAGES, url).replace("curl", "curl --silent --fail-with-body", 1)
-            done = subprocess.run(there, shell=True, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 0, done.stdout
-            if "/generate" in command:
-                assert '"spec_accept_length"' in done.stdout
 
 
 def scripts(page: str) -> list[str]:
@@ -132,5 +152,6 @@ def test_make_targets() -> None:
 
 def test_nothing_is_left_out() -> None:
     assert len(commands("docs/speculative_decoding.md")) >= 10 and len(SERVERS) >= 9
+    assert len(OWN) < len(SERVERS) and any(command.startswith("curl ") for command in OTHERS)
     for command in OTHERS:
         assert command.startswith(("draftwing ", "curl ", "make ")), command
