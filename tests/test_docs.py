@@ -20,6 +20,7 @@ from stand_ins import accept_length, chat, llama2, llama3, llama31, mimo, model_
 
 from draftwing.cli import main
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/constrained.md", "docs/migrating.md", "docs/speculative_decoding.md")
 PORT_OF_PAGES = "http://127.0.0.1:30000"

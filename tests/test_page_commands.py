@@ -14,6 +14,7 @@ from stand_ins import accept_length, llama2, llama3, llama31, mimo, model_of, qw
 from draftwing.test.doc_patch import launch_server_cmd
 from draftwing.utils import print_highlight, terminate_process, wait_for_server
 
+pytestmark = pytest.mark.slow
 EAGLE2 = """
 python3 -m sglang.launch_server --model meta-llama/Llama-2-7b-chat-hf  --speculative-algorithm EAGLE \\
     --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 3 \\
