@@ -17,12 +17,11 @@ if not torch.cuda.is_available():
 
 from draftwing.models.hub import fetch_default_model
 
-
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what the default model or Triton's interpreter makes so; other tests and modules say it themselves."""
+    """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves."""
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
