@@ -20,16 +20,16 @@ class ShapePolicy(Protocol):
     sees_predictions: bool
 
     def choose(self, hints: Sequence[int]) -> TreeShape:
-        """The shape for a batch whose rows have these outlooks (0: nothing can be proposed)."""
+        """Returns the shape for a batch whose rows have these outlooks (0: nothing can be proposed)."""
         ...
 
     def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
-        """What a step of `shape` gave: accepted drafts of each row, and how long the step took."""
+        """Learns what a step of `shape` gave: accepted drafts of each row, and how long the step took."""
         ...
 
 
 def shape_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
-    """The user's shape, halves of it, and plain decoding, largest first."""
+    """Returns the user's shape, halves of it, and plain decoding, largest first."""
     menu = [shape]
     while menu[-1].nodes > 3:
         nodes = menu[-1].nodes // 2
@@ -38,7 +38,7 @@ def shape_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
 
 
 class FixedShape:
-    """Always the same shape; plain decoding when no row has anything to propose."""
+    """Chooses always the same shape; plain decoding when no row has anything to propose."""
 
     sees_predictions = True
 
@@ -53,19 +53,19 @@ class FixedShape:
 
 
 def chain_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
-    """The user's shape, half of it where it is a chain, and plain decoding, largest first."""
+    """Returns the user's shape, half of it where it is a chain, and plain decoding, largest first."""
     half = shape.depth // 2
     shorter = (TreeShape(half, 1, half + 1),) if shape.topk == 1 and half else ()
     return (shape, *shorter, PLAIN)
 
 
 class WorthDrafting:
-    """For drafters that can always propose something: the shape with the most expected tokens per second. That is plain
-    decoding where verification costs more than drafts save, as in large batches or on text that is hard to foretell.
+    """Chooses the shape with the most expected tokens per second, for drafters that can always propose something.
 
-    How often a draft of each depth is accepted and how long steps take, by batch size, are exponential averages of what
-    steps gave. Every shape is tried at every batch size, and again in turn: of drafts that are not made nothing is
-    learnt, and a machine is not always as busy as it was.
+    That is plain decoding where verification costs more than drafts save: in large batches, or on text that is hard to
+    predict. Two exponential averages decide: how often a draft of each depth is accepted, and how long steps take at
+    each batch size. Every shape is tried at every batch size, and again in turn, because drafts that are not made
+    teach nothing, and because the machine's load changes.
     """
 
     sees_predictions = False
