@@ -30,26 +30,13 @@ KNOWN_UPWARD: set[str] = {
     "ops.triton.grow -> engine.row_table",
     "ops.triton.grow -> spec.drafter",
     "ops.triton.observe -> engine.row_table",
-    "requests.answer -> text.detok",
-    "requests.answer -> text.tokenizer",
-    "requests.logprobs -> text.token_text",
-    "requests.sampling_params -> text.stop_regex",
     "spec.drafter -> engine.row_table",
     "spec.model_drafter -> engine.row_table",
     "spec.mtp_drafter -> engine.row_table",
     "text.tokenizer -> models.gguf",
     "train.evaluate -> cli.bench",
 }
-KNOWN_TORCH = {  # reached from the host's side, all by way of models.gguf
-    "layers.linear_ops.base",
-    "layers.linear_ops.dense",
-    "layers.rope",
-    "models.config",
-    "models.gguf",
-    "ops.attention",
-    "ops.torch.layer_ops",
-    "ops.torch.onednn",
-}
+KNOWN_TORCH: set[str] = set()  # reached from the host's side
 KNOWN_QUESTIONS: set[str] = {
     "config.resolve: compares with a device's name",
     "engine.build: imports ops.cpu",

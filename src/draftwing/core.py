@@ -1,16 +1,21 @@
-"""The nouns that every part of the engine shares. No torch here: the scheduler imports this module.
+"""What the scheduler and the engine exchange. No torch here: the scheduler imports this module.
 
-`Plan` goes from the scheduler down to the executor, `StepResult` comes back; nothing else passes between them.
+`Plan` goes down to the executor, with a `Guidance` where the host takes part in the step, and `StepResult` comes back.
+`Output` goes to whoever asked.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from draftwing.requests.options import LogprobParams
+    from draftwing.requests.request import GenerationRequest
 
 IntArray = npt.NDArray[np.int64]
 NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices
@@ -35,38 +40,7 @@ class TreeShape(NamedTuple):
 
 PLAIN = TreeShape(0, 1, 1)
 PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, where there is no other drafter
-# What a request may ask of the edits of its logits.
-MOST_BIASES = 1024  # distinct token ids
-MOST_BAD_WORDS = 128  # token sequences
-MOST_BAD_WORD_TOKENS = 16  # of one sequence
-MOST_PREDICTED = 16384  # tokens of a predicted output
 MAX_HINT = 31  # a drafter's outlook for a row's next draft lies in [0, MAX_HINT]
-
-
-class Grammar(NamedTuple):
-    """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON."""
-
-    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
-    text: str
-
-
-class Processor(NamedTuple):
-    """A logit processor of the server by its name, and what it is called with, as JSON."""
-
-    name: str
-    params: str
-
-
-class LogprobParams(NamedTuple):
-    """Log probabilities that a request wants, of the model's own distribution: softmax(logits), before any edit.
-
-    top: how many best tokens of each position.  token_ids: further tokens of each position.
-    start: first prompt position whose token's log probability is wanted; -1: only the answer's.
-    """
-
-    top: int = 0
-    token_ids: tuple[int, ...] = ()
-    start: int = -1
 
 
 class TokenLogprobs(NamedTuple):
@@ -77,97 +51,23 @@ class TokenLogprobs(NamedTuple):
     wanted: list[float]
 
 
-class SpecLimits(NamedTuple):
-    """The largest draft tree that a request wants, no larger than the engine's; depth 0 switches drafting off."""
-
-    depth: int
-    topk: int
-    nodes: int
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What a request asks of the sampler and of the stop rules; field names as in `/generate`'s `sampling_params`."""
-
-    max_new_tokens: int | None = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    sampling_seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_new_tokens: int = 0
-    ignore_eos: bool = False
-    n: int = 1
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()  # empty: all of them
-    bad_words: tuple[str, ...] = ()
-    stop_regex: tuple[str, ...] = ()
-    grammar: Grammar | None = None
-    logit_processor: Processor | None = None
-
-    @property
-    def edited(self) -> bool:
-        """Whether logits are changed by something that the device knows: penalties, biases, bans."""
-        return bool(
-            self.frequency_penalty
-            or self.presence_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-            or self.allowed_token_ids
-            or self.bad_words
-        )
-
-    @property
-    def guided(self) -> bool:
-        """Whether what may come next is decided on the host, from the tokens so far."""
-        return self.grammar is not None or self.logit_processor is not None
-
-    @property
-    def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p removes any token."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-
-@dataclass(frozen=True)
-class GenRequest:
-    """One prompt, one answer. `cache_salt` isolates the prefix cache and the n-gram memory.
-
-    limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
-    """
-
-    uid: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    logprobs: LogprobParams | None = None
-    limits: SpecLimits | None = None
-    prediction: tuple[int, ...] = ()
-
-
 class Admission(NamedTuple):
     """A request taking a row: what `SlotTable` needs to know of it."""
 
     row: int
     tokens: list[int]  # everything known so far: prompt, and output when resumed
     slots: IntArray  # [cached] KV slots of the matched prefix
+    request: GenerationRequest
     seed: int
-    params: SamplingParams
-    prompt_len: int  # of the request, not counting output carried over a preemption
-    stop_ids: tuple[int, ...]  # token ids that end it; the sampler bans them before `min_new_tokens`
-    salt: int  # 63-bit hash of cache_salt; 0 without one
-    edited: bool = False  # whether its logits are
+    stop_ids: tuple[int, ...] = ()  # token ids that end it; the sampler bans them before `min_new_tokens`
+    salt: int = 0  # 63-bit hash of the request's `cache_salt`; 0 without one
+    edited: bool = False  # whether its logits are, by the device or by the host
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    limits: SpecLimits | None = None
-    prediction: tuple[int, ...] = ()
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the request, not counting output carried over a preemption."""
+        return len(self.request.prompt_ids)
 
 
 class Chunk(NamedTuple):

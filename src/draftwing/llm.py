@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import random
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from draftwing import core
 from draftwing.config.options import Options
+from draftwing.engine.session import Session
 from draftwing.errors import RequestError
-from draftwing.requests.answer import Answer
-from draftwing.requests.logprobs import meta_logprobs
-from draftwing.requests.options import Speculation, logprob_params, speculation
-from draftwing.requests.sampling_params import answers, as_params, check_text, fit_default, sampling_params, show
-from draftwing.text.bad_words import bad_word_ids
+from draftwing.requests.options import logprob_params
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams, check_text, show
+from draftwing.text.answer import Answer
 from draftwing.text.continuation import render_continued
 from draftwing.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
-Params = core.SamplingParams | Mapping[str, Any]
+Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
@@ -80,7 +77,7 @@ class LLM:
 
     def _begin(self, engine: Engine) -> None:
         self.engine = engine
-        self._draw = random.Random(engine.options.random_seed)
+        self._session = Session(engine)
         self._closed = False
 
     def generate(
@@ -151,37 +148,22 @@ class LLM:
         return ids
 
     def _run(
-        self, prompts: list[list[int]], params: list[tuple[core.SamplingParams, bool]], wishes: Wishes
+        self, prompts: list[list[int]], params: list[tuple[SamplingParams, bool]], wishes: Wishes
     ) -> list[Completion]:
-        asked = _Asked(self.engine, wishes)
         if self._closed:
             raise RuntimeError("this LLM is closed")
-        order: list[tuple[Answer, list[int]]] = []
-        waiting: dict[str, Answer] = {}
-        info, tokenizer = self.engine.info, self.engine.tokenizer
-        used = asked.speculation.used if asked.told else None
-        try:
-            for prompt, (wanted, given) in zip(prompts, params, strict=True):
-                fitted = wanted if given else fit_default(wanted, info.context_length - len(prompt))
-                bad_word_ids(tokenizer, fitted.bad_words)  # refuses
-                for one in answers(fitted, self._draw):
-                    uid, label = uuid.uuid4().hex, self.engine.options.label
-                    answer = Answer(tokenizer, one, len(order), uid, len(prompt), label, asked.logprobs, used)
-                    self.engine.submit(asked.request(uid, prompt, one))
-                    order.append((answer, prompt))
-                    waiting[uid] = answer
-            while waiting:
-                for output in self.engine.step():
-                    answer = waiting[output.uid]
-                    answer.push(output)
-                    if output.finish_reason is not None:
-                        del waiting[output.uid]
-        finally:
-            self._abort(waiting)
-        texts = TokenTexts(tokenizer) if asked.with_text else None
-        return [_completion(answer, prompt, texts) for answer, prompt in order]
+        like, context = _checked_wishes(self.engine, wishes), self.engine.info.context_length
+        asked = [
+            like.replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
+            for ids, (wanted, given) in zip(prompts, params, strict=True)
+        ]
+        answers = self._session.prepare(asked, wishes.get("speculative"))
+        for _ in self._session.stream(answers):
+            pass
+        texts = TokenTexts(self.engine.tokenizer) if wishes.get("return_text_in_logprobs") else None
+        return [_completion(answer, texts) for answer in answers]
 
-    def _spread(self, params: Params | Sequence[Params] | None, count: int) -> list[tuple[core.SamplingParams, bool]]:
+    def _spread(self, params: Params | Sequence[Params] | None, count: int) -> list[tuple[SamplingParams, bool]]:
         """Checked parameters of each prompt, and whether they say how long the answer may be."""
         if not isinstance(params, Sequence):
             return [self._checked(params)] * count
@@ -189,19 +171,14 @@ class LLM:
             raise RequestError(f"params must be one or one per prompt; found {len(params)} for {count}", "params")
         return [self._checked(one) for one in params]
 
-    def _checked(self, params: Params | None) -> tuple[core.SamplingParams, bool]:
+    def _checked(self, params: Params | None) -> tuple[SamplingParams, bool]:
         """Fields that a mapping does not have are the model's defaults; an object has all of them."""
         if params is None or isinstance(params, Mapping):
             fields = params or {}
-            return sampling_params({**self.engine.info.defaults, **fields}), "max_new_tokens" in fields
-        return as_params(params), True
-
-    def _abort(self, waiting: Mapping[str, Answer]) -> None:
-        """After an exception or Ctrl-C: leaves an engine with nothing to do, whose next outputs are new ones."""
-        for uid in waiting:
-            self.engine.abort(uid)
-        while waiting and not self.engine.idle():
-            self.engine.step()
+            return SamplingParams.read({**self.engine.info.defaults, **fields}), "max_new_tokens" in fields
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams or a dict of its fields; found {show(params)}", "params")
+        return params, True
 
 
 def _single(prompts: Any) -> bool:
@@ -228,43 +205,29 @@ def _messages(conversation: Any) -> list[Message]:
     return list(conversation)
 
 
-class _Asked:
-    """Checked wishes."""
-
-    def __init__(self, engine: Engine, wishes: Wishes) -> None:
-        unknown = next((name for name in wishes if name not in Wishes.__annotations__), None)
-        if unknown is not None:
-            raise TypeError(f"unexpected keyword argument {unknown!r}")
-        self._salt, self._priority = wishes.get("cache_salt"), wishes.get("priority", 0)
-        if self._salt is not None:
-            if not isinstance(self._salt, str):
-                raise RequestError(f"cache_salt must be a string; found {show(self._salt)}", "cache_salt")
-            check_text(self._salt, "cache_salt")
-        if not isinstance(self._priority, int) or isinstance(self._priority, bool):
-            raise RequestError(f"priority must be an integer; found {show(self._priority)}", "priority")
-        self.logprobs = logprob_params(
-            wishes.get("return_logprob"),
-            wishes.get("logprob_start_len"),
-            wishes.get("top_logprobs_num"),
-            wishes.get("token_ids_logprob"),
-        )
-        self.with_text = wishes.get("return_text_in_logprobs", False)
-        predicted = wishes.get("prediction")
-        if predicted is not None and not isinstance(predicted, str):
-            raise RequestError(f"prediction must be a string; found {show(predicted)}", "prediction")
-        check_text(predicted or "", "prediction")
-        self._prediction = tuple(engine.tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
-        self.speculative, info = wishes.get("speculative"), engine.info
-        self.speculation: Speculation = speculation(self.speculative, *info.drafting(bool(predicted)))
-        self.told = bool(self.speculative or predicted or info.speculates)
-
-    def request(self, uid: str, prompt: list[int], params: core.SamplingParams) -> core.GenRequest:
-        return core.GenRequest(
-            uid, prompt, params, self._priority, self._salt, self.logprobs, self.speculation.limits, self._prediction
-        )
+def _checked_wishes(engine: Engine, wishes: Wishes) -> GenerationRequest:
+    """A request with all that is asked beside sampling, but for drafts. Raises RequestError."""
+    unknown = next((name for name in wishes if name not in Wishes.__annotations__), None)
+    if unknown is not None:
+        raise TypeError(f"unexpected keyword argument {unknown!r}")
+    priority, salt, predicted = wishes.get("priority", 0), wishes.get("cache_salt"), wishes.get("prediction")
+    for name, text in (("cache_salt", salt), ("prediction", predicted)):
+        if text is not None:
+            if not isinstance(text, str):
+                raise RequestError(f"{name} must be a string; found {show(text)}", name)
+            check_text(text, name)
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RequestError(f"priority must be an integer; found {show(priority)}", "priority")
+    logprobs = logprob_params(
+        wishes.get("return_logprob"),
+        wishes.get("logprob_start_len"),
+        wishes.get("top_logprobs_num"),
+        wishes.get("token_ids_logprob"),
+    )
+    prediction = tuple(engine.tokenizer.encode(predicted, add_special_tokens=False)) if predicted else ()
+    return GenerationRequest("", [], SamplingParams(), priority, salt, logprobs, None, prediction)
 
 
-def _completion(answer: Answer, prompt: list[int], texts: TokenTexts | None) -> Completion:
+def _completion(answer: Answer, texts: TokenTexts | None) -> Completion:
     assert answer.finish_reason is not None
-    meta = answer.meta_info() | meta_logprobs(answer, prompt, texts)
-    return Completion(answer.text, answer.token_ids, answer.finish_reason, meta)
+    return Completion(answer.text, answer.token_ids, answer.finish_reason, answer.meta_info(texts))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftwing.core import MAX_HINT, PLAIN, Output, SamplingParams, TokenLogprobs
+from draftwing.core import MAX_HINT, PLAIN, Output, TokenLogprobs
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
@@ -18,6 +18,8 @@ from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.torch.attention import TorchAttention
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape
@@ -182,10 +184,11 @@ class Rig:
     def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None, **more):
         room = CONTEXT - len(prompt)
         wanted = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
+        asked = {name: more.pop(name) for name in ("logprobs", "limits", "prediction") if name in more}
         req = Req(
-            uid=uid, tokens=list(prompt), params=params, seed=params.sampling_seed or 0,
-            max_total=len(prompt) + wanted, stop_ids=frozenset((*stop_ids, *params.stop_token_ids)),
-            priority=priority, salt=salt, scanner=scanner, deadline=deadline, **more,
+            GenerationRequest(uid, list(prompt), params, priority, **asked), seed=params.sampling_seed or 0,
+            max_total=len(prompt) + wanted, stop_ids=frozenset((*stop_ids, *params.stop_token_ids)), salt=salt,
+            scanner=scanner, deadline=deadline, **more,
         )  # fmt: skip
         self.sched.submit(req)
         return req

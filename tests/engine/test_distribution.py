@@ -5,8 +5,9 @@ import math
 
 import torch
 
-from draftwing.core import SamplingParams, TreeShape
+from draftwing.core import TreeShape
 from draftwing.ops.attention import FunctionAttend
+from draftwing.requests.sampling_params import SamplingParams
 
 DRAWS = 3000
 

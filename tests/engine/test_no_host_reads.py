@@ -15,10 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, Admission, Chunk, LogprobParams, Plan, SamplingParams, SpecLimits, TreeShape
+from draftwing.core import PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
+from draftwing.requests.options import LogprobParams, SpecLimits
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
@@ -60,9 +63,8 @@ def without_data(module, mode):
 def plans(shape, params):
     """Two requests prefill (one of them in two chunks), then both take tree steps."""
     rows = np.asarray([0, 2])
-    admits = tuple(
-        Admission(int(row), [5, 6, 7, 8, 9], np.asarray([40 + row]), 11, params, 5, (3, 4), 0) for row in rows
-    )
+    request = GenerationRequest("", [5, 6, 7, 8, 9], params)
+    admits = tuple(Admission(int(row), request.prompt_ids, np.asarray([40 + row]), request, 11, (3, 4)) for row in rows)
     both = np.asarray([0, 1])
     noisy = both[: int(params.temperature > 0) + int(params.top_p < 1)]  # none, one of the two, both
     filtered = both if params.filtered else both[:0]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, LogprobParams, SpecLimits, TreeShape
+from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import RequestError
+from draftwing.requests.options import LogprobParams, SpecLimits
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 NEW = 24

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, Admission, Chunk, Plan, SamplingParams, StepResult, TreeShape
+from draftwing.core import PLAIN, Admission, Chunk, Plan, StepResult, TreeShape
 from draftwing.engine.stats import Reporter, StepTimes
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(2, 2, 5)
 
@@ -24,7 +26,7 @@ class Clock:
 def scheduler(*running, shape=CHAIN):
     """As much of one as a reporter sees; running: admission numbers."""
     return SimpleNamespace(
-        running=[SimpleNamespace(admission=number, prediction=()) for number in running],
+        running=[SimpleNamespace(admission=number, request=SimpleNamespace(prediction=())) for number in running],
         waiting=[],
         config=SimpleNamespace(slots=100),
         pool=SimpleNamespace(available=40),
@@ -191,7 +193,8 @@ def test_prompts_and_the_prefix_cache():
     def admit(row, tokens, cached, prompt_len):
         empty = np.empty(0, np.int64)
         slots = np.arange(cached)
-        return Admission(row, [1] * tokens, slots if cached else empty, 0, SamplingParams(), prompt_len, (), 0)
+        request = GenerationRequest("", [1] * prompt_len, SamplingParams())
+        return Admission(row, [1] * tokens, slots if cached else empty, request, seed=0)
 
     reporter = Reporter(scheduler(0, 1, 2))
     admits = [admit(0, 10, 0, 10), admit(1, 12, 8, 12)]

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from draftwing.core import Grammar
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError, to_lark
+from draftwing.requests.sampling_params import Grammar
 
 
 def balanced(text):

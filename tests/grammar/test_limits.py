@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from draftwing.core import Grammar
 from draftwing.errors import RequestError
 from draftwing.grammar.limits import checked_regex, schema_text
+from draftwing.requests.sampling_params import Grammar
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import json
 
-from draftwing.core import Grammar
 from draftwing.grammar import GrammarCompiler
+from draftwing.requests.sampling_params import Grammar
 from draftwing.text.tokenizer import load_tokenizer
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftwing.core import Grammar
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
+from draftwing.requests.sampling_params import Grammar
 
 DATA = Path(__file__).parent / "data"
 CASES = [json.loads(line) for line in (DATA / "maskbench_sample.jsonl").read_text(encoding="utf8").splitlines()]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from draftwing.core import Grammar
 from draftwing.errors import RequestError
+from draftwing.requests.sampling_params import Grammar
 
 INT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 LEGACY = {

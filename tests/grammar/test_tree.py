@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from draftwing.core import Grammar
 from draftwing.grammar import GrammarCompiler, Guided, guide
+from draftwing.requests.sampling_params import Grammar
 
 SCHEMA = {
     "type": "object",

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from draftwing.core import PLAIN, LogprobParams, SpecLimits, TreeShape
+from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import RequestError
-from draftwing.requests.options import MOST_LOGPROBS, logprob_params, prediction_text, speculation
+from draftwing.requests.options import (
+    MOST_LOGPROBS,
+    LogprobParams,
+    SpecLimits,
+    logprob_params,
+    prediction_text,
+    speculation,
+)
 
 SHAPE = TreeShape(5, 4, 8)
 

@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from draftwing import core
 from draftwing.errors import RequestError
-from draftwing.requests.sampling_params import MAX_STOPS, as_params, fit_default, sampling_params
+from draftwing.requests.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOPS,
+    Grammar,
+    LogitsProcessorSpec,
+    SamplingParams,
+)
 
 
 def test_fields_become_values() -> None:
-    params = sampling_params(
+    params = SamplingParams.read(
         {
             "logit_bias": {5: 1, "3": -2.5}, "allowed_token_ids": [4, 4, 1], "bad_words": "no", "stop_regex": "a+",
             "repetition_penalty": 2, "frequency_penalty": None, "custom_logit_processor": "p", "min_p": 0,
@@ -21,30 +27,29 @@ def test_fields_become_values() -> None:
     )  # fmt: skip
     assert params.logit_bias == ((3, -2.5), (5, 1.0)) and params.allowed_token_ids == (4, 4, 1)
     assert params.bad_words == ("no",) and params.stop_regex == ("a+",) and params.repetition_penalty == 2.0
-    assert params.logit_processor == core.Processor("p", "{}") and params.frequency_penalty == 0.0
+    assert params.logits_processor == LogitsProcessorSpec("p", "{}") and params.frequency_penalty == 0.0
     assert params.edited and params.guided and not params.filtered
-    assert as_params(params) == params  # what was checked is accepted again
-    plain = sampling_params({})
-    assert plain == core.SamplingParams() and not plain.edited and not plain.guided
+    plain = SamplingParams.read({})
+    assert plain == SamplingParams() and not plain.edited and not plain.guided
 
 
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [
-        ({"json_schema": {"b": [1]}}, core.Grammar("json_schema", '{"b": [1]}')),
-        ({"json_schema": "{}"}, core.Grammar("json_schema", "{}")),
-        ({"json_schema": False}, core.Grammar("json_schema", "false")),
-        ({"regex": "a"}, core.Grammar("regex", "a")),
-        ({"ebnf": "r ::= x"}, core.Grammar("ebnf", "r ::= x")),
-        ({"structural_tag": {"format": {}}}, core.Grammar("structural_tag", '{"format": {}}')),
+        ({"json_schema": {"b": [1]}}, Grammar("json_schema", '{"b": [1]}')),
+        ({"json_schema": "{}"}, Grammar("json_schema", "{}")),
+        ({"json_schema": False}, Grammar("json_schema", "false")),
+        ({"regex": "a"}, Grammar("regex", "a")),
+        ({"ebnf": "r ::= x"}, Grammar("ebnf", "r ::= x")),
+        ({"structural_tag": {"format": {}}}, Grammar("structural_tag", '{"format": {}}')),
         ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, core.Grammar("json_object", "")),
-        ({"regex": "a", "json_schema": None, "min_new_tokens": 0}, core.Grammar("regex", "a")),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+        ({"regex": "a", "json_schema": None, "min_new_tokens": 0}, Grammar("regex", "a")),
     ],
 )
-def test_grammars(fields: dict[str, Any], grammar: core.Grammar | None) -> None:
-    params = sampling_params(fields)
-    assert params.grammar == grammar and as_params(params) == params
+def test_grammars(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    params = SamplingParams.read(fields)
+    assert params.grammar == grammar
 
 
 @pytest.mark.parametrize(
@@ -59,12 +64,12 @@ def test_grammars(fields: dict[str, Any], grammar: core.Grammar | None) -> None:
         ({"regex": "a", "min_new_tokens": 1}, "min_new_tokens"), ({"custom_params": {"a": 1}}, "custom_params"),
         ({"custom_logit_processor": "p", "custom_params": [1]}, "custom_params"),
         ({"custom_logit_processor": 5}, "custom_logit_processor"), ({"grammar": ("regex", "a")}, "grammar"),
-        ({"logit_processor": ("a", "{}")}, "logit_processor"), ({"logit_bias": [[1, 2]]}, "logit_bias"),
+        ({"logits_processor": ("a", "{}")}, "logits_processor"), ({"logit_bias": [[1, 2]]}, "logit_bias"),
         ({"logit_bias": {"1": 1, 1: 2}}, "logit_bias"), ({"logit_bias": {"1": float("inf")}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {"1": True}}, "logit_bias"),
-        ({"logit_bias": dict.fromkeys(range(core.MOST_BIASES + 1), 1)}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(MAX_BIASES + 1), 1)}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"), ({"allowed_token_ids": [1.0]}, "allowed_token_ids"),
-        ({"stop": ["a"] * (MAX_STOPS + 1)}, "stop"), ({"bad_words": ["a"] * (core.MOST_BAD_WORDS + 1)}, "bad_words"),
+        ({"stop": ["a"] * (MAX_STOPS + 1)}, "stop"), ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "bad_words"),
         ({"stop_regex": ["a", "("]}, "stop_regex"), ({"stop_regex": 5}, "stop_regex"),
         ({"presence_penalty": True}, "presence_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty"), ({"beam_width": 2}, "beam_width"),
@@ -72,19 +77,19 @@ def test_grammars(fields: dict[str, Any], grammar: core.Grammar | None) -> None:
 )  # fmt: skip
 def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as info:
-        sampling_params(fields)
+        SamplingParams.read(fields)
     assert info.value.param == param and param in str(info.value)
     with pytest.raises(RequestError) as info:
-        sampling_params(fields, where="sampling_params.")
+        SamplingParams.read(fields, where="sampling_params.")
     assert info.value.param == f"sampling_params.{param}"
 
 
 def test_names_of_the_api_are_used_in_errors() -> None:
     names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
     with pytest.raises(RequestError, match=r"min_tokens must be at most max_tokens; found 5 and 4"):
-        sampling_params({"min_new_tokens": 5, "max_new_tokens": 4}, names)
+        SamplingParams.read({"min_new_tokens": 5, "max_new_tokens": 4}, names)
     with pytest.raises(RequestError, match="min_tokens cannot be given with a grammar"):
-        sampling_params({"regex": "a", "min_new_tokens": 1}, names)
+        SamplingParams.read({"regex": "a", "min_new_tokens": 1}, names)
 
 
 def test_deep_and_large_values_are_refused_not_crashed_on() -> None:
@@ -92,12 +97,12 @@ def test_deep_and_large_values_are_refused_not_crashed_on() -> None:
     for _ in range(100_000):
         deep = {"a": deep}
     with pytest.raises(RequestError):
-        sampling_params({"json_schema": deep})
+        SamplingParams.read({"json_schema": deep})
     with pytest.raises(RequestError):
-        sampling_params({"temperature": 10**5000})
-    assert json.loads(sampling_params({"json_schema": {"a": 10**300}}).grammar.text)  # type: ignore[union-attr]
+        SamplingParams.read({"temperature": 10**5000})
+    assert json.loads(SamplingParams.read({"json_schema": {"a": 10**300}}).grammar.text)  # type: ignore[union-attr]
 
 
 def test_a_default_length_is_cut() -> None:
-    assert fit_default(core.SamplingParams(), 10).max_new_tokens == 10
-    assert fit_default(core.SamplingParams(max_new_tokens=None), 10).max_new_tokens is None
+    assert SamplingParams().fit(10).max_new_tokens == 10
+    assert SamplingParams(max_new_tokens=None).fit(10).max_new_tokens is None

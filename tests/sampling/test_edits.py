@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.core import SamplingParams
 from draftwing.ops.torch.sampling import SamplingRows, sample
 from draftwing.ops.torch.tree import Tree, derive
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import Edited, EditTable, Features
 
 ROWS, LENGTH = 6, 40

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.core import LogprobParams, TokenLogprobs
+from draftwing.core import TokenLogprobs
+from draftwing.requests.options import LogprobParams
 from draftwing.sampling.logprobs import PROMPT_SLICE, path_logprobs, prompt_logprobs, unpack, width
 
 

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from toy_device import ToyDevice, span
 
-from draftwing.core import Grammar, LogprobParams, Plan, SamplingParams, SpecLimits, TreeShape
+from draftwing.core import Plan, TreeShape
+from draftwing.requests.options import LogprobParams, SpecLimits
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import Grammar, SamplingParams
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape
@@ -31,7 +34,9 @@ def everything() -> list[Req]:
     """Requests that together ask for all that a plan can say, with prompts that begin alike."""
 
     def req(uid: str, last: int, params: SamplingParams, **more: Any) -> Req:
-        return Req(uid, [1, 2, 3, 4, 5, last], params, seed=last, max_total=30, stop_ids=frozenset([7, 0]), **more)
+        asked = {name: more.pop(name) for name in ("limits", "prediction", "logprobs") if name in more}
+        request = GenerationRequest(uid, [1, 2, 3, 4, 5, last], params, **asked)
+        return Req(request, seed=last, max_total=30, stop_ids=frozenset([7, 0]), **more)
 
     return [
         req("plain", 0, SamplingParams(temperature=0)),

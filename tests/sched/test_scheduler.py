@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, SamplingParams, StepResult, TreeShape
+from draftwing.core import PLAIN, StepResult, TreeShape
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import ExpectedGain, FixedShape, WorthDrafting, chain_menu, shape_menu
@@ -17,8 +19,8 @@ def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0):
 
 def req(uid, length=5, new=10, first=0, **kw):
     tokens = [first + i for i in range(length)]
-    return Req(uid=uid, tokens=tokens, params=SamplingParams(max_new_tokens=new), seed=0,
-               max_total=length + new, stop_ids=frozenset(kw.pop("stop_ids", ())), **kw)  # fmt: skip
+    request = GenerationRequest(uid, tokens, SamplingParams(max_new_tokens=new), kw.pop("priority", 0))
+    return Req(request, seed=0, max_total=length + new, stop_ids=frozenset(kw.pop("stop_ids", ())), **kw)
 
 
 def result(plan, tokens=7, count=1):

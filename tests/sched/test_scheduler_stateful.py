@@ -25,7 +25,10 @@ from hypothesis.stateful import (
 )
 from toy_device import VOCAB, ToyDevice, next_token, span
 
-from draftwing.core import PLAIN, LogprobParams, Plan, SamplingParams, StepResult, TreeShape
+from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.requests.options import LogprobParams
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
@@ -135,7 +138,13 @@ class Serving(RuleBasedStateMachine):
             params = SamplingParams(max_new_tokens=wish.new, temperature=0)
             logprobs = None if wish.tell is None else LogprobParams(start=min(wish.tell, len(prompt) - 1))
             self.sched.submit(
-                Req(uid, list(prompt), params, wish.seed, limit, stop, wish.priority, wish.salt, logprobs=logprobs)
+                Req(
+                    GenerationRequest(uid, list(prompt), params, wish.priority, logprobs=logprobs),
+                    wish.seed,
+                    limit,
+                    stop,
+                    wish.salt,
+                )
             )
 
     @precondition(lambda self: not self.sched.idle)

@@ -18,9 +18,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest, LogprobParams, Output, TokenLogprobs
+from draftwing.core import Output, TokenLogprobs
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.link import Abort, Ask, Close, EngineLink, Listener, Reply, Submit
+from draftwing.engine.process.link import Abort, Ask, Close, EngineLink, Listener, Reply
+from draftwing.requests.options import LogprobParams
+from draftwing.requests.request import GenerationRequest
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer
@@ -75,18 +77,18 @@ class FakeEngine:
             defaults=defaults or {},
         )
         self.burst, self.pause = burst, pause
-        self.requests: list[GenRequest] = []  # all that were ever submitted
+        self.requests: list[GenerationRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []
         self.cached: set[tuple[str | None, tuple[int, ...]]] = set()  # salts and prompts that were prefilled
         self.cached_tokens: dict[str, int] = {}  # by uid
-        self.running: dict[str, tuple[GenRequest, list[int], StopStringScanner | None]] = {}
+        self.running: dict[str, tuple[GenerationRequest, list[int], StopStringScanner | None]] = {}
         self.crash: Exception | None = None
         self.flushed = 0
         self.closed = False
-        self._inbox: queue.SimpleQueue[GenRequest | str | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[GenerationRequest | str | None] = queue.SimpleQueue()
 
-    def submit(self, request: GenRequest) -> None:
-        self.info.admit(request)
+    def submit(self, request: GenerationRequest) -> None:
+        request = self.info.admit(request)
         self.requests.append(request)
         self._inbox.put(request)
 
@@ -125,7 +127,7 @@ class FakeEngine:
         if self.crash is not None:
             raise self.crash
         for item in items:
-            if isinstance(item, GenRequest):
+            if isinstance(item, GenerationRequest):
                 self.running[item.uid] = (item, [], StopStringScanner.of(self.tokenizer, item.params))
                 key = (item.cache_salt, tuple(item.prompt_ids))
                 self.cached_tokens[item.uid] = len(item.prompt_ids) - 1 if key in self.cached else 0
@@ -158,7 +160,7 @@ class FakeEngine:
                 return self._end(uid, new, {"type": "length", "length": len(done)})
         return self._told(Output(uid, new), request, len(done) == len(new))
 
-    def _told(self, output: Output, request: GenRequest, first: bool) -> Output:
+    def _told(self, output: Output, request: GenerationRequest, first: bool) -> Output:
         wanted = request.logprobs
         if wanted is not None:
             output.logprobs = [logprob(token, wanted) for token in output.token_ids]
@@ -210,8 +212,8 @@ class LocalLink:
         self._thread.start()
 
     def send(self, message: Any) -> None:
-        if isinstance(message, Submit):
-            for request in message.requests:
+        if isinstance(message, list):
+            for request in message:
                 self.engine.submit(request)
         elif isinstance(message, Abort):
             self.engine.abort(message.uid)

@@ -14,7 +14,7 @@ import uvicorn
 from fake_engine import FakeEngine, byte_tokenizer, local
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest
+from draftwing.requests.request import GenerationRequest
 from draftwing.server.app import create_app
 from draftwing.text.tokenizer import Tokenizer
 
@@ -51,8 +51,8 @@ class ScriptedEngine(FakeEngine):
         self.info = dataclasses.replace(self.info, vocab_size=self.tokenizer.vocab_size)
         self.script = script
 
-    def submit(self, request: GenRequest) -> None:
-        self.info.admit(request)
+    def submit(self, request: GenerationRequest) -> None:
+        request = self.info.admit(request)
         self.requests.append(request)
         said = self.tokenizer.encode(self.script, add_special_tokens=False)
         self._inbox.put(dataclasses.replace(request, prompt_ids=said))

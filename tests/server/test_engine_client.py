@@ -15,8 +15,9 @@ import pytest
 import uvicorn
 from fake_engine import FakeEngine, local
 
-from draftwing.core import GenRequest, SamplingParams
 from draftwing.engine.process.link import EngineDead
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.run import bind
@@ -157,8 +158,8 @@ async def running(engine: FakeEngine) -> AsyncIterator[AsyncEngine]:
     await bridge.stop()
 
 
-def request(uid: str, **fields: object) -> GenRequest:
-    return GenRequest(uid, [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
+def request(uid: str, **fields: object) -> GenerationRequest:
+    return GenerationRequest(uid, [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
 
 
 def test_generate_yields_every_token_once_and_aborts_when_left_early(slow: FakeEngine) -> None:
@@ -184,6 +185,6 @@ def test_stop_fails_what_waits_and_refuses_what_comes(slow: FakeEngine) -> None:
             async for _ in outputs:
                 pass
         with pytest.raises(EngineDead):
-            bridge.submit([request("b")], ["b"])
+            bridge.submit([request("b")])
 
     asyncio.run(scenario())

@@ -11,7 +11,8 @@ from fake_engine import EOS, FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.core import Grammar, Processor, SpecLimits
+from draftwing.requests.options import SpecLimits
+from draftwing.requests.sampling_params import Grammar, LogitsProcessorSpec
 from draftwing.server.app import create_app
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -70,7 +71,7 @@ def test_edits_reach_the_engine(client: TestClient, engine: FakeEngine, path: st
     assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (0.5, -1.0, 1.5)
     assert params.logit_bias == ((3, 1.5), (7, -100.0)) and params.allowed_token_ids == (5, 6, 256)
     assert params.bad_words == ("no", "never") and params.stop_regex == ("x+", "y") and params.min_p == 0.125
-    assert params.logit_processor == Processor("even", '{"a": [1, null]}')
+    assert params.logits_processor == LogitsProcessorSpec("even", '{"a": [1, null]}')
     assert params.edited and params.guided
 
 
@@ -126,8 +127,8 @@ def test_structural_tags(client: TestClient, engine: FakeEngine) -> None:
 def test_generate_takes_a_processor_for_each(client: TestClient, engine: FakeEngine) -> None:
     ok(client, "/generate", text=["a", "b"], custom_logit_processor=["odd", None])
     ok(client, "/generate", text="a", custom_logit_processor="even", sampling_params={"custom_params": {"x": 1}})
-    found = [request.params.logit_processor for request in engine.requests]
-    assert found == [Processor("odd", "{}"), None, Processor("even", '{"x": 1}')]
+    found = [request.params.logits_processor for request in engine.requests]
+    assert found == [LogitsProcessorSpec("odd", "{}"), None, LogitsProcessorSpec("even", '{"x": 1}')]
 
 
 @pytest.mark.parametrize("path", PATHS)

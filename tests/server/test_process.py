@@ -16,17 +16,18 @@ import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, local, process
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest, SamplingParams
 from draftwing.engine.process.link import EngineDead, EngineLink
 from draftwing.errors import ConfigError, RequestError
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.engine_client import AsyncEngine
 
 OPTIONS = Options(random_seed=3, log_level="critical", speculative_algorithm="none").resolve()
 
 
-def request(uid: str, prompt: list[int] | None = None, **fields: object) -> GenRequest:
-    return GenRequest(uid, prompt or [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
+def request(uid: str, prompt: list[int] | None = None, **fields: object) -> GenerationRequest:
+    return GenerationRequest(uid, prompt or [1, 2, 3], SamplingParams(**fields))  # type: ignore[arg-type]
 
 
 FOREVER = partial(request, ignore_eos=True, max_new_tokens=CONTEXT - 100)
@@ -65,7 +66,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
             await asyncio.sleep(0.005)
 
 
-async def text_of(engine: AsyncEngine, one: GenRequest) -> list[int]:
+async def text_of(engine: AsyncEngine, one: GenerationRequest) -> list[int]:
     return [token async for output in engine.generate(one) for token in output.token_ids]
 
 
@@ -79,14 +80,14 @@ def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
             stops = await text_of(engine, request("s", byte_tokenizer().encode("abcdef"), stop=("cd",)))
             assert byte_tokenizer().decode(stops) == "abcd"
             assert (await engine.stats())["running"] == 0 and await engine.flush_cache()
-            stream = engine.submit([FOREVER("x")], ["mine"])
+            stream = engine.submit([FOREVER("x").replace(name="mine")])
             await until(lambda: bool(stream._news))
             assert (await engine.stats())["running"] == 1 and not await engine.flush_cache()
             engine.abort("mine")
             last = [output async for output in stream][-1]
             assert last.finish_reason == {"type": "abort", "message": "aborted"}
             with pytest.raises(RequestError, match="vocabulary"):
-                engine.submit([request("bad", [257])], ["bad"])
+                engine.submit([request("bad", [257])])
 
     asyncio.run(scenario())
 
@@ -112,7 +113,7 @@ def test_a_killed_engine_is_noticed_and_restarted_once(
                 with contextlib.suppress(EngineDead):  # it may have been answered before
                     await question
                 with pytest.raises(EngineDead):
-                    engine.submit([request("late")], ["late"])
+                    engine.submit([request("late")])
                 if deaths == 1:
                     await until(lambda: engine.healthy)
                     assert await text_of(engine, request("again")) == [1, 2, 3, 256]
@@ -120,7 +121,7 @@ def test_a_killed_engine_is_noticed_and_restarted_once(
             await asyncio.sleep(0.3)
             assert not engine.healthy and lost == [2] and len(spawned) == 2
             with pytest.raises(EngineDead, match=r"stopped again: killed by SIGKILL.*; it is not restarted"):
-                engine.submit([request("too late")], ["too late"])
+                engine.submit([request("too late")])
 
     asyncio.run(scenario())
     assert "killed by SIGKILL" in caplog.text
@@ -170,7 +171,7 @@ def test_an_engine_that_cannot_be_restarted_is_lost() -> None:
         first.wake()
         await asyncio.wait_for(lost.wait(), 5)
         with pytest.raises(EngineDead, match="could not be restarted"):
-            engine.submit([request("a")], ["a"])
+            engine.submit([request("a")])
         await engine.stop()
 
     asyncio.run(scenario())

@@ -18,7 +18,7 @@ import torch
 from reference import checkpoints, draft_heads, exact_heads
 from reference.checkpoints import Checkpoint
 
-from draftwing.core import PLAIN, SamplingParams, TreeShape
+from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
@@ -30,6 +30,8 @@ from draftwing.ops import make_ops
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.growth import grow, top_tokens
 from draftwing.ops.torch.noise import gumbel
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape, ShapePolicy
@@ -302,8 +304,8 @@ class Rig:
     def submit(self, uid: str, prompt: list[int], params: SamplingParams) -> None:
         wanted = min(CONTEXT - len(prompt), params.max_new_tokens or CONTEXT)
         req = Req(
-            uid=uid, tokens=list(prompt), params=params, seed=params.sampling_seed or 0,
-            max_total=len(prompt) + wanted, stop_ids=frozenset(), priority=0, salt=0,
+            GenerationRequest(uid, list(prompt), params), seed=params.sampling_seed or 0,
+            max_total=len(prompt) + wanted, stop_ids=frozenset(),
         )  # fmt: skip
         self.sched.submit(req)
 

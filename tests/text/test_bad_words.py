@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftwing.core import MOST_BAD_WORD_TOKENS, MOST_BAD_WORDS
 from draftwing.errors import RequestError
+from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.tokenizer import load_tokenizer
 
@@ -24,8 +24,8 @@ def test_both_forms_of_a_word(smollm2_path: Path) -> None:
 
 def test_limits(smollm2_path: Path) -> None:
     tokenizer = load_tokenizer(smollm2_path)
-    with pytest.raises(RequestError, match=str(MOST_BAD_WORD_TOKENS)) as info:
-        bad_word_ids(tokenizer, ["a b " * MOST_BAD_WORD_TOKENS])
+    with pytest.raises(RequestError, match=str(MAX_BAD_WORD_TOKENS)) as info:
+        bad_word_ids(tokenizer, ["a b " * MAX_BAD_WORD_TOKENS])
     assert info.value.param == "bad_words"
-    with pytest.raises(RequestError, match=f"{MOST_BAD_WORDS} token sequences"):
-        bad_word_ids(tokenizer, [f"w{i}" for i in range(MOST_BAD_WORDS)])
+    with pytest.raises(RequestError, match=f"{MAX_BAD_WORDS} token sequences"):
+        bad_word_ids(tokenizer, [f"w{i}" for i in range(MAX_BAD_WORDS)])

@@ -12,16 +12,17 @@ import statistics
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from draftwing.cli.client import Client
-from draftwing.core import GenRequest
+from draftwing.engine.session import Session
 from draftwing.errors import ConfigError
-from draftwing.requests.sampling_params import sampling_params
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -129,18 +130,20 @@ class Local:
         return self._engine.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
     def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
-        engine, checked = self._engine, sampling_params(params)
-        todo, running, done = deque(prompts), dict[str, Sample](), list[Sample]()
-        while todo or running:
-            while todo and len(running) < concurrency:
-                prompt, uid = todo.popleft(), uuid.uuid4().hex
-                running[uid] = Sample(time.monotonic(), prompt_tokens=len(prompt))
-                engine.submit(GenRequest(uid, prompt, checked))
-            for output in engine.step():
+        checked, running, done = SamplingParams.read(params), dict[str, Sample](), list[Sample]()
+
+        def load() -> Iterator[GenerationRequest]:
+            for prompt in prompts:
+                request = GenerationRequest(uuid.uuid4().hex, prompt, checked)
+                running[request.uid] = Sample(time.monotonic(), prompt_tokens=len(prompt))
+                yield request
+
+        with closing(Session(self._engine).run(load(), concurrency)) as outputs:
+            for output in outputs:
                 sample = running[output.uid]
                 sample.seen(sample.tokens + len(output.token_ids))
                 if output.finish_reason is not None:
-                    sample.meta = engine.options.label | output.meta
+                    sample.meta = self._engine.options.label | output.meta
                     done.append(running.pop(output.uid))
         return done
 

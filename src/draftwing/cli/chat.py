@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from draftwing.cli.client import Client
-from draftwing.core import GenRequest
+from draftwing.engine.session import Session
 from draftwing.errors import DraftwingError
-from draftwing.requests.answer import Answer
-from draftwing.requests.sampling_params import sampling_params
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -33,21 +33,12 @@ def over_http(client: Client, fields: dict[str, Any]) -> Talk:
 
 def in_process(engine: Engine, fields: dict[str, Any]) -> Talk:
     """fields: as in `/generate`'s sampling_params."""
-    params = sampling_params({"max_new_tokens": None} | fields)
+    params, session = SamplingParams.read({"max_new_tokens": None} | fields), Session(engine)
 
     def talk(messages: Messages) -> Iterator[str]:
-        prompt = engine.tokenizer.encode_chat(messages)
-        answer = Answer(engine.tokenizer, params, 0, uuid.uuid4().hex, len(prompt))
-        engine.submit(GenRequest(answer.uid, prompt, params))
-        try:
-            while answer.finish_reason is None:
-                for output in engine.step():
-                    yield answer.push(output)
-        finally:
-            if answer.finish_reason is None:
-                engine.abort(answer.uid)
-                while not engine.idle():
-                    engine.step()
+        answers = session.prepare([GenerationRequest("", engine.tokenizer.encode_chat(messages), params)])
+        with closing(session.stream(answers)) as pieces:
+            yield from (text for _, text in pieces)
 
     return talk
 

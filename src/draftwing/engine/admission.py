@@ -1,22 +1,17 @@
-"""What the world outside the engine knows of it, and which requests it lets in. Pure: no torch, so that the server's
-process refuses a request without asking the engine's."""
+"""Facts of a loaded engine, and which requests it lets in. No torch: the server's process refuses a request without
+asking the engine's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from draftwing.config.options import Options
-from draftwing.core import MOST_PREDICTED, PREDICTED, GenRequest, TreeShape
+from draftwing.core import PREDICTED, TreeShape
 from draftwing.errors import RequestError
-
-
-class Terms(NamedTuple):
-    """On what a request is let in: its most new tokens, and the token ids that end it."""
-
-    new_tokens: int
-    stop_ids: frozenset[int]
+from draftwing.requests.options import MAX_PREDICTED, SpecLimits
+from draftwing.requests.request import GenerationRequest, Terms
 
 
 @dataclass(frozen=True)
@@ -53,18 +48,22 @@ class EngineInfo:
     def speculates(self) -> bool:
         return self.shape.depth > 0
 
-    def drafting(self, predicted: bool) -> tuple[str, TreeShape]:
-        """By what, and in which largest trees, a request is drafted for; predicted: whether it brings a prediction,
-        which is a way of drafting of its own."""
+    def drafting(self, predicted: bool) -> tuple[str, SpecLimits]:
+        """The algorithm that drafts for a request, and its largest tree. predicted: whether the request brings a
+        prediction, which is a way of drafting of its own."""
         if predicted and not self.speculates:
-            return "prediction", PREDICTED
-        return self.options.drafter, self.shape
+            return "prediction", SpecLimits(*PREDICTED)
+        return self.options.drafter, SpecLimits(*self.shape)
 
-    def admit(self, request: GenRequest) -> Terms:
-        """Raises RequestError, naming the field as `/generate` does, for a request that can never run.
+    def admit(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with its `terms`; one that has them is not looked at again.
 
-        Bad words and grammars are not looked at: that takes a tokenizer.
+        Raises RequestError, naming the field as `/generate` does, for one that can never run.
+
+        Bad words and grammars are not checked: that takes a tokenizer.
         """
+        if request.terms is not None:
+            return request
         prompt, params = request.prompt_ids, request.params
         if not prompt:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
@@ -94,9 +93,9 @@ class EngineInfo:
         self._check_edits(request, stop_ids)
         self._check_logprobs(request)
         self._check_drafts(request)
-        return Terms(wanted, stop_ids)
+        return request.replace(terms=Terms(wanted, stop_ids))
 
-    def _check_edits(self, request: GenRequest, stop_ids: frozenset[int]) -> None:
+    def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:
         params = request.params
         self._check_ids((token for token, _ in params.logit_bias), "logit_bias")
         self._check_ids(params.allowed_token_ids, "allowed_token_ids")
@@ -105,7 +104,7 @@ class EngineInfo:
                 "allowed_token_ids holds only ids that end the answer, which min_new_tokens forbids",
                 "allowed_token_ids",
             )
-        processor = params.logit_processor
+        processor = params.logits_processor
         if processor is not None and processor.name not in self.processors:
             known = ", ".join(self.processors) or "none"
             raise RequestError(
@@ -113,7 +112,7 @@ class EngineInfo:
                 "custom_logit_processor",
             )
 
-    def _check_logprobs(self, request: GenRequest) -> None:
+    def _check_logprobs(self, request: GenerationRequest) -> None:
         wanted = request.logprobs
         if wanted is None:
             return
@@ -129,7 +128,7 @@ class EngineInfo:
                 "logprob_start_len",
             )
 
-    def _check_drafts(self, request: GenRequest) -> None:
+    def _check_drafts(self, request: GenerationRequest) -> None:
         limits, (_, shape) = request.limits, self.drafting(bool(request.prediction))
         if limits is not None:
             for name, value, most in (
@@ -145,9 +144,9 @@ class EngineInfo:
         if request.prediction:
             if limits is not None and limits.depth == 0:
                 raise RequestError("prediction is a way of drafting, which the request switches off", "prediction")
-            if len(request.prediction) > MOST_PREDICTED:
+            if len(request.prediction) > MAX_PREDICTED:
                 raise RequestError(
-                    f"prediction takes at most {MOST_PREDICTED} tokens; found {len(request.prediction)}", "prediction"
+                    f"prediction takes at most {MAX_PREDICTED} tokens; found {len(request.prediction)}", "prediction"
                 )
             self._check_ids(request.prediction, "prediction")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest, Output, SamplingParams
+from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, asked_shape, build
 from draftwing.engine.device import pick_device
@@ -31,7 +31,9 @@ from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
-from draftwing.sched.guidance import Processor
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
@@ -96,8 +98,8 @@ class Engine:
         self._turning = threading.Lock()  # held while a step runs
         self._seeds = random.Random(self.options.random_seed)
 
-    def submit(self, request: GenRequest) -> None:
-        """Queues a request. Raises RequestError if it can never run."""
+    def submit(self, request: GenerationRequest) -> None:
+        """Queues a request. Raises RequestError if it can never run; one with `terms` was found fit before."""
         self._inbox.put(self._admissible(request))
 
     def abort(self, uid: str) -> None:
@@ -122,7 +124,7 @@ class Engine:
         return self.reporter.accept_length
 
     def stats(self) -> dict[str, Any]:
-        """How it stands, as of now; numbers of one moment need not fit each other when a step is running."""
+        """Counts of the scheduler, the executor and the reporter; during a step they may be of different moments."""
         sched = self.parts.sched
         return {
             "running": len(sched.running),
@@ -170,30 +172,26 @@ class Engine:
             except queue.Empty:
                 return
 
-    def _admissible(self, request: GenRequest) -> Req:
-        terms = self.info.admit(request)
+    def _admissible(self, request: GenerationRequest) -> Req:
+        request = self.info.admit(request)
+        terms = request.terms
+        assert terms is not None
         params, timeout = request.params, self.options.request_timeout
         return Req(
-            uid=request.uid,
-            tokens=list(request.prompt_ids),
-            params=params,
+            request,
             seed=params.sampling_seed if params.sampling_seed is not None else self._seeds.getrandbits(62),
             max_total=len(request.prompt_ids) + terms.new_tokens,
             stop_ids=terms.stop_ids,
-            priority=request.priority,
             salt=salt_of(request.cache_salt),
             scanner=StopStringScanner.of(self.tokenizer, params),
             deadline=time.monotonic() + timeout if timeout else None,
             bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
             grammar=self._grammars.compile(params.grammar) if params.grammar is not None else None,
             processor=self._processor(params),
-            logprobs=request.logprobs,
-            limits=request.limits,
-            prediction=request.prediction,
         )
 
-    def _processor(self, params: SamplingParams) -> Processor | None:
-        asked = params.logit_processor
+    def _processor(self, params: SamplingParams) -> BoundProcessor | None:
+        asked = params.logits_processor
         if asked is None:
             return None
         function, values = find_processor(self._processors, asked.name, _PROCESSOR), json.loads(asked.params)
@@ -208,7 +206,7 @@ def salt_of(cache_salt: str | None) -> int:
 
 
 def log_drafter(options: Options) -> None:
-    """Who drafts, in which trees, and how to do without: nobody may have asked for it."""
+    """Logs the drafter, its largest tree, and how to turn it off: it may be there by default."""
     if not options.drafts:
         return
     draft = options.speculative_draft_model_path

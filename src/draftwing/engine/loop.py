@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from draftwing.core import Plan, StepResult
 from draftwing.engine.executor import Executor, InFlight
+from draftwing.sched.guidance import Guidance
 from draftwing.sched.scheduler import Scheduler
 
 
@@ -19,7 +20,7 @@ class Loop:
         self._executor = executor
         self._overlap = overlap
         self._watch = watch
-        self._flying: InFlight | None = None
+        self._flying: tuple[InFlight, Guidance | None] | None = None
         self._ready = 0.0  # when the last result was there
 
     @property
@@ -29,22 +30,22 @@ class Loop:
     def turn(self) -> None:
         """One step: plan and launch it, then commit the step before it (overlap) or itself (no overlap)."""
         if self._flying is not None and self._sched.needs_results:
-            self._commit(self._flying)
+            self._commit(*self._flying)
             self._flying = None
         plan = self._sched.plan()
         flying = None
         if plan is not None:
             guidance = self._sched.guidance(plan)
-            flying = self._executor.settle(self._executor.launch(plan, guidance))
+            flying = self._executor.settle(self._executor.launch(plan, guidance)), guidance
         if self._flying is not None:
-            self._commit(self._flying)
+            self._commit(*self._flying)
             self._flying = None
         if flying is not None and not self._overlap:
-            self._commit(flying)
+            self._commit(*flying)
             flying = None
         self._flying = flying
 
-    def _commit(self, flying: InFlight) -> None:
+    def _commit(self, flying: InFlight, guidance: Guidance | None) -> None:
         result, self._ready = flying.wait(self._ready)
         self._watch(flying.plan, result)
-        self._sched.commit(flying.plan, result)
+        self._sched.commit(flying.plan, result, guidance)

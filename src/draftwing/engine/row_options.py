@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import MOST_PREDICTED, PLAIN, IntArray, LogprobParams, Plan, TokenLogprobs, TreeShape
+from draftwing.core import PLAIN, IntArray, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
 from draftwing.engine.row_table import SlotTable
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.torch.sampling import sample
+from draftwing.requests.options import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
 from draftwing.sched.guidance import Guidance
@@ -63,17 +64,18 @@ class SpecialRows:
         self.model, self.drafter, self.slots, self.device = model, drafter, slots, device
         rows, vocab = slots.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device, device.upload)
-        self.predicted = PredictedOutput(rows, min(slots.length, MOST_PREDICTED), device.device, device.upload)
+        self.predicted = PredictedOutput(rows, min(slots.length, MAX_PREDICTED), device.device, device.upload)
         self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
 
     def admit(self, plan: Plan) -> None:
         """Takes note of what the plan's new requests ask for."""
         for admit in plan.admits:
-            self._limits[admit.row] = admit.limits or _UNLIMITED
+            request = admit.request
+            self._limits[admit.row] = request.limits or _UNLIMITED
             if admit.edited:
-                self.edits.write(admit.row, admit.params, admit.prompt_len, admit.bad_word_ids)
-            if admit.prediction:
-                self.predicted.write(admit.row, admit.prediction, admit.prompt_len)
+                self.edits.write(admit.row, request.params, admit.prompt_len, admit.bad_word_ids)
+            if request.prediction:
+                self.predicted.write(admit.row, request.prediction, admit.prompt_len)
 
     # -- drafts -----------------------------------------------------------------------------------------------------
 

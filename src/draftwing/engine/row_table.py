@@ -130,7 +130,7 @@ ADMIT_WORDS = 8 + BAN_IDS
 
 def _admission_words(admit: Admission) -> IntArray:
     """row, kv_len, seed, salt, top_k, ban_until, (temperature, top_p), (min_p, 0), ban ids padded with -1."""
-    params = admit.params
+    params = admit.request.params
     words = np.full(ADMIT_WORDS, -1, np.int64)
     ban_until = admit.prompt_len + params.min_new_tokens
     words[:6] = admit.row, len(admit.slots), admit.seed, admit.salt, params.top_k, ban_until

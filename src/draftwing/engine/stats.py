@@ -249,7 +249,7 @@ class Reporter:
 
     def _drafter_of(self, req: Req) -> str:
         """Returns who drafts for a request. With a prediction only the device knows whether it was used."""
-        if not req.prediction:
+        if not req.request.prediction:
             return self._drafter
         return "prediction" if self._drafter == "none" else f"{self._drafter}+prediction"
 

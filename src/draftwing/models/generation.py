@@ -11,7 +11,7 @@ from typing import Any
 from draftwing.errors import RequestError
 from draftwing.models.config import ModelConfig, id_tuple
 from draftwing.models.loader import read_json
-from draftwing.requests.sampling_params import sampling_params
+from draftwing.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -38,7 +38,7 @@ def sampling_defaults(path: str | Path) -> dict[str, Any]:
         if config.get(name) is None:
             continue
         try:
-            sampling_params({name: config[name]})
+            SamplingParams.read({name: config[name]})
         except RequestError as error:
             logger.warning("generation_config.json is not followed: %s", error)
         else:

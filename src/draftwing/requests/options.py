@@ -6,15 +6,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from draftwing.core import LogprobParams, SpecLimits, TreeShape
 from draftwing.errors import RequestError
 from draftwing.requests.sampling_params import check_text, show
 
+MAX_PREDICTED: Final = 16384  # tokens of a predicted output
 MOST_LOGPROBS: Final = 128  # best tokens, and further tokens, of a position
 MOST_OPENAI_LOGPROBS: Final = 20  # in chat completions
 MOST_COMPLETION_LOGPROBS: Final = 5
 LOGPROB_FIELDS = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 _SPECULATIVE = ("algorithm", "num_steps", "topk", "num_draft_tokens")
+
+
+class LogprobParams(NamedTuple):
+    """Log probabilities that a request wants, of the model's own distribution: softmax(logits), before any edit.
+
+    top: how many best tokens of each position.  token_ids: further tokens of each position.
+    start: first prompt position whose token's log probability is wanted; -1: only the answer's.
+    """
+
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    start: int = -1
+
+
+class SpecLimits(NamedTuple):
+    """The largest draft tree that a request wants, no larger than the engine's; depth 0 switches drafting off."""
+
+    depth: int
+    topk: int
+    nodes: int
 
 
 def logprob_params(
@@ -48,13 +68,13 @@ class Speculation(NamedTuple):
     used: dict[str, Any]  # as responses tell it
 
 
-def speculation(wish: Any, algorithm: str, shape: TreeShape) -> Speculation:
+def speculation(wish: Any, algorithm: str, most: SpecLimits) -> Speculation:
     """wish: "off", or {"algorithm", "num_steps", "topk", "num_draft_tokens"} of which any may be left out; None is no
-    wish. algorithm, shape: the engine's. Raises RequestError, naming the field and the limit, for more than it has."""
+    wish. algorithm, most: the engine's. Raises RequestError, naming the field and the limit, for more than it has."""
     if wish is None:
-        return Speculation(None, _used(algorithm, SpecLimits(*shape)))
+        return Speculation(None, _used(algorithm, most))
     if isinstance(wish, str) and wish.lower() == "off":
-        return _off(shape)
+        return _off(most)
     if not isinstance(wish, Mapping):
         raise RequestError(f'speculative must be "off" or an object; found {show(wish)}', "speculative")
     for name in wish:
@@ -64,21 +84,21 @@ def speculation(wish: Any, algorithm: str, shape: TreeShape) -> Speculation:
     asked = wish.get("algorithm")
     if asked is not None:
         if isinstance(asked, str) and asked.lower() in ("off", "none"):
-            return _no_drafts(wish, shape)
+            return _no_drafts(wish, most)
         if not isinstance(asked, str) or asked.upper() != algorithm.upper():
             raise RequestError(
                 f"speculative.algorithm must be {algorithm!r}, with which the server was started, or 'off'; found "
                 f"{show(asked)}",
                 "speculative.algorithm",
             )
-    depth = _bounded(wish, "num_steps", 0, shape.depth)
-    topk = _bounded(wish, "topk", 1, shape.topk)
-    nodes = _bounded(wish, "num_draft_tokens", 1, shape.nodes)
+    depth = _bounded(wish, "num_steps", 0, most.depth)
+    topk = _bounded(wish, "topk", 1, most.topk)
+    nodes = _bounded(wish, "num_draft_tokens", 1, most.nodes)
     depth = min(depth, nodes - 1)
     if depth == 0:
-        return _off(shape)
+        return _off(most)
     limits = SpecLimits(depth, topk, min(nodes, depth + 1) if topk == 1 else nodes)
-    return Speculation(None if limits == tuple(shape) else limits, _used(algorithm, limits))
+    return Speculation(None if limits == most else limits, _used(algorithm, limits))
 
 
 def prediction_text(value: Any, param: str = "prediction") -> str:
@@ -101,12 +121,12 @@ def _used(algorithm: str, limits: SpecLimits) -> dict[str, Any]:
     return dict(zip(_SPECULATIVE, (algorithm if limits.depth else "none", *limits), strict=True))
 
 
-def _off(shape: TreeShape) -> Speculation:
+def _off(most: SpecLimits) -> Speculation:
     none = SpecLimits(0, 1, 1)
-    return Speculation(none if shape.depth else None, _used("none", none))
+    return Speculation(none if most.depth else None, _used("none", none))
 
 
-def _no_drafts(wish: Mapping[str, Any], shape: TreeShape) -> Speculation:
+def _no_drafts(wish: Mapping[str, Any], most: SpecLimits) -> Speculation:
     """Switched off by name: numbers that ask for drafts contradict it."""
     for name, nothing in (("num_steps", 0), ("topk", 1), ("num_draft_tokens", 1)):
         if wish.get(name) not in (None, 0, nothing) or isinstance(wish.get(name), bool):
@@ -114,12 +134,12 @@ def _no_drafts(wish: Mapping[str, Any], shape: TreeShape) -> Speculation:
                 f"speculative.{name} and speculative.algorithm {wish['algorithm']!r} exclude each other",
                 f"speculative.{name}",
             )
-    return _off(shape)
+    return _off(most)
 
 
-def _bounded(wish: Mapping[str, Any], name: str, low: int, most: int) -> int:
+def _bounded(wish: Mapping[str, Any], name: str, low: int, high: int) -> int:
     value = wish.get(name)
-    return most if value is None else _whole(f"speculative.{name}", value, low, most)
+    return high if value is None else _whole(f"speculative.{name}", value, low, high)
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import MOST_BAD_WORD_TOKENS, MOST_BAD_WORDS, MOST_BIASES, IntArray, SamplingParams
+from draftwing.core import IntArray
+from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, SamplingParams
 
 _BEFORE: Final = -2  # the token before the beginning of an answer: equal to none, and to no padding
 
@@ -78,11 +79,11 @@ class EditTable:
         self.penalties = full(3, dtype=torch.float32)  # frequency, presence, repetition
         self.penalties[:, 2] = 1
         self.prompt_len = full()
-        self.bias_ids = full(MOST_BIASES)  # padded with (0, 0.0), which adds nothing
-        self.bias_values = full(MOST_BIASES, dtype=torch.float32)
+        self.bias_ids = full(MAX_BIASES)  # padded with (0, 0.0), which adds nothing
+        self.bias_values = full(MAX_BIASES, dtype=torch.float32)
         # bad_before[r, s, j]: the token j + 1 before the word's last; -1 = any, past the word's beginning.
-        self.bad_before = full(MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS - 1, value=-1)
-        self.bad_last = full(MOST_BAD_WORDS, value=-1)
+        self.bad_before = full(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1, value=-1)
+        self.bad_last = full(MAX_BAD_WORDS, value=-1)
         self.allowed: Tensor | None = None  # [R + 1, W] int32 bits, made when it is first asked for
         self._features = [Features()] * rows
         # Of every byte of a mask its 8 tokens' bans, a byte each: one look-up unpacks 8 tokens.
@@ -97,15 +98,15 @@ class EditTable:
         its bad words, none empty. Sizes and ids were checked at admission.
         """
         biases, words = params.logit_bias, bad_word_ids
-        assert len(biases) <= MOST_BIASES and len(words) <= MOST_BAD_WORDS
-        assert all(1 <= len(word) <= MOST_BAD_WORD_TOKENS for word in words)
+        assert len(biases) <= MAX_BIASES and len(words) <= MAX_BAD_WORDS
+        assert all(1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in words)
         penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
-        ids, floats = np.zeros(MOST_BIASES, np.int64), np.zeros(4 + MOST_BIASES, np.float32)
+        ids, floats = np.zeros(MAX_BIASES, np.int64), np.zeros(4 + MAX_BIASES, np.float32)
         floats[:3] = penalties
         ids[: len(biases)] = [id_ for id_, _ in biases]
         floats[4 : 4 + len(biases)] = [value for _, value in biases]
-        before = np.full((MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS - 1), -1, np.int64)
-        last = np.full(MOST_BAD_WORDS, -1, np.int64)
+        before = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1), -1, np.int64)
+        last = np.full(MAX_BAD_WORDS, -1, np.int64)
         for s, word in enumerate(words):
             before[s, : len(word) - 1] = word[-2::-1]
             last[s] = word[-1]

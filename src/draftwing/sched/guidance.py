@@ -1,13 +1,13 @@
-"""Rows whose next tokens the host decides about: grammars and logit processors, on draft trees.
+"""Rows whose next tokens the host decides about: grammars and logits processors, on draft trees.
 
-A `Guidance` lives from the planning of a step to its sampling. It fits the rows' trees to their grammars before the
-target runs and makes the masks of all nodes while it does.
+A `Guidance` lives from the planning of a step to its commit. It fits the rows' trees to their grammars before the
+target runs and makes the masks of all nodes while it does. What fails on the way it tells the scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,49 +15,73 @@ import numpy.typing as npt
 from draftwing.core import IntArray
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState, Guided, guide
-
-if TYPE_CHECKING:
-    from draftwing.sched.req import Req
+from draftwing.requests.options import SpecLimits
 
 BoolArray = npt.NDArray[np.bool_]
 Masks = npt.NDArray[np.uint32]
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-class Processor(Protocol):
-    """A logit processor with the parameters of its request."""
+class BoundProcessor(Protocol):
+    """A logits processor with the parameters of its request."""
 
     def __call__(self, tokens: Sequence[int], logits: Any) -> Any:
         """tokens: the prompt, the answer and a node's path; logits: its tensor [V]. Raises RequestError."""
         ...
 
 
+class GuidedRow(NamedTuple):
+    """What the host decides by. Nothing of it changes while the step runs."""
+
+    tokens: Sequence[int]  # prompt and answer so far
+    grammar: GrammarState | None  # after the newest token
+    processor: BoundProcessor | None
+    limits: SpecLimits | None
+
+
 class Guidance:
     """The guided rows of one step, g of them. A row that fails goes on unguided and ends with the step's result."""
 
-    def __init__(self, reqs: Sequence[Req], vocab: int) -> None:
-        self._reqs = reqs
+    def __init__(self, rows: Sequence[GuidedRow], batch: Sequence[int], vocab: int) -> None:
+        """batch: the rows' batch indices in the plan."""
+        self._rows = rows
+        self._of_batch = {index: row for row, index in enumerate(batch)}
         self._words = -(-vocab // 32)
-        self._trees: list[Guided | None] = [None] * len(reqs)
+        self._trees: list[Guided | None] = [None] * len(rows)
         self._drafted: tuple[IntArray, IntArray, BoolArray] | None = None
         self._roots: Masks | None = None  # once they were asked for
+        self._failed: dict[int, str] = {}  # rows that cannot go on, and why
+        self._failed_after: dict[int, list[tuple[list[int], str]]] = {}  # rows' processors: after which drafts, and why
 
     @property
     def processed(self) -> list[int]:
-        """Which of the rows have a logit processor."""
-        return [i for i, req in enumerate(self._reqs) if req.processor is not None]
+        """Which of the rows have a logits processor."""
+        return [i for i, row in enumerate(self._rows) if row.processor is not None]
+
+    def until_failure(self, batch: int, new: list[int]) -> tuple[list[int], str | None]:
+        """What the step gave to a row of the plan, up to where it failed, and why it did; all of it for rows that did
+        not fail or are not guided."""
+        row = self._of_batch.get(batch, -1)
+        if row in self._failed:
+            return [], self._failed[row]
+        failed = self._failed_after.get(row, ())
+        reached = [(len(path), why) for path, why in failed if len(path) < len(new) and new[: len(path)] == path]
+        if not reached:
+            return new, None
+        length, why = min(reached)
+        return new[:length], why
 
     def roots(self) -> Masks | None:
         """What may follow the newest token of each row, [g, W]; None where no row has a grammar."""
-        if self._roots is not None or all(req.grammar is None for req in self._reqs):
+        if self._roots is not None or all(row.grammar is None for row in self._rows):
             return self._roots
-        masks = np.full((len(self._reqs), self._words), _ALL)
-        for i, req in enumerate(self._reqs):
-            if req.grammar is not None and req.failure is None:
+        masks = np.full((len(self._rows), self._words), _ALL)
+        for i, row in enumerate(self._rows):
+            if row.grammar is not None and i not in self._failed:
                 try:
-                    masks[i] = req.grammar.mask()
+                    masks[i] = row.grammar.mask()
                 except RequestError as error:
-                    req.failure = str(error)
+                    self._failed[i] = str(error)
         self._roots = masks
         return masks
 
@@ -66,17 +90,17 @@ class Guidance:
     ) -> tuple[IntArray, IntArray, BoolArray]:
         """The rows' drafts [g, N] after their grammars: illegal nodes dead, forced text in free places."""
         tokens, parent, alive = tokens.copy(), parent.copy(), alive.copy()
-        for i, req in enumerate(self._reqs):
-            if req.grammar is None or req.failure is not None:
+        for i, row in enumerate(self._rows):
+            if row.grammar is None or i in self._failed:
                 continue
-            depth = max_depth if req.limits is None else min(max_depth, req.limits.depth)
+            depth = max_depth if row.limits is None else min(max_depth, row.limits.depth)
             try:
-                tree = guide(req.grammar.fork(), tokens[i], parent[i], alive[i], depth)
+                tree = guide(row.grammar.fork(), tokens[i], parent[i], alive[i], depth)
             except RequestError:  # the grammar gave up on a draft: where the answer goes it need not
                 alive[i, 1:] = False
                 continue
-            if req.limits is not None:
-                tree.alive &= tree.alive.cumsum() <= req.limits.nodes
+            if row.limits is not None:
+                tree.alive &= tree.alive.cumsum() <= row.limits.nodes
             self._trees[i] = tree
             tokens[i], parent[i], alive[i] = tree.tokens, tree.parent, tree.alive
         self._drafted = tokens, parent, alive
@@ -89,8 +113,8 @@ class Guidance:
             return None if roots is None else roots[:, None]
         nodes = self._drafted[0].shape[1]
         masks = np.repeat(roots[:, None], nodes, 1)
-        for i, (req, tree) in enumerate(zip(self._reqs, self._trees, strict=True)):
-            if tree is not None and req.failure is None:
+        for i, tree in enumerate(self._trees):
+            if tree is not None and i not in self._failed:
                 try:
                     tree.masks(masks[i])
                 except RequestError:
@@ -100,7 +124,7 @@ class Guidance:
     def _masks_one_by_one(self, row: int, masks: Masks) -> None:
         """Masks [N, W] of the live nodes of a row of which one is too much for its grammar: there nothing may follow,
         and the answer ends if it gets there."""
-        grammar = self._reqs[row].grammar
+        grammar = self._rows[row].grammar
         assert grammar is not None
         for node, path in self._paths(row, len(masks)):
             try:
@@ -112,14 +136,14 @@ class Guidance:
 
     def process(self, row: int, logits: Any) -> None:
         """Lets the processor of one of the rows change its logits [N, V], a tensor on the CPU, in place."""
-        req = self._reqs[row]
-        assert req.processor is not None
-        req.failures = []
+        guided = self._rows[row]
+        assert guided.processor is not None
+        failed = self._failed_after[row] = []
         for node, path in self._paths(row, len(logits)):
             try:
-                logits[node] = req.processor([*req.tokens, *path], logits[node])
+                logits[node] = guided.processor([*guided.tokens, *path], logits[node])
             except RequestError as error:  # it matters if the answer gets there, as it would without drafts
-                req.failures.append((path, str(error)))
+                failed.append((path, str(error)))
 
     def _paths(self, row: int, nodes: int) -> list[tuple[int, list[int]]]:
         """Live nodes and the drafts from the root's child down to them."""
@@ -132,6 +156,3 @@ class Guidance:
             if alive[node]:
                 paths[node] = [*paths[parent[node]], tokens[node]]
         return list(paths.items())
-
-
-__all__ = ["GrammarState", "Guidance", "Processor"]

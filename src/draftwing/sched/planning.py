@@ -35,9 +35,9 @@ def make_plan(
         special = dict(
             edited=where(lambda r: r.edited),
             guided=where(lambda r: r.guided),
-            limited=where(lambda r: r.limits is not None),
-            predicted=where(lambda r: bool(r.prediction)),
-            logprobs=tuple((i, params) for i in asking if (params := reqs[i].logprobs) is not None),
+            limited=where(lambda r: r.limited),
+            predicted=where(lambda r: bool(r.request.prediction)),
+            logprobs=tuple((i, params) for i in asking if (params := reqs[i].request.logprobs) is not None),
         )
     return Plan(
         step=step,
@@ -68,10 +68,10 @@ def _below_min(req: Req) -> bool:
 
 def _prompt_part(index: int, chunk: Chunk, req: Req) -> PromptPart | None:
     """What of a chunk tells log probabilities that are still wanted: those of the tokens after its queries."""
-    wanted = req.next_prompt_logprob
-    if wanted is None or req.logprobs is None:
+    wanted, params = req.next_prompt_logprob, req.request.logprobs
+    if wanted is None or params is None:
         return None
     # Chunks are planned before the result of the chunk before them is known.
     begin = max(wanted - 1, chunk.start)
     end = min(chunk.start + chunk.length, req.prompt_len - 1)
-    return PromptPart(index, begin - chunk.start, end - begin, req.logprobs) if end > begin else None
+    return PromptPart(index, begin - chunk.start, end - begin, params) if end > begin else None

@@ -9,9 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-from draftwing.core import IntArray, LogprobParams, SamplingParams, SpecLimits, TokenLogprobs
+from draftwing.core import IntArray, TokenLogprobs
 from draftwing.errors import RequestError
-from draftwing.sched.guidance import GrammarState, Processor
+from draftwing.grammar import GrammarState
+from draftwing.requests.request import GenerationRequest
+from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.radix import Node
 
 
@@ -41,20 +43,17 @@ class StopScanner(Protocol):
 
 @dataclass(eq=False)
 class Req:
-    """Owned by the Scheduler; nothing else changes it.
+    """A request that the scheduler runs. Only the scheduler changes it.
 
     `tokens` are the prompt and all committed output; the last one is not in the KV yet (kv == len(tokens) - 1 while
     decoding). `slots[:covered]` mirrors the page-table row; it is exact below `kv`, and above it a permutation that
     the step in flight may still change. `owned` tells the slots that are ours to free from those of the radix tree.
     """
 
-    uid: str
-    tokens: list[int]
-    params: SamplingParams
+    request: GenerationRequest
     seed: int
     max_total: int  # tokens, prompt and output, at which it ends by length
     stop_ids: frozenset[int]  # end it; banned by the sampler below min_new_tokens
-    priority: int = 0
     salt: int = 0
     arrival: int = 0
     scanner: StopScanner | None = None
@@ -63,13 +62,9 @@ class Req:
     deadline: float | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarState | None = None  # after the newest token
-    processor: Processor | None = None
-    logprobs: LogprobParams | None = None
-    limits: SpecLimits | None = None
-    prediction: tuple[int, ...] = ()
+    processor: BoundProcessor | None = None
 
     state: ReqState = ReqState.WAITING
-    prompt_len: int = 0
     row: int = -1
     admission: int = -1
     node: Node | None = None
@@ -89,14 +84,17 @@ class Req:
     hint: int = 0  # the drafter's outlook, as of the last commit
     allowed: frozenset[int] | None = None  # the only tokens of the answer, if it names any
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
-    failure: str | None = None  # why it cannot go on, if so; it ends with the step's result
-    failures: list[tuple[list[int], str]] = field(default_factory=list)  # of its processor, and after which drafts
 
     def __post_init__(self) -> None:
+        request = self.request
+        self.uid, self.params = request.uid, request.params
+        self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.allowed = frozenset(self.params.allowed_token_ids) or None
-        self.special = self.edited or self.limits is not None or bool(self.prediction) or self.logprobs is not None
-        if self.logprobs is not None and self.logprobs.start == 0:
+        self.limited = request.limits is not None
+        self.may_draft = request.limits is None or request.limits.depth > 0
+        self.special = self.edited or self.limited or bool(request.prediction) or request.logprobs is not None
+        if request.logprobs is not None and request.logprobs.start == 0:
             self.prompt_logprobs.append(None)  # nothing comes before the first token
 
     def conflict(self) -> str | None:
@@ -108,14 +106,6 @@ class Req:
         if (allowed and self.tokens[-1] not in allowed) or any(recent[-len(word) :] == word for word in words):
             return "allowed_token_ids and bad_words together leave no token that may come next"
         return None
-
-    def until_failure(self, new: list[int]) -> tuple[list[int], str | None]:
-        """A step's tokens up to where its processor failed, and why it did; all of them where it did not."""
-        reached = [(len(path), why) for path, why in self.failures if len(path) < len(new) and new[: len(path)] == path]
-        if not reached:
-            return new, None
-        length, why = min(reached)
-        return new[:length], why
 
     def follow(self, token: int) -> bool:
         """Takes the newest token into the grammar; whether the answer is complete with it.
@@ -140,15 +130,16 @@ class Req:
     @property
     def next_prompt_logprob(self) -> int | None:
         """First position of the prompt whose token's log probability is still wanted."""
-        if self.logprobs is None or self.logprobs.start < 0:
+        wanted = self.request.logprobs
+        if wanted is None or wanted.start < 0:
             return None
-        at = self.logprobs.start + len(self.prompt_logprobs)
+        at = wanted.start + len(self.prompt_logprobs)
         return at if at < self.prompt_len else None
 
     @property
     def rank(self) -> tuple[int, int]:
         """Order of service: higher priority first, then first come."""
-        return (-self.priority, self.arrival)
+        return (-self.request.priority, self.arrival)
 
     @property
     def running(self) -> bool:

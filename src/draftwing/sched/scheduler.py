@@ -20,7 +20,7 @@ import numpy as np
 from draftwing.core import PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TokenLogprobs, TreeShape
 from draftwing.errors import RequestError
 from draftwing.sched.alloc import SlotAllocator
-from draftwing.sched.guidance import Guidance
+from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.planning import make_plan
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
@@ -158,8 +158,8 @@ class Scheduler:
             if cached < self._may_reuse(req):
                 self._first_of_prompt[prompt] = req
             self._admits[req.row] = Admission(
-                req.row, list(req.tokens), match.slots, req.seed, req.params, req.prompt_len,
-                tuple(sorted(req.stop_ids)), req.salt, req.edited, req.bad_word_ids, req.limits, req.prediction,
+                req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), req.salt,
+                req.edited, req.bad_word_ids,
             )  # fmt: skip
 
     def _may_reuse(self, req: Req) -> int:
@@ -215,9 +215,9 @@ class Scheduler:
         return self._make_plan("tree", shape, chosen, max_bound, [])
 
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
-        if not self.policy.sees_predictions and any(req.prediction for req in ready):
+        if not self.policy.sees_predictions and any(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose([req.hint if req.limits is None or req.limits.depth else 0 for req in ready])
+        return self.policy.choose([req.hint if req.may_draft else 0 for req in ready])
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_bound: int, chunks: list[Chunk]) -> Plan:
         admits = tuple(self._admits.values())
@@ -230,7 +230,9 @@ class Scheduler:
         """For a plan just made: the host's part in it, if it has any."""
         if not len(plan.guided):
             return None
-        return Guidance([self._by_row[row] for row in plan.rows[plan.guided].tolist()], self.config.vocab)
+        reqs = [self._by_row[row] for row in plan.rows[plan.guided].tolist()]
+        rows = [GuidedRow(req.tokens, req.grammar, req.processor, req.request.limits) for req in reqs]
+        return Guidance(rows, plan.guided.tolist(), self.config.vocab)
 
     def _cover(self, req: Req, upto: int) -> bool:
         """Gives `req` slots for positions below `upto`, retracting worse-placed requests if it must; False when
@@ -291,9 +293,9 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, result: StepResult) -> None:
-        """Takes a step's result; the news are in `take_outputs`. Rows whose request is no longer the one that was
-        planned are skipped."""
+    def commit(self, plan: Plan, result: StepResult, guidance: Guidance | None = None) -> None:
+        """Takes a step's result, and what became of the host's part in it; the news are in `take_outputs`. Rows whose
+        request is no longer the one that was planned are skipped."""
         live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
         self.stale_results += live.count(None)
         if plan.kind == "tree":
@@ -307,11 +309,11 @@ class Scheduler:
             if req is None:
                 continue
             new, failure = tokens[:count], None
-            if req.failures:
-                new, failure = req.until_failure(new)
-            if req.failure is not None or (failure is not None and not new):
-                self._finish(req, [], {"type": "abort", "message": req.failure or failure})
-                continue
+            if guidance is not None:
+                new, failure = guidance.until_failure(i, new)
+                if failure is not None and not new:
+                    self._finish(req, [], {"type": "abort", "message": failure})
+                    continue
             if count:  # a chunk that is not the last says nothing of drafts yet
                 req.hint = hint
             if plan.kind == "prefill":
@@ -330,7 +332,7 @@ class Scheduler:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
         sees = self.policy.sees_predictions
         return np.asarray(
-            [0 if req is None or req.limits is not None or (req.prediction and not sees) else req.hint for req in live],
+            [0 if req is None or req.limited or (req.request.prediction and not sees) else req.hint for req in live],
             np.int64,
         )
 

@@ -17,7 +17,6 @@ from draftwing.server.chat import Chats
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import error_response, install_error_handlers
 from draftwing.server.native.routes import add_native_routes
-from draftwing.server.openai.responses import add_responses_routes
 from draftwing.server.openai.routes import add_openai_routes
 from draftwing.server.service import Service
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
@@ -53,7 +52,6 @@ def create_app(
     install_error_handlers(app)
     chats = Chats(service)
     add_openai_routes(app, service, chats)
-    add_responses_routes(app, service, chats)
     add_anthropic_routes(app, service, chats)
     add_native_routes(app, service)
     add_metrics_route(app, metrics)

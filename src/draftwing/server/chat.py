@@ -1,22 +1,23 @@
-"""What every chat API has in common: from messages and tools to a prompt, and from an answer to its message."""
+"""What every chat API has in common: from messages and tools to a prompt and its answers."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from draftwing.core import LogprobParams, SamplingParams
 from draftwing.errors import RequestError
-from draftwing.requests.sampling_params import check_text, show
-from draftwing.server.generation import Prompt
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams, check_text, show
+from draftwing.server.generation import Generation
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
-from draftwing.server.parsers.message import MessageStyle
+from draftwing.server.parsers.message import MessageReader, MessageStyle
 from draftwing.server.parsers.reasoning import REASONING_STYLES, start_of
 from draftwing.server.parsers.tools import TOOL_STYLES
+from draftwing.server.schema import Asking
 from draftwing.server.service import Service
 from draftwing.text.continuation import render_continued
 
@@ -24,6 +25,7 @@ MOST_TOOLS = 512
 MOST_NAME = 256  # characters
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
+_CALLED = {name: name for name in ("tools", "tool_choice", "thinking")}  # as most dialects call them
 _PROBE = "QprobeZ"  # plain letters, which no filter of a template changes
 
 
@@ -51,6 +53,14 @@ class Chat:
         return bool(self.functions) and self.choice.mode != "none"
 
 
+class ChatBody(Asking):
+    """Body of a request that holds a conversation."""
+
+    def chat(self) -> Chat:
+        """The conversation. Raises RequestError for what it cannot be."""
+        raise NotImplementedError
+
+
 class Chats:
     """Makes prompts. The parsers are those that the server was started with."""
 
@@ -59,35 +69,30 @@ class Chats:
         self.reasoning = _style(REASONING_STYLES, service.options.reasoning_parser)
         self.tools = _style(TOOL_STYLES, service.options.tool_call_parser)
 
-    async def prompt(
-        self,
-        chat: Chat,
-        params: SamplingParams,
-        logprobs: LogprobParams | None = None,
-        grammar_field: str | None = None,
-        names: Mapping[str, str] | None = None,
-    ) -> tuple[Prompt, MessageStyle]:
-        """The prompt, and how its answers are read.
-
-        grammar_field: that holds the grammar of `params`.  names: of the API's fields, for errors: of "tools",
-        "tool_choice", "thinking", where they differ.
-        Raises RequestError.
-        """
-        called = {"tools": "tools", "tool_choice": "tool_choice", "thinking": "thinking"} | dict(names or {})
+    async def ask(self, body: ChatBody) -> tuple[Generation, MessageStyle]:
+        """The answers to a conversation, and how they are read. Raises RequestError or EngineDead."""
+        service, chat = self._service, body.chat()
+        params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
+        called = _CALLED | dict(body.names)
         text = self.render(chat, called)
         style = self._message_style(chat, text, called)
         if params.grammar is not None:
-            await self._service.check_grammars([(params, grammar_field)])
+            await service.check_grammars([(params, body.grammar_field)])
         params, added = self._constrained(chat, params, style, called)
         if added:
-            await self._service.check_grammars([(params, called["tools"] if chat.offers else grammar_field)])
+            await service.check_grammars([(params, called["tools"] if chat.offers else body.grammar_field)])
         if self._hidden(style):
-            params = dataclasses.replace(params, skip_special_tokens=False)
-        (ids,) = await self._service.tokenize([text], add_special_tokens=False)
-        return Prompt(ids, params, logprobs=logprobs), style
+            params = params.replace(skip_special_tokens=False)
+        (ids,) = await service.tokenize([text], add_special_tokens=False)
+        return await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body), style
 
-    def render(self, chat: Chat, names: Mapping[str, str]) -> str:
-        """The prompt's text."""
+    def reader(self, style: MessageStyle) -> MessageReader:
+        """Reads one answer."""
+        return MessageReader(style, self._service.tokenizer)
+
+    def render(self, chat: Chat, names: Mapping[str, str] | None = None) -> str:
+        """The prompt's text. names: of the dialect's fields, for errors, where they differ."""
+        names = names or _CALLED
         taken = _RESERVED & chat.template.keys()
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
@@ -158,7 +163,7 @@ class Chats:
                 "where the answer may end",
                 name,
             )
-        return dataclasses.replace(params, grammar=grammar), True
+        return params.replace(grammar=grammar), True
 
     def _hidden(self, style: MessageStyle) -> bool:
         """Whether a marker is a special token, which is not shown unless it is asked for."""
@@ -173,6 +178,16 @@ class Chats:
 
 def _style(styles: Mapping[str, Any], name: str | None) -> Any:
     return None if name is None else styles[name]
+
+
+def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call that was made before, as chat templates want it. They write arguments as JSON, so they want the object;
+    what is none, as the arguments of an answer that was cut, stays the text it is."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
 
 
 def template_tool(function: Function) -> dict[str, Any]:
@@ -209,11 +224,3 @@ def checked_choice(choice: ToolChoice, functions: Sequence[Function], param: str
     if choice.mode == "named" and choice.name not in {function.name for function in functions}:
         raise RequestError(f"{param}: there is no function {show(choice.name)}", param)
     return choice
-
-
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """An error of the engine, which names fields as /generate does, with the names of another API."""
-    param = names.get(error.param or "", error.param)
-    found = re.compile("|".join(re.escape(name) for name in names if name != "prompt"))
-    message = found.sub(lambda match: names[match[0]], str(error))
-    return RequestError(message if param is None or param in message else f"{param}: {message}", param)

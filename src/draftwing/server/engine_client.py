@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from draftwing.core import GenRequest, Output
+from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.link import Abort, Ask, EngineDead, EngineLink, Listener, Reply, Submit
+from draftwing.engine.process.link import Abort, Ask, EngineDead, EngineLink, Listener, Reply
+from draftwing.requests.request import GenerationRequest
 from draftwing.server.telemetry.observer import Observer
 
 logger = logging.getLogger(__name__)
@@ -23,12 +24,11 @@ class Stream:
     """Outputs of requests that were submitted together, in the order in which they come.
 
     Iterate until all of them are finished, and `close()` in any case: what is unfinished then is aborted.
-    names: uid -> the id by which the client can abort it.
+    open: the unfinished ones by uid.
     """
 
-    def __init__(self, owner: AsyncEngine, names: Mapping[str, str]) -> None:
-        self.names = names
-        self.open = set(names)
+    def __init__(self, owner: AsyncEngine, requests: Sequence[GenerationRequest]) -> None:
+        self.open = {request.uid: request for request in requests}
         self._owner = owner
         self._news: dict[str, Output] = {}
         self._error: EngineDead | None = None
@@ -58,7 +58,7 @@ class Stream:
             news, self._news = self._news, {}
             for output in news.values():
                 if output.finish_reason is not None:
-                    self.open.discard(output.uid)
+                    self.open.pop(output.uid, None)
                     self._owner.forget(output.uid)
                 yield output
             if self._error is not None and self.open:
@@ -118,22 +118,21 @@ class AsyncEngine:
         await asyncio.to_thread(self.link.close, grace)
         self._fail(EngineDead("the server is shutting down"))
 
-    def submit(self, requests: Sequence[GenRequest], names: Sequence[str]) -> Stream:
-        """Hands requests to the engine, all or none. Their uids are unique for ever, `names` need not be.
+    def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
+        """Hands requests to the engine, all or none. Their uids are unique for ever, their names need not be.
 
         Raises RequestError when one can never run, EngineDead when the engine is gone.
         """
         self._check()
-        for request in requests:
-            self.info.admit(request)
-        stream = Stream(self, dict(zip([r.uid for r in requests], names, strict=True)))
+        admitted = [self.info.admit(request) for request in requests]
+        stream = Stream(self, admitted)
         self._streams |= dict.fromkeys(stream.open, stream)
-        self.link.send(Submit(list(requests)))
+        self.link.send(admitted)
         return stream
 
-    async def generate(self, request: GenRequest) -> AsyncIterator[Output]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
         """Outputs of one request; it is aborted when the iteration ends early."""
-        stream = self.submit([request], [request.uid])
+        stream = self.submit([request])
         try:
             async for output in stream:
                 yield output
@@ -144,7 +143,7 @@ class AsyncEngine:
         """Aborts the requests of this name, or all of them for None; unknown names are ignored. Whoever waits for
         them gets an Output with finish reason "abort"."""
         for uid, stream in list(self._streams.items()):
-            if name is None or name == stream.names[uid]:
+            if name is None or name == (stream.open[uid].name or uid):
                 self.abort_one(uid)
 
     def abort_one(self, uid: str) -> None:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
+from draftwing.requests.sampling_params import inlined
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -124,15 +125,7 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
         # Fields of any type are those that are not built, or have no effect: nothing to advertise.
         known = {name: field for name, field in part["properties"].items() if field.keys() - {"default", "title"}}
         part["properties"] = known
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(body, definitions)}}}}
-
-
-def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(node, dict):
-        if "$ref" in node:
-            return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
-        return {key: _inline(value, definitions) for key, value in node.items()}
-    return [_inline(item, definitions) for item in node] if isinstance(node, list) else node
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(body, definitions)}}}}
 
 
 async def read_body(request: Request, model: type[M]) -> M:
@@ -150,9 +143,10 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 def _refusal(errors: list[Any]) -> RequestError:
     first = errors[0]["loc"]
-    if errors[0]["type"] == "extra_forbidden":
+    named = {"extra_forbidden": "is not a known field", "not_built": errors[0]["msg"]}.get(errors[0]["type"])
+    if named is not None:
         name = _dotted(first)
-        return RequestError(f"{name} is not a known field", name)
+        return RequestError(f"{name} {named}", name)
     # A union gives an error for each of its members: their common path is the field, together they say what is allowed.
     same = [error for error in errors if error["loc"][:1] == first[:1]]
     name = _dotted(first[: sum(len({error["loc"][: i + 1] for error in same}) == 1 for i in range(len(first)))])

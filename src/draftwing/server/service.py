@@ -7,35 +7,24 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from draftwing.core import SamplingParams
+from draftwing.engine.session import prepare
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
-from draftwing.requests.options import speculation
-from draftwing.server.body import split_prompts
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.generation import Generation, Job, Prompt
+from draftwing.server.generation import Generation
+from draftwing.server.schema import Asking, split_prompts
 from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+MAX_ANSWERS = 2048  # prompts times n
 _MAX_LOGGED_MODELS = 100
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
-
-
-class Asking(Protocol):
-    """What the body of every request for answers has."""
-
-    @property
-    def rid(self) -> str | list[str] | None: ...
-    @property
-    def priority(self) -> int | None: ...
-    @property
-    def cache_salt(self) -> str | None: ...
-    @property
-    def speculative(self) -> str | dict[str, Any] | None: ...
 
 
 class Service:
@@ -74,19 +63,28 @@ class Service:
             # In a thread: it may take long, and lets go of the interpreter.
             await asyncio.to_thread(self._grammars.compile, grammar, field)
 
-    async def submit(self, prompts: list[Prompt], body: Asking, predicted: str = "") -> Generation:
-        """predicted: text that the answers are expected to resemble."""
-        info = self.engine.info
-        job = Job(
-            prompts,
-            body.priority or 0,
-            body.cache_salt,
-            speculation(body.speculative, *info.drafting(bool(predicted))),
-            body.speculative is not None,
-            tuple((await self.tokenize([predicted], add_special_tokens=False))[0]) if predicted else (),
-            body.rid if isinstance(body.rid, str) else uuid.uuid4().hex,
-        )
-        return Generation(self.engine, self.tokenizer, job, self._draw)
+    async def submit(self, requests: Sequence[GenerationRequest], body: Asking) -> Generation:
+        """Asks for the answers to prompts that came together. A default length is cut to the context.
+
+        Raises RequestError, naming fields as the body does, or EngineDead.
+        """
+        info, predicted = self.engine.info, body.predicted
+        count = sum(request.params.n for request in requests)
+        if count > MAX_ANSWERS:
+            raise RequestError(f"one request takes at most {MAX_ANSWERS} answers; found {count}", "n")
+        id = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
+        shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
+        if predicted:
+            shared["prediction"] = tuple((await self.tokenize([predicted], add_special_tokens=False))[0])
+        asked = [request.replace(name=request.name or id, **shared) for request in requests]
+        if body.length is None:
+            asked = [one.replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked]
+        try:
+            answers = prepare(info, self.tokenizer, asked, body.speculative, self._draw)
+        except RequestError as error:
+            raise body.renamed(error) from None
+        tokens = sum(len(request.prompt_ids) for request in requests)
+        return Generation(self.engine, answers, id, tokens, body.speculative is not None)
 
     def name_for(self, asked: str | None) -> str:
         """The model name of a response: what was asked for, since every name is served by the one model there is."""

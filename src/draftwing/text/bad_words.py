@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftwing.core import MOST_BAD_WORD_TOKENS, MOST_BAD_WORDS
 from draftwing.errors import RequestError
+from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from draftwing.text.tokenizer import Tokenizer
 
 
@@ -21,15 +21,15 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
             ids = tokenizer.encode(form, add_special_tokens=False)
             if not ids:
                 raise RequestError(f"bad_words: expected a word that has tokens, found {word!r}", "bad_words")
-            if len(ids) > MOST_BAD_WORD_TOKENS:
+            if len(ids) > MAX_BAD_WORD_TOKENS:
                 raise RequestError(
-                    f"bad_words takes words of at most {MOST_BAD_WORD_TOKENS} tokens; {word[:80]!r} has {len(ids)}",
+                    f"bad_words takes words of at most {MAX_BAD_WORD_TOKENS} tokens; {word[:80]!r} has {len(ids)}",
                     "bad_words",
                 )
             found[tuple(ids)] = None
-    if len(found) > MOST_BAD_WORDS:
+    if len(found) > MAX_BAD_WORDS:
         raise RequestError(
-            f"bad_words takes at most {MOST_BAD_WORDS} token sequences, of which a word gives up to two; found "
+            f"bad_words takes at most {MAX_BAD_WORDS} token sequences, of which a word gives up to two; found "
             f"{len(found)}",
             "bad_words",
         )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from draftwing.core import SamplingParams
-from draftwing.text.stop_regex import RegexScanner
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.requests.stop_regex import RegexScanner
 from draftwing.text.tokenizer import Tokenizer
 
 # Tokens that may wait for the rest of a character before a place to cut the window is searched. Valid UTF-8 needs
@@ -83,8 +83,8 @@ class IncrementalDetokenizer:
     """Text of one answer as its tokens arrive.
 
     stop: strings that end the answer. The one that is completed first counts; of several completed by the same
-    character, the longest. stop_regex: expressions that end it, see `draftwing.text.stop_regex`; against a string, what
-    ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing after it. Which one is
+    character, the longest. stop_regex: expressions that end it, see `draftwing.requests.stop_regex`; against a string,
+    what ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing after it. Which is
     found, and where, does not depend on how the tokens are split over calls.
     spaces_between_special_tokens: has no effect, as for every tokenizer that the `tokenizers` library runs: special
     tokens are decoded like others, with no space added around them.

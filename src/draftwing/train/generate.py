@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from draftwing.core import GenRequest, SamplingParams
+from draftwing.engine.session import Session
 from draftwing.errors import ConfigError, RequestError
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import BadData, Prompt, Skipped, original
 from draftwing.train.sequences import Response, chat_ids, first_ids, opening
@@ -128,33 +131,34 @@ def generate(
 
     Returns how many tokens were generated. Which prompts still need an answer is the caller's matter (`finished`).
     """
-    todo = list(reversed(prompts))
     # Twice what fits into the engine, so that a row never waits for the next request.
     window = 2 * (engine.info.options.max_running_requests or 64)
-    running: dict[str, _Running] = {}
-    generated = 0
+    session, running, generated = Session(engine), dict[str, _Running](), 0
     file.parent.mkdir(parents=True, exist_ok=True)
     with (
         file.open("a", encoding="utf-8") as lines,
         tqdm(total=len(prompts), desc="generating", unit=" prompts", smoothing=0.05) as bar,
     ):
-        while todo or running:
-            while todo and len(running) < window:
-                prompt, ids = todo.pop()
-                key = prompt.key
-                one = _Running(prompt, key, opening(prompt), list(ids), [], sampling.draw(key))
-                if _submit(engine, one, sampling, skipped):
-                    running[key] = one
-                else:
+
+        def first_turns() -> Iterator[GenerationRequest]:
+            for prompt, ids in prompts:
+                one = _Running(prompt, prompt.key, opening(prompt), list(ids), [], sampling.draw(prompt.key))
+                request = _request(engine, one, sampling, skipped)
+                if request is None:
                     bar.update()
-            for output in engine.step():
+                else:
+                    running[one.key] = one
+                    yield request
+
+        with closing(session.run(first_turns(), window)) as outputs:
+            for output in outputs:
                 one = running[output.uid]
                 one.ids += output.token_ids
                 generated += len(output.token_ids)
                 if output.finish_reason is None:
                     continue
                 finish = str(output.finish_reason["type"])
-                if _next_turn(engine, one, finish, sampling, skipped):
+                if _next_turn(session, one, finish, sampling, skipped):
                     continue
                 del running[output.uid]
                 if one.spans:
@@ -168,35 +172,32 @@ def generate(
     return generated
 
 
-def _submit(engine: Engine, one: _Running, sampling: Sampling, skipped: Skipped) -> bool:
-    """Asks for the answer to one.ids; False if that is refused or there is no room for it."""
+def _request(engine: Engine, one: _Running, sampling: Sampling, skipped: Skipped) -> GenerationRequest | None:
+    """Asks for the answer to one.ids; None if that is refused or there is no room for it."""
     limit = min(sampling.max_length, engine.info.context_length)
     params, one.start = sampling.draw(one.key, one.turn), len(one.ids)
     room = min(sampling.max_tokens, limit - one.start)
     if room < MIN_ANSWER:
         if not one.turn:
             skipped.note(f"longer than {limit - MIN_ANSWER} tokens", one.prompt.where)
-        return False
-    one.params = SamplingParams(
-        max_new_tokens=room, temperature=params.temperature, sampling_seed=params.sampling_seed
-    )  # fmt: skip
+        return None
+    one.params = params.replace(max_new_tokens=room)
     try:
-        engine.submit(GenRequest(one.key, list(one.ids), one.params))
+        return engine.info.admit(GenerationRequest(one.key, list(one.ids), one.params))
     except RequestError as error:
         if not one.turn:
             skipped.note(f"refused by the engine: {error}", one.prompt.where)
-        return False
-    return True
+        return None
 
 
-def _next_turn(engine: Engine, one: _Running, finish: str, sampling: Sampling, skipped: Skipped) -> bool:
+def _next_turn(session: Session, one: _Running, finish: str, sampling: Sampling, skipped: Skipped) -> bool:
     """Takes the answer that has ended, and asks for the next one if there is one."""
     if len(one.ids) == one.start or finish not in ("stop", "length"):
         del one.ids[one.start :]
         return False
     one.spans.append((one.start, len(one.ids)))
-    one.messages.append({"role": "assistant", "content": engine.tokenizer.decode(one.ids[one.start :])})
-    tokenizer = engine.tokenizer
+    one.messages.append({"role": "assistant", "content": session.engine.tokenizer.decode(one.ids[one.start :])})
+    tokenizer = session.engine.tokenizer
     if finish != "stop" or one.turn >= len(one.prompt.turns) or tokenizer.chat_template is None:
         return False
     following = [*one.messages, {"role": "user", "content": one.prompt.turns[one.turn]}]
@@ -209,9 +210,11 @@ def _next_turn(engine: Engine, one: _Running, finish: str, sampling: Sampling, s
     if ids[: len(before)] != before:
         return False
     one.ids = ids
-    if not _submit(engine, one, sampling, skipped):
+    request = _request(session.engine, one, sampling, skipped)
+    if request is None:
         one.ids = before
         return False
+    session.submit(request)
     one.messages = following
     return True
 

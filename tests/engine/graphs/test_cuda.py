@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from draftwing.core import PLAIN, LogprobParams, TreeShape
+from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes
 from draftwing.ops import use_triton
+from draftwing.requests.options import LogprobParams
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 

@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from fake_engine import EOS, byte_tokenizer
 
-from draftwing.core import Grammar
 from draftwing.grammar import GrammarCompiler
+from draftwing.requests.sampling_params import Grammar
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
 from draftwing.server.parsers.reasoning import REASONING_STYLES
 from draftwing.server.parsers.tools import TOOL_STYLES, ToolParser

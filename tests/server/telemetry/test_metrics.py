@@ -17,8 +17,10 @@ from prometheus_client.openmetrics import parser as openmetrics
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest, Grammar, Output, SamplingParams
+from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import Grammar, SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.telemetry.metrics import SERIES, Metrics, RequestMetrics, engine_numbers
 from draftwing.server.telemetry.observer import AnswerRecord, Observer
@@ -319,7 +321,8 @@ def test_a_real_engine(tmp_path: Path) -> None:
     engine = Engine(options)
     requests = RequestMetrics("echo")
     observer = Observer([requests])
-    jobs = [GenRequest(str(i), [1 + i, *range(5, 25)], SamplingParams(32, 0.0, ignore_eos=True)) for i in range(3)]
+    params = SamplingParams(max_new_tokens=32, temperature=0, ignore_eos=True)
+    jobs = [GenerationRequest(str(i), [1 + i, *range(5, 25)], params) for i in range(3)]
     observer.begin("job", jobs)
     for job in jobs:
         engine.submit(job)
@@ -355,7 +358,7 @@ def test_latencies() -> None:
     requests = RequestMetrics("echo")
     observer = Observer([requests], clock=lambda: clock[0])
     params = SamplingParams(grammar=Grammar("regex", "a+"))
-    observer.begin("job", [GenRequest("u", [1, 2, 3], params)])
+    observer.begin("job", [GenerationRequest("u", [1, 2, 3], params)])
     for at, ids, reason in (
         (10.5, [7], None),
         (10.5625, [7, 8, 9], None),
@@ -383,7 +386,7 @@ def test_latencies() -> None:
 
 def test_a_duration_that_is_a_bound_belongs_below_it() -> None:
     requests = RequestMetrics("echo")
-    answer = AnswerRecord(GenRequest("u", [1], SamplingParams()), arrived=0.0)
+    answer = AnswerRecord(GenerationRequest("u", [1], SamplingParams()), arrived=0.0)
     requests.progressed(answer, None, 0.1, 1)
     requests.progressed(answer, None, 0.15, 1)
     counts = [

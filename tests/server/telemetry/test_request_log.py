@@ -12,7 +12,9 @@ from fake_engine import FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest, Grammar, Output, SamplingParams
+from draftwing.core import Output
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import Grammar, SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.telemetry.observer import HttpRecord, Observer, Watcher
 from draftwing.server.telemetry.request_log import BEGINNING, RequestLog, sampling
@@ -151,7 +153,7 @@ def test_a_client_that_goes_away() -> None:
     observer = Observer([RequestLog(0, None, stream)])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        observer.begin("job", [GenRequest("u", [1, 2], SamplingParams())])
+        observer.begin("job", [GenerationRequest("u", [1, 2], SamplingParams())])
         observer.output(Output("u", [5, 6]))
         raise asyncio.CancelledError
 

@@ -13,8 +13,10 @@ from fake_engine import FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest, Output, SamplingParams
+from draftwing.core import Output
 from draftwing.errors import ConfigError
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.run import open_watchers
 from draftwing.server.telemetry import tracing as module
@@ -132,7 +134,7 @@ def test_time_in_queue(exporter: Any) -> None:
     observer = Observer([Tracing(export.SimpleSpanProcessor(exporter), "echo")])
 
     async def app(scope: object, receive: object, send: object) -> None:
-        observer.begin("job", [GenRequest(uid, [1], SamplingParams()) for uid in "ab"])
+        observer.begin("job", [GenerationRequest(uid, [1], SamplingParams()) for uid in "ab"])
         for uid, waited in (("a", 0.25), ("b", 0.5)):
             observer.output(Output(uid, [5], {"type": "stop"}, {"queue_time": waited}))
 

@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from draftwing.config.options import Options
-from draftwing.core import GenRequest, Output
+from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger("draftwing")
 WORKER = "draftwing.engine.process.worker"
@@ -34,12 +35,7 @@ class EngineDead(DraftwingError):
     """The engine's process ended; nothing can be generated (HTTP 503)."""
 
 
-# -- to the engine ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Submit:
-    requests: list[GenRequest]
+# -- to the engine; besides these, `list[GenerationRequest]` ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class EngineLink:
             thread.start()
             self._threads.append(thread)
 
-    def send(self, message: Submit | Abort | Ask | Close) -> None:
+    def send(self, message: list[GenerationRequest] | Abort | Ask | Close) -> None:
         """Queues a message; of a dead engine it goes nowhere."""
         # A thread of its own writes: a full pipe must not stop the event loop.
         self._outbox.put(message)

@@ -16,9 +16,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
 from draftwing.config.options import Options
-from draftwing.engine.process.link import Abort, Ask, Close, Died, Refused, Reply, Submit
+from draftwing.engine.process.link import Abort, Ask, Close, Died, Refused, Reply
 from draftwing.errors import CheckpointError, ConfigError, RequestError
 from draftwing.log import configure_logging
+from draftwing.requests.request import GenerationRequest
 
 if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
@@ -105,9 +106,9 @@ class Worker:
         except BaseException as error:
             self.die(error)
 
-    def _obey(self, engine: Engine, message: Submit | Abort | Ask) -> None:
-        if isinstance(message, Submit):
-            for request in message.requests:
+    def _obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask) -> None:
+        if isinstance(message, list):
+            for request in message:
                 try:
                     engine.submit(request)
                 except RequestError as error:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import MOST_PREDICTED, PLAIN, Admission, Chunk, Plan, SamplingParams, TreeShape
+from draftwing.core import PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
@@ -20,6 +20,9 @@ from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops import use_triton
 from draftwing.ops.cpu.attention import pick_attention
+from draftwing.requests.options import MAX_PREDICTED
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import EditTable
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.prediction import PredictedOutput
@@ -111,7 +114,7 @@ def request_bytes(rows: int, vocab: int, length: int) -> int:
     meta = torch.device("meta")
     edits = EditTable(rows, vocab, meta)
     edits.write(0, SamplingParams(allowed_token_ids=(0,)), 1, ())
-    predicted = PredictedOutput(rows, min(length, MOST_PREDICTED), meta)
+    predicted = PredictedOutput(rows, min(length, MAX_PREDICTED), meta)
     predicted.write(0, [0] * predicted.limit, 1)
     # The longest prediction is copied when a longer one comes.
     kept = [*vars(edits).values(), *vars(predicted).values(), predicted.tokens]
@@ -176,7 +179,8 @@ def first_step(tokens: int, longest: int, length: int) -> Plan:
     params, nothing = SamplingParams(), np.empty(0, np.int64)
     sizes = [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
     rows = np.arange(len(sizes))
-    admits = tuple(Admission(row, [1] * size, nothing, 0, params, size, (), 0) for row, size in enumerate(sizes))
+    requests = [GenerationRequest("", [1] * size, params) for size in sizes]
+    admits = tuple(Admission(row, one.prompt_ids, nothing, one, seed=0) for row, one in enumerate(requests))
     slots = tuple((row, 0, np.arange(1, length + 1)) for row in range(len(sizes)))
     chunks = tuple(Chunk(row, 0, size, True) for row, size in enumerate(sizes))
     return Plan(0, "prefill", rows, rows, PLAIN, longest, admits, slots, chunks, noisy=rows, filtered=rows)

@@ -1,28 +1,17 @@
-"""Bodies of /v1/messages, and the conversation that they hold. Fields are typed as in `server.openai.schema`."""
+"""Bodies of /v1/messages, and the conversation that they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
-from draftwing.core import SamplingParams
 from draftwing.errors import RequestError
-from draftwing.requests import sampling_params as sampling
-from draftwing.requests.sampling_params import show
-from draftwing.server.body import Body, Bookkeeping, NotBuilt, Priority, Speculative, documented
-from draftwing.server.chat import AUTO, Chat, checked_choice, checked_functions
+from draftwing.requests.sampling_params import SamplingParams, show
+from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions
 from draftwing.server.parsers.grammars import Function, ToolChoice
-
-# The API's names of what the engine and the parameters call otherwise.
-NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "max_tokens",
-    "input_ids": "messages",
-    "prompt": "messages",
-    "response_format": "output_config.format",
-}
+from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind, sampled
 
 
 class TextBlock(Body):
@@ -31,11 +20,11 @@ class TextBlock(Body):
     cache_control: Bookkeeping = None
 
     # Of other kinds of blocks, to say that they are not built rather than that they are unknown.
-    source: NotBuilt = None
-    title: NotBuilt = None
-    context: NotBuilt = None
-    citations: NotBuilt = None
-    data: NotBuilt = None
+    source: OtherKind = None
+    title: OtherKind = None
+    context: OtherKind = None
+    citations: OtherKind = None
+    data: OtherKind = None
 
 
 class Block(TextBlock):
@@ -50,8 +39,8 @@ class Block(TextBlock):
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
 
-    caller: NotBuilt = None
-    toolset_name: NotBuilt = None
+    caller: OtherKind = None
+    toolset_name: OtherKind = None
 
 
 class AnthropicMessage(Body):
@@ -83,7 +72,7 @@ class AnthropicChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = documented(minimum=1)
+    budget_tokens: int | None = None
     display: NotBuilt = None
 
 
@@ -116,7 +105,6 @@ class CountRequest(Body):
 
     def chat(self) -> Chat:
         """The conversation. Raises RequestError for what it cannot be."""
-        _refuse(self, ("speed", "mcp_servers", "context_management"))
         messages = list(_conversation(self.messages, _texts(self.system, "system")))
         if not self.messages:
             raise RequestError("messages must hold at least one message", "messages")
@@ -137,68 +125,43 @@ class CountRequest(Body):
         )
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, ChatBody):
     """Body of /v1/messages."""
 
-    max_tokens: int = Field(json_schema_extra={"minimum": 1})
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = documented(minimum=0, maximum=100)
-    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
-    top_k: int | None = documented(minimum=-1)
+    source = "messages"
+    names: ClassVar = {"min_new_tokens": "max_tokens", "response_format": "output_config.format"}
+
+    max_tokens: Any = sampled("max_new_tokens", required=True)
+    stop_sequences: Any = sampled("stop")
+    temperature: Any = sampled("temperature")
+    top_p: Any = sampled("top_p")
+    top_k: Any = sampled("top_k")
     metadata: Bookkeeping = None
     service_tier: Bookkeeping = None
 
     # Beyond Anthropic's, as in the other APIs.
-    seed: int | None = None
-    speculative: Speculative | None = None
-    rid: str | None = None
-    priority: Priority | None = None
-    cache_salt: str | None = None
+    seed: Any = sampled("seed")
 
     container: NotBuilt = None
     inference_geo: NotBuilt = None
     diagnostics: NotBuilt = None
 
-    def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-        """Checked parameters. Raises RequestError. defaults: of the model, for fields that are not given."""
-        _refuse(self, ("container", "inference_geo", "diagnostics"))
-        fields: dict[str, Any] = {**(defaults or {}), "max_new_tokens": self.max_tokens}
-        for name in ("temperature", "top_p", "top_k", "seed"):
-            if getattr(self, name) is not None:
-                fields[name] = getattr(self, name)
-        if self.stop_sequences:
-            fields["stop"] = self.stop_sequences
-        if self.output_config is not None:
-            _refuse(self.output_config, ("effort",), "output_config.")
-            if self.output_config.format is not None:
-                inner = {"schema": self.output_config.format.schema_}
-                fields["response_format"] = {"type": "json_schema", "json_schema": inner}
-        self._check_thinking()
-        return sampling.sampling_params(fields, NAMES | {"stop": "stop_sequences"})
-
-    def _check_thinking(self) -> None:
-        thinking = self.thinking
-        if thinking is not None:
-            _refuse(thinking, ("display",), "thinking.")
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        form, thinking = (self.output_config or OutputConfig()).format, self.thinking
         if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
             raise RequestError(
                 "thinking.budget_tokens is not supported: reasoning has no bound of its own beside max_tokens; use "
                 "thinking {'type': 'adaptive'}",
                 "thinking.budget_tokens",
             )
-
-
-def _refuse(body: Body, names: tuple[str, ...], where: str = "") -> None:
-    for name in names:
-        if getattr(body, name) not in (None, [], {}):
-            raise RequestError(f"{where}{name} is not supported by this version; leave it out", f"{where}{name}")
+        if form is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        return super().sampling(defaults, **fields)
 
 
 def _function(tool: AnthropicTool, where: str) -> tuple[Function, str]:
     if tool.type not in (None, "custom"):
         raise RequestError(f"{where}.type must be 'custom'; found {show(tool.type)}", f"{where}.type")
-    _refuse(tool, ("allowed_callers", "defer_loading", "input_examples"), f"{where}.")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is missing", f"{where}.input_schema")
     return Function(tool.name, tool.description, tool.input_schema, bool(tool.strict)), where

@@ -11,18 +11,18 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 
 import draftwing
-from draftwing.core import GenRequest, SamplingParams
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
-from draftwing.requests.sampling_params import check_text, fit_default
-from draftwing.server.generation import Prompt
-from draftwing.server.http import EventStream, read_body, schema, unless_disconnected
-from draftwing.server.messages import conversation
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams, check_text
+from draftwing.server.http import read_body, schema
+from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
-from draftwing.server.openai import rendering as responses
+from draftwing.server.openai.messages import conversation
+from draftwing.server.rendering import respond
 from draftwing.server.service import Service
 
 HEALTH_SECONDS = 20  # how long /health_generate waits for its token
@@ -41,26 +41,19 @@ def _add_generate(app: FastAPI, service: Service) -> None:
         body = await read_body(request, GenerateRequest)
         every, batched = await service.encode(*body.prompt())
         info, names = service.engine.info, _names(body.rid, len(every))
-        asked = body.sampling(len(every), info.defaults)
+        asked = body.each_sampling(len(every), info.defaults)
         await service.check_grammars([(one, _grammar_field(one)) for one, _ in asked])
-        prompts = [
-            Prompt(ids, one if given else fit_default(one, info.context_length - len(ids)), name, logprobs)
+        requests = [
+            GenerationRequest(
+                "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
+            )
             for ids, (one, given), name, logprobs in zip(
-                every, asked, names, body.wanted_logprobs(len(every)), strict=True
+                every, asked, names, body.each_logprobs(len(every)), strict=True
             )
         ]
-        generation = await service.submit(prompts, body)
-        many = batched or len(generation.answers) > 1
+        generation = await service.submit(requests, body)
         texts = service.texts if body.return_text_in_logprobs else None
-        if body.stream:
-            events = responses.generated_events(generation, many, texts)
-            return EventStream(request.url.path, events, generation.close)
-        try:
-            answers = await unless_disconnected(request, generation.finish())
-        finally:
-            generation.close()
-        results = [responses.generated(generation, answer, texts) for answer in answers]
-        return JSONResponse(results if many else results[0])
+        return await respond(request, Generated(generation, batched, texts), body.stream)
 
     @app.post("/abort_request", openapi_extra=schema(AbortRequest))
     async def abort_request(request: Request) -> Response:
@@ -81,7 +74,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/health_generate")
     async def health_generate() -> Response:
         """As /health, but the engine has to give a token."""
-        probe = GenRequest(uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+        probe = GenerationRequest(
+            uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        )
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 async for _ in engine.generate(probe):

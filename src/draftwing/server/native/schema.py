@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from draftwing.core import LogprobParams, SamplingParams
+from pydantic import WithJsonSchema
+
 from draftwing.errors import RequestError
-from draftwing.requests import sampling_params as sampling
-from draftwing.requests.options import logprob_params
-from draftwing.server.body import MAX_PROMPTS, Body, NotBuilt, Priority, Speculative, TokenIds
-from draftwing.server.messages import Message
+from draftwing.requests.options import LogprobParams, logprob_params
+from draftwing.requests.sampling_params import SamplingParams, check_text, field_schemas
+from draftwing.server.openai.messages import Message
+from draftwing.server.schema import MAX_PROMPTS, Asking, Body, NotBuilt, TokenIds
+
+_Sampling = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "properties": field_schemas(), "additionalProperties": False}),
+]
 
 
-class GenerateRequest(Body):
+class GenerateRequest(Asking):
     """Body of /generate: one of `text` and `input_ids`, single or batched."""
 
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    stream: bool | None = None
-    rid: str | list[str] | None = None
-    priority: Priority | None = None
-    cache_salt: str | None = None
-    speculative: Speculative | None = None
+    sampling_params: _Sampling | list[_Sampling] | None = None
+    rid: str | list[str] | None = None  # type: ignore[assignment]
 
     # One for all prompts, or a list of one for each.
     return_logprob: bool | list[bool] | None = None
@@ -45,10 +47,9 @@ class GenerateRequest(Body):
     session_id: NotBuilt = None
     extra_key: NotBuilt = None
 
-    def sampling(self, prompts: int, defaults: Mapping[str, Any] | None = None) -> list[tuple[SamplingParams, bool]]:
-        """Checked parameters of each of the prompts, and whether they say how long the answer may be. defaults: of
-        the model, for fields that are not given."""
-        sampling.refuse_not_built(self.__dict__)
+    def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
+        """Checked parameters of each of the prompts, and whether they say how long the answer may be. Raises
+        RequestError. defaults: of the model, for what is not given."""
         processors = self._each("custom_logit_processor", prompts)
         given = self.sampling_params or {}
         if not isinstance(given, list):
@@ -65,17 +66,17 @@ class GenerateRequest(Body):
         ]
 
     def _checked(
-        self, fields: dict[str, Any], where: str, processor: str | None, defaults: Mapping[str, Any] | None
+        self, fields: dict[str, Any], where: str, processor: str | None, defaults: Mapping[str, Any]
     ) -> tuple[SamplingParams, bool]:
         if processor is not None:
             if fields.get("custom_logit_processor") is not None:
                 raise RequestError(f"{where}custom_logit_processor is given twice", "custom_logit_processor")
             fields = fields | {"custom_logit_processor": processor}
         known = {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
-        params = sampling.sampling_params({**(defaults or {}), **known}, where=where)
+        params = SamplingParams.read({**defaults, **known}, where=where)
         return params, "max_new_tokens" in fields
 
-    def wanted_logprobs(self, prompts: int) -> list[LogprobParams | None]:
+    def each_logprobs(self, prompts: int) -> list[LogprobParams | None]:
         """The log probabilities that are asked for each of the prompts. Raises RequestError."""
         columns = [self._each(name, prompts) for name in ("return_logprob", "logprob_start_len", "top_logprobs_num")]
         ids = self.token_ids_logprob
@@ -90,6 +91,13 @@ class GenerateRequest(Body):
         if len(value) != prompts:
             raise RequestError(f"{name} must hold one entry per prompt; found {len(value)} for {prompts}", name)
         return value
+
+    def renamed(self, error: RequestError) -> RequestError:
+        return error  # in the engine's words
+
+    @property
+    def length(self) -> str | None:
+        return "max_new_tokens"  # each prompt has its own
 
     def prompt(self) -> tuple[str, Any]:
         """Name and value of the field that holds the prompts."""
@@ -116,7 +124,7 @@ class TokenizeRequest(Body):
         if len(every) > MAX_PROMPTS or not every:
             raise RequestError(f"prompt takes from 1 to {MAX_PROMPTS} texts; found {len(every)}", "prompt")
         for text in every:
-            sampling.check_text(text, "prompt")
+            check_text(text, "prompt")
         return every
 
 

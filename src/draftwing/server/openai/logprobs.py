@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from draftwing.core import TokenLogprobs
-from draftwing.requests.answer import Answer
-from draftwing.requests.logprobs import finite
+from draftwing.text.answer import Answer, finite
 from draftwing.text.detok import IncrementalDetokenizer
 from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer

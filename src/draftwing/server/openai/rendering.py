@@ -1,23 +1,19 @@
-"""Bodies of responses, as OpenAI's clients and `/generate`'s expect them."""
+"""Answers as the bodies and events of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
-from draftwing.requests.answer import Answer
-from draftwing.requests.logprobs import meta_logprobs
 from draftwing.server.generation import Generation
 from draftwing.server.http import event
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
-from draftwing.server.openai.message_builder import Speaker, Speech
 from draftwing.server.openai.schema import OpenAIBody
-from draftwing.text.token_text import TokenTexts
-from draftwing.text.tokenizer import Tokenizer
-
-Kind = Literal["chat", "text"]
-_OBJECTS = {"chat": ("chat.completion", "chat.completion.chunk"), "text": ("text_completion", "text_completion")}
+from draftwing.server.parsers.message import MessageReader, Thought
+from draftwing.server.parsers.tools import CallPiece
+from draftwing.server.service import Service
+from draftwing.text.answer import Answer
 
 
 def usage(prompt_tokens: int, answers: Sequence[Answer], speculates: bool = False) -> dict[str, Any]:
@@ -46,148 +42,191 @@ def usage(prompt_tokens: int, answers: Sequence[Answer], speculates: bool = Fals
 
 
 class Completion:
-    """The response to `/v1/chat/completions` ("chat") or `/v1/completions` ("text"): one body, or events.
+    """The response to /v1/completions: one body, or events.
 
-    speaker: makes what turns the text of an answer into a chat message; for "chat".
+    `ChatCompletion` has an own shape of choices; all else is the same.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        generation: Generation,
-        model: str,
-        tokenizer: Tokenizer,
-        texts: TokenTexts,
-        speaker: Speaker | None = None,
-    ) -> None:
-        self._kind, self._generation, self._model = kind, generation, model
-        self._tokenizer, self._texts, self._speaker = tokenizer, texts, speaker
+    objects = ("text_completion", "text_completion")  # of the body, of an event
+
+    def __init__(self, generation: Generation, service: Service, body: OpenAIBody) -> None:
+        self.generation, self._asked = generation, body
+        self._model = service.name_for(body.model)
+        self._tokenizer, self._texts = service.tokenizer, service.texts
 
     def body(self) -> dict[str, Any]:
-        """Of a finished generation."""
         return {
             **self._head(chunk=False),
-            "choices": [self._choice(answer) for answer in self._generation.answers],
+            "choices": [
+                {"index": answer.index, **self._whole(answer), **self._ending(answer)}
+                for answer in self.generation.answers
+            ],
             "usage": self._usage(),
             "metadata": {"weight_version": "default"},
         }
 
-    async def events(self, body: OpenAIBody) -> AsyncIterator[str]:
+    async def events(self) -> AsyncIterator[str]:
         """For each answer its role (chat), text as it comes and the finish reason; then usage."""
-        head = self._head(chunk=True)
+        head, asked = self._head(chunk=True), self._asked
 
-        def chunk(answer: Answer, content: dict[str, Any], logprobs: Any = None, ending: Any = None) -> str:
+        def chunk(answer: Answer, content: dict[str, Any], ending: Any = None) -> str:
             end = ending or {"finish_reason": None, "matched_stop": None}
-            data = {**head, "choices": [{"index": answer.index, **content, "logprobs": logprobs, **end}]}
-            if body.continuous_usage:
-                data["usage"] = usage(answer.prompt_tokens, [answer])
-            elif body.include_usage:
+            data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end}]}
+            if asked.continuous_usage:
+                data["usage"] = usage(len(answer.request.prompt_ids), [answer])
+            elif asked.include_usage:
                 data["usage"] = None
             return event(data)
 
-        speeches: dict[int, Speech] = {}
         begun: set[int] = set()
-        async for answer, text in self._generation:
-            final = answer.finish_reason is not None
-            first = answer.index not in begun
+        async for answer, text in self.generation:
+            for content in self._pieces(answer, text, answer.index not in begun):
+                yield chunk(answer, content)
             begun.add(answer.index)
-            if self._kind == "text":
-                shown, logprobs = self._text_piece(answer, text, first)
-                if shown or logprobs is not None:
-                    yield chunk(answer, {"text": shown}, logprobs)
-                if final:
-                    yield chunk(answer, {"text": ""}, ending=self._ending(answer))
-                continue
-            if first:
-                speeches[answer.index] = self._speech(answer)
-                yield chunk(answer, {"delta": {"role": "assistant", "content": "", "reasoning_content": None}})
-            speech = speeches[answer.index]
-            deltas, logprobs = speech.push(text, final), self._chat_piece(answer)
-            if logprobs is not None and not deltas:
-                deltas = [{"content": "", "reasoning_content": None}]
-            for delta in deltas:
-                yield chunk(answer, {"delta": delta}, logprobs)
-                logprobs = None
-            if final:
-                yield chunk(answer, {"delta": {}}, ending=self._ending(answer, speech))
-        if body.include_usage:
+            if answer.finish_reason is not None:
+                yield chunk(answer, self._nothing(), self._ending(answer))
+        if asked.include_usage:
             yield event({**head, "choices": [], "usage": self._usage()})
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
-        if self._kind == "text":
-            text, logprobs = self._text_piece(answer, answer.text, first=True)
-            return {"index": answer.index, "text": text, "logprobs": logprobs, **self._ending(answer)}
-        speech = self._speech(answer)
-        speech.push(answer.text, True)
-        logprobs = self._chat_piece(answer, empty=True)
-        return {
-            "index": answer.index, "message": speech.message(), "logprobs": logprobs, **self._ending(answer, speech)
-        }  # fmt: skip
+    # -- the shape of a choice ------------------------------------------------------------------------------------
 
-    def _speech(self, answer: Answer) -> Speech:
-        assert self._speaker is not None, "a chat has a speaker"
-        return self._speaker(answer)
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        """A finished answer."""
+        text, logprobs = self._shown(answer, answer.text, first=True)
+        return {"text": text, "logprobs": logprobs}
 
-    def _text_piece(self, answer: Answer, text: str, first: bool) -> tuple[str, dict[str, Any] | None]:
+    def _pieces(self, answer: Answer, text: str, first: bool) -> list[dict[str, Any]]:
+        """What events tell of the next piece of text."""
+        shown, logprobs = self._shown(answer, text, first)
+        return [{"text": shown, "logprobs": logprobs}] if shown or logprobs is not None else []
+
+    def _nothing(self) -> dict[str, Any]:
+        """What the last event of an answer has, beside its ending."""
+        return {"text": ""}
+
+    def _ending(self, answer: Answer) -> dict[str, Any]:
+        reason = answer.finish_reason["type"] if answer.finish_reason is not None else None
+        return {"finish_reason": reason, "matched_stop": answer.matched_stop}
+
+    def _shown(self, answer: Answer, text: str, first: bool) -> tuple[str, dict[str, Any] | None]:
         """Text of an answer, and log probabilities of what it is made of, with the echoed prompt before the first."""
-        prompt, gap = self._generation.prompts[answer.index], self._gap(answer)
-        shown = prompt.echo + gap + text if first else text
+        before, request = self._before(answer), answer.request
+        shown = before + text if first else text
         if answer.wanted is None:
             return shown, None
         tokens = answer.take_shown()
-        logprobs = text_logprobs(answer, tokens, self._texts, len(prompt.echo + gap))
+        logprobs = text_logprobs(answer, tokens, self._texts, len(before))
         if first and answer.wanted.start == 0 and answer.prompt_logprobs:
-            skip = prompt.params.skip_special_tokens
-            logprobs = joined(prompt_logprobs(answer, prompt.ids, self._tokenizer, self._texts, skip), logprobs)
+            skip = request.params.skip_special_tokens
+            logprobs = joined(prompt_logprobs(answer, request.prompt_ids, self._tokenizer, self._texts, skip), logprobs)
         return shown, logprobs if logprobs["tokens"] or answer.finish_reason is not None else None
 
-    def _gap(self, answer: Answer) -> str:
-        """The space between an echoed prompt and its answer that some decoders drop at the beginning of a text."""
-        if not self._generation.prompts[answer.index].echo or not answer.token_ids:
+    def _before(self, answer: Answer) -> str:
+        """The echoed prompt, with the space after it that some decoders drop at the beginning of a text."""
+        if not getattr(self._asked, "echo", None):
             return ""
+        request = answer.request
+        echo = self._tokenizer.decode(request.prompt_ids, request.params.skip_special_tokens)
+        if not echo or not answer.token_ids:
+            return echo
         alone = self._tokenizer.decode(answer.token_ids[:1], skip_special_tokens=False)
-        return " " if self._texts.text(answer.token_ids[0]) == " " + alone else ""
+        return echo + (" " if self._texts.text(answer.token_ids[0]) == " " + alone else "")
 
-    def _chat_piece(self, answer: Answer, empty: bool = False) -> dict[str, Any] | None:
+    # -- what is around choices -----------------------------------------------------------------------------------
+
+    def _usage(self) -> dict[str, Any]:
+        generation = self.generation
+        return usage(generation.prompt_tokens, generation.answers, generation.speculates)
+
+    def _head(self, chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self.generation.id,
+            "object": self.objects[chunk],
+            "created": int(time.time()),
+            "model": self._model,
+            **self.generation.label,
+        }
+
+
+class ChatCompletion(Completion):
+    """The response to /v1/chat/completions."""
+
+    objects = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(
+        self, generation: Generation, service: Service, body: OpenAIBody, reader: Callable[[], MessageReader]
+    ) -> None:
+        """reader: makes one for each answer."""
+        super().__init__(generation, service, body)
+        self._readers = {answer.index: reader() for answer in generation.answers}
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        self._deltas(answer, answer.text)
+        return {"message": self._message(answer), "logprobs": self._logprobs(answer, empty=True)}
+
+    def _pieces(self, answer: Answer, text: str, first: bool) -> list[dict[str, Any]]:
+        deltas, logprobs = self._deltas(answer, text), self._logprobs(answer)
+        if logprobs is not None and not deltas:
+            deltas = [{"content": "", "reasoning_content": None}]
+        pieces: list[dict[str, Any]] = [{"delta": delta} for delta in deltas]
+        if logprobs is not None:
+            pieces[0]["logprobs"] = logprobs
+        role = {"delta": {"role": "assistant", "content": "", "reasoning_content": None}}
+        return [role, *pieces] if first else pieces
+
+    def _nothing(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def _ending(self, answer: Answer) -> dict[str, Any]:
+        ending = super()._ending(answer)
+        if ending["finish_reason"] == "stop" and self._readers[answer.index].calls:
+            ending["finish_reason"] = "tool_calls"
+        return ending
+
+    def _deltas(self, answer: Answer, text: str) -> list[dict[str, Any]]:
+        """Of the message, that follow from the next piece of text."""
+        reader, deltas = self._readers[answer.index], list[dict[str, Any]]()
+        for part in reader.push(text, answer.finish_reason is not None, answer.token_ids):
+            if isinstance(part, Thought):
+                deltas.append({"reasoning_content": part.text})
+            elif isinstance(part, str):
+                deltas.append({"content": part, "reasoning_content": None})
+            else:
+                deltas += [{"tool_calls": [call]} for call in _call_deltas(part)]
+        answer.reasoning_tokens = reader.reasoning_tokens
+        return deltas
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        """The whole message of an answer that was read to its end."""
+        reader = self._readers[answer.index]
+        # An answer that is all reasoning or calls has no content; an empty one has an empty content.
+        content = reader.content if reader.content or not (reader.calls or reader.reasoning) else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message["reasoning_content"] = reader.reasoning or None
+        if reader.calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in reader.calls
+            ]
+        return message
+
+    def _logprobs(self, answer: Answer, empty: bool = False) -> dict[str, Any] | None:
         """Log probabilities of what the newest text is made of. empty: also where that is nothing."""
         if answer.wanted is None:
             return None
         tokens = answer.take_shown()
         return chat_logprobs(answer, tokens, self._texts) if tokens or empty else None
 
-    def _ending(self, answer: Answer, speech: Speech | None = None) -> dict[str, Any]:
-        reason: str | None = answer.finish_reason["type"] if answer.finish_reason is not None else None
-        if reason is not None and speech is not None:
-            reason = speech.finish_reason(reason)
-        return {"finish_reason": reason, "matched_stop": answer.matched_stop}
 
-    def _usage(self) -> dict[str, Any]:
-        generation = self._generation
-        return usage(generation.prompt_tokens, generation.answers, generation.speculates)
-
-    def _head(self, chunk: bool) -> dict[str, Any]:
-        generation = self._generation
-        return {
-            "id": generation.job.id,
-            "object": _OBJECTS[self._kind][chunk],
-            "created": int(time.time()),
-            "model": self._model,
-            **generation.label,
-            **generation.speculative,
-        }
-
-
-def generated(generation: Generation, answer: Answer, texts: TokenTexts | None) -> dict[str, Any]:
-    """One answer of `/generate`, finished or as it is now. texts: None leaves texts out of log probabilities."""
-    logprobs = meta_logprobs(answer, generation.prompts[answer.index].ids, texts)
-    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": answer.meta_info() | logprobs}
-
-
-async def generated_events(generation: Generation, batched: bool, texts: TokenTexts | None) -> AsyncIterator[str]:
-    """The answers of `/generate` with the text so far; `index` tells those of a batch apart."""
-    async for answer, text in generation:
-        if text or answer.finish_reason is not None:
-            yield event(generated(generation, answer, texts) | ({"index": answer.index} if batched else {}))
+def _call_deltas(piece: CallPiece) -> list[dict[str, Any]]:
+    """As OpenAI streams a call: its id and name, then pieces of its arguments."""
+    deltas: list[dict[str, Any]] = []
+    if piece.name is not None:
+        function = {"name": piece.name, "arguments": ""}
+        deltas.append({"index": piece.index, "id": piece.id, "type": "function", "function": function})
+    if piece.arguments:
+        deltas.append({"index": piece.index, "function": {"arguments": piece.arguments}})
+    return deltas
 
 
 def model_card(name: str, created: int, context_length: int) -> dict[str, Any]:

@@ -1,41 +1,24 @@
-"""Bodies of OpenAI's requests: which fields there are, of which type, and how they map to sampling parameters.
-
-Ranges are checked in `requests.sampling_params` and `requests.options`. A field typed `NotBuilt` asks for what this
-version does not do; it is refused by name unless its value asks for nothing. Unknown fields are refused.
-"""
+"""Bodies of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from draftwing.core import LogprobParams, SamplingParams
+from pydantic import Field
+
 from draftwing.errors import RequestError
-from draftwing.requests import sampling_params as sampling
-from draftwing.requests.options import MOST_COMPLETION_LOGPROBS, MOST_OPENAI_LOGPROBS, prediction_text
-from draftwing.server.body import (
-    Body,
-    Bookkeeping,
-    NotBuilt,
-    Prediction,
-    Priority,
-    ResponseFormat,
-    Speculative,
-    TokenIds,
-    documented,
+from draftwing.requests.options import (
+    MOST_COMPLETION_LOGPROBS,
+    MOST_OPENAI_LOGPROBS,
+    LogprobParams,
+    prediction_text,
 )
-from draftwing.server.chat import Chat, checked_choice, checked_functions
-from draftwing.server.messages import Message, conversation
+from draftwing.requests.sampling_params import SamplingParams, show
+from draftwing.server.chat import Chat, ChatBody, checked_choice, checked_functions
+from draftwing.server.openai.messages import Message, conversation
 from draftwing.server.parsers.grammars import Function, ToolChoice
-
-# The APIs' names of sampling fields -> ours; the rest is named alike.
-_RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-_SAMPLING = (
-    "max_completion_tokens", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
-    "sampling_seed", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "n", "skip_special_tokens",
-    "spaces_between_special_tokens", "no_stop_trim", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params", *sampling.GRAMMARS,
-)  # fmt: skip
+from draftwing.server.schema import Asking, Body, Bookkeeping, NotBuilt, Prediction, TokenIds, sampled
 
 
 class StreamOptions(Body):
@@ -43,53 +26,47 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIBody(Body):
+class OpenAIBody(Asking):
     """What chat and text completions share. `default_length` is max_tokens where it is not given."""
 
     default_length: ClassVar[int | None]
 
     model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    max_tokens: int | None = documented(minimum=1)
-    min_tokens: int | None = documented(minimum=0)
-    temperature: float | None = documented(minimum=0, maximum=100)
-    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
-    top_k: int | None = documented(minimum=-1, maximum=2**31 - 1)
-    min_p: float | None = documented(minimum=0, maximum=1)
-    seed: int | None = documented(minimum=-(2**63), maximum=2**63 - 1)
-    sampling_seed: int | None = documented(minimum=-(2**63), maximum=2**63 - 1)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    n: int | None = documented(minimum=1, maximum=sampling.MAX_ANSWERS)
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
+    max_tokens: Any = sampled("max_new_tokens")
+    min_tokens: Any = sampled("min_new_tokens")
+    temperature: Any = sampled("temperature")
+    top_p: Any = sampled("top_p")
+    top_k: Any = sampled("top_k")
+    min_p: Any = sampled("min_p")
+    seed: Any = sampled("seed")
+    sampling_seed: Any = sampled("sampling_seed")
+    stop: Any = sampled("stop")
+    stop_token_ids: Any = sampled("stop_token_ids")
+    stop_regex: Any = sampled("stop_regex")
+    ignore_eos: Any = sampled("ignore_eos")
+    n: Any = sampled("n")
+    skip_special_tokens: Any = sampled("skip_special_tokens")
+    spaces_between_special_tokens: Any = sampled("spaces_between_special_tokens")
+    no_stop_trim: Any = sampled("no_stop_trim")
 
-    frequency_penalty: float | None = documented(minimum=-2, maximum=2)
-    presence_penalty: float | None = documented(minimum=-2, maximum=2)
-    repetition_penalty: float | None = documented(exclusiveMinimum=0, maximum=2)
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: str | list[str] | None = None
-    custom_logit_processor: str | None = None
-    custom_params: dict[str, Any] | None = None
+    frequency_penalty: Any = sampled("frequency_penalty")
+    presence_penalty: Any = sampled("presence_penalty")
+    repetition_penalty: Any = sampled("repetition_penalty")
+    logit_bias: Any = sampled("logit_bias")
+    allowed_token_ids: Any = sampled("allowed_token_ids")
+    bad_words: Any = sampled("bad_words")
+    custom_logit_processor: Any = sampled("custom_logit_processor")
+    custom_params: Any = sampled("custom_params")
 
-    response_format: ResponseFormat | None = None
-    json_schema: str | dict[str, Any] | bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | dict[str, Any] | None = None
+    response_format: Any = sampled("response_format")
+    json_schema: Any = sampled("json_schema")
+    regex: Any = sampled("regex")
+    ebnf: Any = sampled("ebnf")
+    structural_tag: Any = sampled("structural_tag")
 
-    speculative: Speculative | None = None
     prediction: Prediction | None = None
-
-    rid: str | None = None
-    priority: Priority | None = None
-    cache_salt: str | None = None
 
     user: Bookkeeping = None
     metadata: Bookkeeping = None
@@ -109,42 +86,14 @@ class OpenAIBody(Body):
     return_prompt_token_ids: NotBuilt = None
     return_meta_info: NotBuilt = None
 
-    def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-        """Checked parameters; raises RequestError for a range or for what is not built. defaults: of the model, for
-        fields that are not given."""
-        sampling.refuse_not_built(self.__dict__)
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
-        fields: dict[str, Any] = {**(defaults or {}), "max_new_tokens": self.default_length}
-        names: dict[str, str] = {}
-        for name in _SAMPLING:
-            value = getattr(self, name, None)
-            ours = _RENAMED.get(name, name)
-            # max_completion_tokens comes first and wins over the older max_tokens.
-            if value is not None and ours not in names:
-                fields[ours], names[ours] = value, name
-        ours_by_default = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-        return sampling.sampling_params(fields, ours_by_default | names)
-
-    def wanted_logprobs(self) -> LogprobParams | None:
-        """The log probabilities that are asked for. Raises RequestError."""
-        raise NotImplementedError
+        return super().sampling(defaults, max_new_tokens=self.default_length, **fields)
 
     @property
     def predicted(self) -> str:
-        """The text that the answer is expected to resemble. Raises RequestError."""
         return "" if self.prediction is None else prediction_text(self.prediction)
-
-    @property
-    def grammar_field(self) -> str | None:
-        """Name of the field that holds a grammar."""
-        return next((name for name in sampling.GRAMMARS if getattr(self, name) is not None), None)
-
-    @property
-    def length(self) -> str | None:
-        """Name of the field by which the client limits the length; None where it leaves that to us."""
-        names = ("max_completion_tokens", "max_tokens")
-        return next((name for name in names if getattr(self, name, None) is not None), None)
 
     @property
     def include_usage(self) -> bool:
@@ -179,13 +128,15 @@ class NamedChoice(Body):
     function: ChosenFunction
 
 
-class ChatRequest(OpenAIBody):
+class ChatRequest(OpenAIBody, ChatBody):
     """Body of /v1/chat/completions. Without max_tokens an answer runs to the context limit."""
 
     default_length = None
+    source = "messages"
+    names: ClassVar = {"top_logprobs_num": "top_logprobs", "thinking": "reasoning_effort"}
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Any = sampled("max_new_tokens")
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     separate_reasoning: bool | None = None
@@ -193,9 +144,9 @@ class ChatRequest(OpenAIBody):
     tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: NotBuilt = None
     logprobs: bool | None = None
-    top_logprobs: int | None = documented(minimum=0, maximum=MOST_OPENAI_LOGPROBS)
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
 
     functions: NotBuilt = None
     function_call: NotBuilt = None
@@ -205,7 +156,6 @@ class ChatRequest(OpenAIBody):
     verbosity: NotBuilt = None
 
     def chat(self) -> Chat:
-        """The conversation. Raises RequestError for what it cannot be."""
         given = self.tools or []
         functions = checked_functions([(tool.function.plain(), f"tools.{i}.function") for i, tool in enumerate(given)])
         choice = self.tool_choice or "auto"
@@ -224,7 +174,6 @@ class ChatRequest(OpenAIBody):
 
     def wanted_logprobs(self) -> LogprobParams | None:
         top = self.top_logprobs or 0
-        _check_top("top_logprobs", top, MOST_OPENAI_LOGPROBS)
         if not self.logprobs:
             if top:
                 raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
@@ -236,30 +185,24 @@ class CompletionRequest(OpenAIBody):
     """Body of /v1/completions."""
 
     default_length = 16
+    source = "prompt"
+    names: ClassVar = {"top_logprobs_num": "logprobs"}
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool | None = None
-    logprobs: int | None = documented(minimum=0, maximum=MOST_COMPLETION_LOGPROBS)
+    logprobs: Annotated[int, Field(ge=0, le=MOST_COMPLETION_LOGPROBS)] | None = None
     best_of: int | None = None
 
     suffix: NotBuilt = None
 
-    def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-        params = super().sampling(defaults)
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        params = super().sampling(defaults, **fields)
         if self.best_of is not None and self.best_of != params.n:
-            found = sampling.show(self.best_of)
             raise RequestError(
-                f"best_of must equal n, which is {params.n}: answers are not ranked; found {found}", "best_of"
+                f"best_of must equal n, which is {params.n}: answers are not ranked; found {show(self.best_of)}",
+                "best_of",
             )
         return params
 
     def wanted_logprobs(self) -> LogprobParams | None:
-        if self.logprobs is None:
-            return None
-        _check_top("logprobs", self.logprobs, MOST_COMPLETION_LOGPROBS)
-        return LogprobParams(self.logprobs, start=0 if self.echo else -1)
-
-
-def _check_top(name: str, value: int, most: int) -> None:
-    if not 0 <= value <= most:
-        raise RequestError(f"{name} must be an integer from 0 to {most}; found {sampling.show(value)}", name)
+        return None if self.logprobs is None else LogprobParams(self.logprobs, start=0 if self.echo else -1)

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftwing.core import GenRequest, Output
+from draftwing.core import Output
+from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 UNOBSERVED = ("/health", "/metrics")  # how paths begin that are asked for by machines, again and again
@@ -33,7 +34,7 @@ class Text(Protocol):
 class AnswerRecord:
     """One answer. Times are monotonic seconds; `reason` is a finish reason, or "error" when the engine was lost."""
 
-    request: GenRequest
+    request: GenerationRequest
     arrived: float
     answer: Text | None = None
     tokens: int = 0
@@ -106,7 +107,7 @@ class Observer:
         if record is not None:
             record.model = model
 
-    def begin(self, job_id: str, requests: Sequence[GenRequest], answers: Sequence[Text] = ()) -> None:
+    def begin(self, job_id: str, requests: Sequence[GenerationRequest], answers: Sequence[Text] = ()) -> None:
         """Records what the current HTTP request submitted to the engine. answers: in the order of `requests`."""
         record = self._current.get()
         if record is not None:

@@ -7,19 +7,17 @@ strings, bad words and grammars there is the number or the kind. The server's AP
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from draftwing.core import SamplingParams
+from draftwing.requests.sampling_params import Grammar, LogitsProcessorSpec, SamplingParams
 from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
 
 BEGINNING = 2048  # characters of a text at level 2
 _MOST = 200  # characters of what a client chooses: paths and ids
-_TEXTS = ("stop", "stop_regex", "bad_words")  # of the sampling parameters
 
 
 class RequestLog(Watcher):
@@ -103,19 +101,17 @@ def accept_length(answers: list[AnswerRecord]) -> float | None:
 def sampling(params: SamplingParams) -> dict[str, Any]:
     """Parameters that were set, without the texts among them."""
     out: dict[str, Any] = {}
-    for spec in dataclasses.fields(params):
-        value = getattr(params, spec.name)
-        if value == spec.default and spec.name not in ("temperature", "max_new_tokens"):
+    for name, field in SamplingParams.model_fields.items():
+        value = getattr(params, name)
+        if value == field.default and name not in ("temperature", "max_new_tokens"):
             continue
-        if spec.name in _TEXTS:
-            value = len(value)
-        elif spec.name == "grammar":
+        if isinstance(value, Grammar):
             value = value.kind
-        elif spec.name == "logit_processor":
+        elif isinstance(value, LogitsProcessorSpec):
             value = value.name
         elif isinstance(value, tuple):
-            value = len(value)  # token ids: they spell a text as well
-        out[spec.name] = value
+            value = len(value)  # texts, or token ids, which spell a text as well
+        out[name] = value
     return out
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from draftwing.errors import RequestError
-from draftwing.server.body import Body, Bookkeeping, NotBuilt
-from draftwing.server.tool_messages import template_call
+from draftwing.server.chat import template_call
+from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind
 
 
 class TextPart(Body):
     type: str
     text: str | None = None
     # Other kinds of parts are known, to say that they are not built rather than that they are unknown.
-    image_url: NotBuilt = None
-    input_audio: NotBuilt = None
-    video_url: NotBuilt = None
-    file: NotBuilt = None
-    refusal: NotBuilt = None
+    image_url: OtherKind = None
+    input_audio: OtherKind = None
+    video_url: OtherKind = None
+    file: OtherKind = None
+    refusal: OtherKind = None
     cache_control: Bookkeeping = None
 
 
@@ -49,11 +49,9 @@ class Message(Body):
 
     def plain(self, where: str) -> dict[str, Any]:
         """As chat templates want it: content is one string. `where` names the message in errors."""
-        roles = {"tool_calls": "assistant", "tool_call_id": "tool", "audio": None, "function_call": None}
-        for name, role in roles.items():
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) not in (None, []) and self.role != role:
-                reason = "is not supported by this version" if role is None else f"is for messages of the role {role!r}"
-                raise RequestError(f"{where}.{name} {reason}", f"{where}.{name}")
+                raise RequestError(f"{where}.{name} is for messages of the role {role!r}", f"{where}.{name}")
         if self.role == "tool" and self.tool_call_id is None:
             raise RequestError(f"{where}.tool_call_id is missing", f"{where}.tool_call_id")
         if self.role == "function":

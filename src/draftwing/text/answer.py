@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from draftwing.core import LogprobParams, Output, SamplingParams, TokenLogprobs
+from draftwing.core import Output, TokenLogprobs
+from draftwing.requests.request import GenerationRequest
 from draftwing.text.detok import IncrementalDetokenizer
 
 if TYPE_CHECKING:
+    from draftwing.text.token_text import TokenTexts
     from draftwing.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # what stands for minus infinity, which JSON does not have
+
+
+def finite(value: float) -> float:
+    return max(value, LEAST)
 
 
 class Answer:
@@ -22,28 +30,25 @@ class Answer:
 
     def __init__(
         self,
+        request: GenerationRequest,
         tokenizer: Tokenizer,
-        params: SamplingParams,
-        index: int,
-        uid: str,
-        prompt_tokens: int,
+        index: int = 0,
         label: Mapping[str, Any] | None = None,
-        wanted: LogprobParams | None = None,
         speculative: Mapping[str, Any] | None = None,
     ) -> None:
-        """label: `Options.label` of the engine.  wanted: the log probabilities that were asked for.
-        speculative: how it is drafted, for `meta_info`."""
-        self.index, self.uid, self.prompt_tokens = index, uid, prompt_tokens
+        """label: `Options.label` of the engine.  speculative: how it is drafted, for `meta_info`."""
+        self.request, self.index = request, index
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: dict[str, Any] | None = None
         self.meta: dict[str, Any] = {}
-        self.label = dict(label or {})
-        self.wanted, self.speculative = wanted, speculative
+        self.label, self.speculative = dict(label or {}), speculative
+        self.wanted = request.logprobs
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.reasoning_tokens = 0
         self._shown = 0  # tokens whose text was given out
+        params = request.params
         self._show_stop = params.no_stop_trim
         self._detok = IncrementalDetokenizer(
             tokenizer,
@@ -52,12 +57,12 @@ class Answer:
             params.stop,
             params.no_stop_trim,
             params.stop_regex,
-            track=wanted is not None,
+            track=self.wanted is not None,
         )
 
     def push(self, output: Output) -> str:
         """Takes news of this answer and returns the text that can be shown since the last call."""
-        assert self.finish_reason is None, f"news of {self.uid} after its end"
+        assert self.finish_reason is None, f"news of {self.request.uid} after its end"
         self.token_ids += output.token_ids
         if self.wanted is not None:
             assert len(output.logprobs) == len(output.token_ids), "a token without its log probability"
@@ -101,15 +106,47 @@ class Answer:
     def matched_stop(self) -> int | str | None:
         return (self.finish_reason or {}).get("matched")
 
-    def meta_info(self) -> dict[str, Any]:
-        """As in `/generate`'s response; what the engine counts (`spec_*` and others) is there once it is finished."""
+    def meta_info(self, texts: TokenTexts | None = None) -> dict[str, Any]:
+        """As in `/generate`'s response; what the engine counts (`spec_*` and others) is there once it is finished.
+
+        texts: None leaves texts out of log probabilities.
+        """
         info = {
-            "id": self.uid,
+            "id": self.request.name or self.request.uid,
             "finish_reason": self.finish_reason,
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": len(self.request.prompt_ids),
             "weight_version": "default",
             "completion_tokens": len(self.token_ids),
             "reasoning_tokens": self.reasoning_tokens,
         }
         drafted = {"speculative": dict(self.speculative)} if self.speculative is not None else {}
-        return info | self.label | self.meta | drafted
+        return info | self.label | self.meta | drafted | self._meta_logprobs(texts)
+
+    def _meta_logprobs(self, texts: TokenTexts | None) -> dict[str, Any]:
+        """An entry is [log probability, token id, text or None]; that of the prompt's first token has None."""
+        wanted = self.wanted
+        if wanted is None:
+            return {}
+
+        def entry(value: float | None, token: int) -> list[Any]:
+            return [None if value is None else finite(value), token, None if texts is None else texts.text(token)]
+
+        prompt = self.request.prompt_ids[wanted.start :] if wanted.start >= 0 else []
+        before = self.prompt_logprobs
+        # Nothing is known of the prompt before the first token has come.
+        sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = [
+            ("input", prompt[: len(before)], before),
+            ("output", self.token_ids, self.logprobs),
+        ]
+        found: dict[str, Any] = {}
+        for side, tokens, entries in sides:
+            known = list(zip(tokens, entries, strict=True))
+            found[f"{side}_token_logprobs"] = [entry(one and one.value, token) for token, one in known]
+            if wanted.top:
+                found[f"{side}_top_logprobs"] = [one and [entry(*best) for best in one.top] for _, one in known]
+            if wanted.token_ids:
+                found[f"{side}_token_ids_logprobs"] = [
+                    one and [entry(*pair) for pair in zip(one.wanted, wanted.token_ids, strict=True)]
+                    for _, one in known
+                ]
+        return found | {"output_token_logprobs_length": len(self.logprobs)}

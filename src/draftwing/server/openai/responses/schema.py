@@ -1,44 +1,17 @@
-"""Body of /v1/responses, and the conversation that it holds. Fields are typed as in `server.openai.schema`."""
+"""Body of /v1/responses, and the conversation that it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from draftwing.core import SamplingParams
 from draftwing.errors import RequestError
-from draftwing.requests import sampling_params as sampling
-from draftwing.requests.sampling_params import show
-from draftwing.server.body import Body, Bookkeeping, NotBuilt, Priority, Speculative, documented
-from draftwing.server.chat import AUTO, Chat, checked_choice, checked_functions
+from draftwing.requests.sampling_params import SamplingParams, show
+from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions, template_call
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.tool_messages import template_call
-
-# The API's names of what the engine and the parameters call otherwise.
-NAMES = {
-    "max_new_tokens": "max_output_tokens",
-    "min_new_tokens": "max_output_tokens",
-    "input_ids": "input",
-    "prompt": "input",
-    "response_format": "text.format",
-}
-# Fields that ask for something which is not built, each with the values that ask for nothing.
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "access_programs": (),
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
+from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind, sampled
 
 
 class Content(Body):
@@ -50,14 +23,14 @@ class Content(Body):
     logprobs: Bookkeeping = None
 
     # Of other kinds of parts, to say that they are not built rather than that they are unknown.
-    image_url: NotBuilt = None
-    file_id: NotBuilt = None
-    file_data: NotBuilt = None
-    file_url: NotBuilt = None
-    filename: NotBuilt = None
-    detail: NotBuilt = None
-    input_audio: NotBuilt = None
-    refusal: NotBuilt = None
+    image_url: OtherKind = None
+    file_id: OtherKind = None
+    file_data: OtherKind = None
+    file_url: OtherKind = None
+    filename: OtherKind = None
+    detail: OtherKind = None
+    input_audio: OtherKind = None
+    refusal: OtherKind = None
     prompt_cache_breakpoint: Bookkeeping = None
 
 
@@ -76,9 +49,9 @@ class Item(Body):
     status: Bookkeeping = None
     phase: Bookkeeping = None
 
-    encrypted_content: NotBuilt = None
-    namespace: NotBuilt = None
-    caller: NotBuilt = None
+    encrypted_content: OtherKind = None
+    namespace: OtherKind = None
+    caller: OtherKind = None
 
 
 class ResponsesTool(Body):
@@ -110,43 +83,44 @@ class TextFormat(Body):
 
 class TextConfig(Body):
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: NotBuilt = None
 
 
 class Reasoning(Body):
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: NotBuilt = None  # reasoning is not summarised
+    generate_summary: NotBuilt = None
 
 
 class StreamOptions(Body):
-    include_obfuscation: bool | None = None
+    include_obfuscation: NotBuilt = None
 
 
-class ResponsesRequest(Body):
-    """Body of /v1/responses. Nothing is stored. Without max_output_tokens an answer runs to the
-    context limit."""
+class ResponsesRequest(ChatBody):
+    """Body of /v1/responses. Nothing is stored. Without max_output_tokens an answer runs to the context limit."""
+
+    source = "input"
+    names: ClassVar = {
+        "min_new_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "thinking": "reasoning.effort",
+    }
 
     model: str | None = None
     input: str | list[Item]
     instructions: str | None = None
-    max_output_tokens: int | None = documented(minimum=1)
-    temperature: float | None = documented(minimum=0, maximum=100)
-    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    max_output_tokens: Any = sampled("max_new_tokens")
+    temperature: Any = sampled("temperature")
+    top_p: Any = sampled("top_p")
     tools: list[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     # Beyond OpenAI's, as in the other APIs.
-    seed: int | None = None
-    speculative: Speculative | None = None
-    rid: str | None = None
-    priority: Priority | None = None
-    cache_salt: str | None = None
+    seed: Any = sampled("seed")
 
     store: bool | None = None
     previous_response_id: str | None = None
@@ -171,8 +145,7 @@ class ResponsesRequest(Body):
     truncation: NotBuilt = None
 
     def chat(self) -> Chat:
-        """The conversation. Raises RequestError for what it cannot be."""
-        self._refuse_not_built()
+        self._check()
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -187,18 +160,12 @@ class ResponsesRequest(Body):
             thinking=False if self.reasoning is not None and self.reasoning.effort == "none" else None,
         )
 
-    def sampling(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-        """Checked parameters. Raises RequestError. defaults: of the model, for fields that are not given."""
-        fields: dict[str, Any] = {**(defaults or {}), "max_new_tokens": self.max_output_tokens}
-        for name in ("temperature", "top_p", "seed"):
-            if getattr(self, name) is not None:
-                fields[name] = getattr(self, name)
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         form = None if self.text is None else self.text.format
-        if form is not None:
-            fields["response_format"] = _response_format(form)
-        return sampling.sampling_params(fields, NAMES)
+        made = None if form is None else _response_format(form)
+        return super().sampling(defaults, max_new_tokens=None, response_format=made, **fields)
 
-    def _refuse_not_built(self) -> None:
+    def _check(self) -> None:
         if self.previous_response_id is not None:
             raise RequestError(
                 "previous_response_id is not supported: responses are not stored; send the conversation as input",
@@ -206,28 +173,14 @@ class ResponsesRequest(Body):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
-        for name, neutral in _NOT_BUILT.items():
-            value = getattr(self, name)
-            if value is not None and not any(value == n and type(value) is type(n) for n in neutral):
-                raise RequestError(f"{name} is not supported by this version; leave it out", name)
-        reasoning, text = self.reasoning or Reasoning(), self.text or TextConfig()
+        reasoning = self.reasoning or Reasoning()
         if reasoning.effort not in (None, "none", "medium"):
             raise RequestError(
                 f"reasoning.effort must be 'none' or 'medium', the model's own; found {show(reasoning.effort)}",
                 "reasoning.effort",
             )
-        for name in ("summary", "generate_summary"):
-            if getattr(reasoning, name) is not None:
-                raise RequestError(
-                    f"reasoning.{name} is not supported: reasoning is not summarised", f"reasoning.{name}"
-                )
         if self.store:
             raise RequestError("store is not supported: responses are not stored; leave it out or send false", "store")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            name = "stream_options.include_obfuscation"
-            raise RequestError(f"{name} is not supported by this version; leave it out", name)
-        if text.verbosity not in (None, "medium"):
-            raise RequestError("text.verbosity is not supported by this version; leave it out", "text.verbosity")
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:
@@ -246,9 +199,6 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
 def _function(tool: ResponsesTool, where: str) -> tuple[Function, str]:
     if tool.type != "function":
         raise RequestError(f"{where}.type must be 'function'; found {show(tool.type)}", f"{where}.type")
-    for name in ("defer_loading", "allowed_callers", "output_schema"):
-        if getattr(tool, name) not in (None, False, []):
-            raise RequestError(f"{where}.{name} is not supported by this version; leave it out", f"{where}.{name}")
     return Function(tool.name or "", tool.description, tool.parameters, bool(tool.strict)), where
 
 

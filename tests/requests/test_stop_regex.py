@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import regex
 
-from draftwing.core import SamplingParams
-from draftwing.text import stop_regex
+from draftwing.requests import stop_regex
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.requests.stop_regex import RegexScanner, compile_stop
 from draftwing.text.detok import IncrementalDetokenizer, StopStringScanner
-from draftwing.text.stop_regex import RegexScanner, compile_stop
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
 PATTERNS = [

@@ -1,0 +1,94 @@
+"""Asking an engine: from prompts and what is asked for them to requests, and from its outputs to answers.
+
+`prepare` serves every caller; the server then hands the requests to another process, all others drive an engine in
+their own thread by a `Session`.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Generator, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from draftwing.core import Output
+from draftwing.engine.admission import EngineInfo
+from draftwing.requests.options import speculation
+from draftwing.requests.request import GenerationRequest
+from draftwing.text.answer import Answer
+from draftwing.text.bad_words import bad_word_ids
+
+if TYPE_CHECKING:
+    from draftwing.engine.engine import Engine
+    from draftwing.text.tokenizer import Tokenizer
+
+
+def prepare(
+    info: EngineInfo, tokenizer: Tokenizer, asked: Sequence[GenerationRequest], wish: Any, draw: random.Random
+) -> list[Answer]:
+    """Answers to begin with, n for each request, in order; each has a request of its own that the engine lets in.
+
+    asked: with any `uid`, and n of their parameters.  wish: for their drafts, as `speculation` takes it.  draw: gives
+    seeds to those without one.  Raises RequestError for a request that can never run.
+    """
+    predicted = any(request.prediction for request in asked)
+    found = speculation(wish, *info.drafting(predicted))
+    told = found.used if wish is not None or predicted or info.speculates else None
+    answers: list[Answer] = []
+    for request in asked:
+        bad_word_ids(tokenizer, request.params.bad_words)  # refuses
+        for params in request.params.answers(draw):
+            one = request.replace(uid=uuid.uuid4().hex, params=params, limits=found.limits)
+            answers.append(Answer(info.admit(one), tokenizer, len(answers), info.options.label, told))
+    return answers
+
+
+class Session:
+    """Drives an engine that lives in the calling thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._draw = random.Random(engine.options.random_seed)
+        self._running: set[str] = set()
+
+    def prepare(self, asked: Sequence[GenerationRequest], wish: Any = None) -> list[Answer]:
+        """As the function `prepare`."""
+        return prepare(self.engine.info, self.engine.tokenizer, asked, wish, self._draw)
+
+    def stream(self, answers: Sequence[Answer]) -> Generator[tuple[Answer, str], None, None]:
+        """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""
+        by_uid = {answer.request.uid: answer for answer in answers}
+        for output in self.run(answer.request for answer in answers):
+            answer = by_uid[output.uid]
+            yield answer, answer.push(output)
+
+    def run(self, requests: Iterable[GenerationRequest], at_once: int | None = None) -> Generator[Output, None, None]:
+        """Outputs of the requests, as they come, until all of them are finished.
+
+        at_once: most requests that run at a time; the next one is taken from `requests` when there is room for it.
+        What is unfinished when the iteration ends early is aborted.
+        """
+        todo, engine, running = iter(requests), self.engine, self._running
+        try:
+            while True:
+                for request in islice(todo, None if at_once is None else max(at_once - len(running), 0)):
+                    self.submit(request)
+                if not running:
+                    return
+                for output in engine.step():
+                    if output.finish_reason is not None:
+                        running.discard(output.uid)
+                    yield output
+        finally:
+            # Leaves an engine with nothing to do, whose next outputs are new ones.
+            for uid in running:
+                engine.abort(uid)
+            while running and not engine.idle():
+                engine.step()
+            running.clear()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Adds a request to the `run` that is being iterated. Raises RequestError if it can never run."""
+        self.engine.submit(request)
+        self._running.add(request.uid)

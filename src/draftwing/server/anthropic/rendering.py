@@ -1,0 +1,112 @@
+"""An answer as Anthropic's message."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pydantic_core
+
+from draftwing.engine.process.link import EngineDead
+from draftwing.server.generation import Generation
+from draftwing.server.http import named_event
+from draftwing.server.parsers.message import MessageReader, Part, Thought
+from draftwing.server.rendering import Blocks, Event, text_of
+from draftwing.text.answer import Answer
+
+_DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
+
+
+class _Content(Blocks):
+    """The blocks of a message. `inputs` has the arguments of each call as text."""
+
+    def __init__(self, reader: MessageReader) -> None:
+        super().__init__(reader)
+        self.inputs: dict[int, str] = {}
+
+    def make(self, part: Part) -> dict[str, Any]:
+        if isinstance(part, Thought):
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        if isinstance(part, str):
+            return {"type": "text", "text": ""}
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+
+    def began(self) -> list[Event]:
+        return [("content_block_start", {"index": self.last, "content_block": dict(self.blocks[-1])})]
+
+    def grew(self, part: Part) -> list[Event]:
+        block, text = self.blocks[-1], text_of(part)
+        kind, field = _DELTAS.get(block["type"], ("input_json_delta", "partial_json"))
+        if block["type"] in _DELTAS:
+            block[field] += text
+        else:
+            self.inputs[self.last] = self.inputs.get(self.last, "") + text
+        return [("content_block_delta", {"index": self.last, "delta": {"type": kind, field: text}})]
+
+    def ended(self, answer: Answer | None) -> list[Event]:
+        return [("content_block_stop", {"index": self.last})]
+
+
+class Message:
+    """One answer as a message, or as the events that build it."""
+
+    def __init__(self, generation: Generation, reader: MessageReader, model: str) -> None:
+        self.generation, self._model = generation, model
+        self._content = _Content(reader)
+        self._answer: Answer = generation.answers[0]
+
+    def body(self) -> dict[str, Any]:
+        self._check()
+        self._content.push(self._answer.text, self._answer)
+        for index, text in self._content.inputs.items():
+            # Clients complete an input that is cut in the same way when they stream it.
+            self._content.blocks[index]["input"] = pydantic_core.from_json(text, allow_partial=True)
+        message = self._message(self._content.blocks)
+        return message | self._ending() | {"usage": self._usage(len(self._answer.token_ids))}
+
+    async def events(self) -> AsyncIterator[str]:
+        start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage(0)}
+        yield named_event("message_start", {"message": start})
+        yield named_event("ping", {})
+        async for answer, text in self.generation:
+            for event in self._content.push(text, answer):
+                yield named_event(*event)
+        self._check()
+        usage = {"output_tokens": len(self._answer.token_ids)}
+        yield named_event("message_delta", {"delta": self._ending(), "usage": usage})
+        yield named_event("message_stop", {})
+
+    def _check(self) -> None:
+        """Raises EngineDead for an aborted answer: the API has no word for it."""
+        reason = self._answer.finish_reason or {}
+        if reason.get("type") == "abort":
+            raise EngineDead(f"the request was aborted: {reason.get('message', '')}".rstrip(": "))
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.generation.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **self.generation.label,
+        }
+
+    def _ending(self) -> dict[str, Any]:
+        answer, matched = self._answer, self._answer.matched_stop
+        assert answer.finish_reason is not None
+        if answer.finish_reason["type"] == "length":
+            reason = "max_tokens"
+        elif self._content.reader.calls:
+            reason = "tool_use"
+        else:
+            reason = "stop_sequence" if isinstance(matched, str) else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": matched if reason == "stop_sequence" else None}
+
+    def _usage(self, output_tokens: int) -> dict[str, Any]:
+        return {
+            "input_tokens": self.generation.prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": output_tokens,
+        }

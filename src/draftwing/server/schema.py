@@ -1,0 +1,181 @@
+"""What the bodies of all dialects share: types of fields, and how they become `SamplingParams`.
+
+Sampling fields are declared by `sampled` and checked by `SamplingParams`, which gives /openapi.json their bounds.
+A field of type `NotBuilt` asks for what this version does not do; it is refused by name unless its value asks for
+nothing. Unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from draftwing.errors import RequestError
+from draftwing.requests.options import LogprobParams
+from draftwing.requests.sampling_params import GRAMMARS, SamplingParams, field_schemas
+
+MAX_PROMPTS = 1024
+_EMPTY: tuple[Any, ...] = ([], {}, False)
+# Values that ask for nothing, of fields that are not built; others have none but null.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio_data": ([],),
+    "background": (False,),
+    "context_management": _EMPTY,
+    "extra_key": ("",),
+    "function_call": ("none", "auto", []),
+    "functions": ([],),
+    "image_data": ([],),
+    "include": ([],),
+    "include_obfuscation": (False,),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none", "medium"),
+    "session_params": ({},),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+    "video_data": ([],),
+    **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples", "mcp_servers", "output_schema"), _EMPTY),
+    **dict.fromkeys(("container", "diagnostics", "display", "effort", "inference_geo", "speed"), _EMPTY),
+    **dict.fromkeys(("return_hidden_states", "return_entropy", "return_prompt_token_ids"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_meta_info"), (False,)),
+    **dict.fromkeys(("return_cached_tokens_details", "return_spec_tokens_details"), (False,)),
+}
+
+
+def _refused(value: Any, info: ValidationInfo) -> Any:
+    neutral = NEUTRAL.get(info.field_name or "", ())
+    # 0 == False in Python but not for a user: only numbers are equal across types.
+    if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+        return value
+    raise PydanticCustomError("not_built", "is not supported by this version; leave it out")
+
+
+NotBuilt = Annotated[Any, AfterValidator(_refused)]
+OtherKind = Any  # of parts of another kind, which are refused by their kind rather than by an unknown field
+Bookkeeping = Any  # for the client's own accounts; no effect here
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
+
+
+def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 1}
+_DRAFTS = _object([], algorithm=_TEXT, num_steps=_COUNT | {"minimum": 0}, topk=_COUNT, num_draft_tokens=_COUNT)
+_PARTS = {"type": "array", "items": _object(["type", "text"], type={"const": "text"}, text=_TEXT)}
+_CONTENT = _object(["type", "content"], type={"const": "content"}, content={"anyOf": [_TEXT, _PARTS]})
+# Their insides are checked in `requests.options`, which names what is wrong with them.
+Speculative = Annotated[str | dict[str, Any], WithJsonSchema({"anyOf": [{"const": "off"}, _DRAFTS]})]
+Prediction = Annotated[dict[str, Any], WithJsonSchema(_CONTENT)]
+
+
+class _Sampled:
+    """Marks a field that becomes `name` of `SamplingParams`, and documents it as that."""
+
+    def __init__(self, name: str, required: bool) -> None:
+        self.name, self.required = name, required
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        described = {key: value for key, value in field_schemas()[self.name].items() if key != "default"}
+        if not self.required:
+            about = {"description": described.pop("description")} if "description" in described else {}
+            described = {"anyOf": [*described.get("anyOf", [described]), {"type": "null"}], **about}
+        schema.update(described)
+
+
+def sampled(name: str, required: bool = False) -> Any:
+    """A field that `SamplingParams` takes as `name` and checks."""
+    extra = _Sampled(name, required)
+    return Field(json_schema_extra=extra) if required else Field(default=None, json_schema_extra=extra)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Asking(Body):
+    """Body of a request for answers, in any dialect.
+
+    source: name of the field that holds the prompt.  names: the dialect's words in errors, where no field of it is
+    `sampled` under the engine's name.
+    """
+
+    source: ClassVar[str]
+    names: ClassVar[Mapping[str, str]] = {}
+
+    stream: bool | None = None
+    rid: str | None = None
+    speculative: Speculative | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+
+    @classmethod
+    @functools.cache
+    def _sampled(cls) -> dict[str, str]:
+        """Fields for `SamplingParams` and their names there. Of two for one name the later one counts."""
+        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        return {name: extra.name for name, extra in extras.items() if isinstance(extra, _Sampled)}
+
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        """Checked parameters. Raises RequestError.
+
+        defaults: of the model, for what is not given.  fields: others that the body asks for by fields of its own.
+        """
+        given, names = {**defaults, **fields}, dict(self.names)
+        for name, ours in self._sampled().items():
+            value = getattr(self, name)
+            if value is not None:
+                given[ours] = value
+            if value is not None or ours not in names:
+                names[ours] = name
+        return SamplingParams.read(given, names)
+
+    @property
+    def length(self) -> str | None:
+        """Name of the field by which the client limits the length; None where it leaves that to us."""
+        given = (name for name, ours in self._sampled().items() if ours == "max_new_tokens")
+        return next((name for name in reversed(list(given)) if getattr(self, name) is not None), None)
+
+    @property
+    def grammar_field(self) -> str | None:
+        """Name of the field that holds a grammar."""
+        given = (name for name in GRAMMARS if getattr(self, name, None) is not None)
+        return next(given, self.names.get("response_format"))
+
+    def wanted_logprobs(self) -> LogprobParams | None:
+        """The log probabilities that are asked for. Raises RequestError."""
+        return None
+
+    @property
+    def predicted(self) -> str:
+        """The text that the answer is expected to resemble. Raises RequestError."""
+        return ""
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """An error of the engine, which names fields as /generate does, with the names of this dialect."""
+        ours = {ours: name for name, ours in self._sampled().items()} | dict(self.names)
+        engines = ("min_new_tokens", "top_logprobs_num", "response_format")
+        names: dict[str, str] = {name: ours[name] for name in engines if name in ours}
+        names |= {"max_new_tokens": self.length or self.source, "input_ids": self.source, "prompt": self.source}
+        param = names.get(error.param or "", error.param)
+        found = re.compile("|".join(re.escape(name) for name in names if name != "prompt"))
+        message = found.sub(lambda match: names[match[0]], str(error))
+        return RequestError(message if param is None or param in message else f"{param}: {message}", param)
+
+
+def split_prompts(field: str, value: str | list[Any]) -> tuple[list[str] | list[list[int]], bool]:
+    """(prompts, batched) from a string, a list of strings, token ids, or lists of token ids."""
+    single = isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
+    prompts = [value] if single else value
+    if not prompts or not all(prompts):
+        raise RequestError(f"{field} must not be empty", field)
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"{field} takes at most {MAX_PROMPTS} prompts; found {len(prompts)}", field)
+    return prompts, not single  # type: ignore[return-value]
