@@ -91,7 +91,7 @@ def test_a_tree_by_depth():
 
 def test_drafters_are_told_apart():
     sched = scheduler(0, 1, 2)
-    sched.running[1].prediction = (5, 6)
+    sched.running[1].request.prediction = (5, 6)
     reporter = Reporter(sched, drafter="NGRAM")
     reporter.watch(plan(CHAIN, 0, 1, 2), result(count=[2, 4, 1], proposed=[3, 3, 1]))
     ngram, prediction = reporter.drafters["NGRAM"], reporter.drafters["NGRAM+prediction"]

@@ -137,15 +137,8 @@ class Serving(RuleBasedStateMachine):
             self.asked[uid] = Asked(prompt, wish.seed, limit, stop)
             params = SamplingParams(max_new_tokens=wish.new, temperature=0)
             logprobs = None if wish.tell is None else LogprobParams(start=min(wish.tell, len(prompt) - 1))
-            self.sched.submit(
-                Req(
-                    GenerationRequest(uid, list(prompt), params, wish.priority, logprobs=logprobs),
-                    wish.seed,
-                    limit,
-                    stop,
-                    wish.salt,
-                )
-            )
+            request = GenerationRequest(uid, list(prompt), params, wish.priority, logprobs=logprobs)
+            self.sched.submit(Req(request, wish.seed, limit, stop, wish.salt))
 
     @precondition(lambda self: not self.sched.idle)
     @rule(which=st.integers(0, 20))

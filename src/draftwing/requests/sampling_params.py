@@ -180,7 +180,7 @@ class SamplingParams(BaseModel):
         return self.model_copy(update=changes)
 
     def _read(self, fields: Mapping[str, Any], names: _Names) -> None:
-        given = {name: value for name, value in fields.items() if value is not None}
+        given = {name: value for name, value in fields.items() if value is not None and value != ()}
         if not all(isinstance(name, str) for name in given):
             raise names.error(show(next(name for name in given if not isinstance(name, str))), _UNKNOWN)
         if fields.get("max_new_tokens", 0) is None:
