@@ -345,6 +345,6 @@ BROKEN: list[Patch] = [
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_rule_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
-    once = settings(RANDOM, phases=(Phase.generate,), report_multiple_bugs=False)
+    once = settings(RANDOM, max_examples=1000, phases=(Phase.generate,), report_multiple_bugs=False)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
         run_state_machine_as_test(Serving, settings=once)

@@ -49,7 +49,7 @@ class Session:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._draw = random.Random(engine.options.random_seed)
+        self._draw = random.Random(engine.info.options.random_seed)
         self._running: set[str] = set()
 
     def prepare(self, asked: Sequence[GenerationRequest], wish: Any = None) -> list[Answer]:
