@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
-from draftwing.core import PLAIN, PREDICTED, TreeShape
+from draftwing.core import PLAIN, PREDICTED
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
@@ -35,6 +35,7 @@ from draftwing.sched.shapes import FixedShape, ShapePolicy
 from draftwing.spec.drafter import DraftContext, Drafter
 from draftwing.spec.simulate import Simulation
 from draftwing.spec.token_map import load_token_map
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
 log = logging.getLogger("draftwing")
 
@@ -43,8 +44,9 @@ SLOTS_AHEAD = 32  # see `SchedulerConfig.ahead`
 
 @dataclass
 class Parts:
-    """What `Engine` drives."""
+    """What `Engine` drives. options: with all that follows from the device and the models."""
 
+    options: Options
     executor: Executor
     sched: Scheduler
     model: DecoderModel
@@ -53,9 +55,16 @@ class Parts:
     pool_tokens: int
 
 
-def build(options: Options, path: Path) -> Parts:
-    """The engine of options `for_engine`; path: of the target."""
-    device = pick_device(options.device)
+def build(options: Options, path: Path, tokenizer: Tokenizer) -> Parts:
+    """Loads the models of resolved options; path, tokenizer: of the target. Raises ConfigError and CheckpointError."""
+    device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
+    draft_path = _draft_path(options)
+    if drafter_spec.same_tokenizer and draft_path is not None and not options.dummy:
+        check_draft_tokenizer(options, draft_path, tokenizer)
+    kind = device.device.type
+    carried = carried_shape(draft_path or path, kind) if drafter_spec.heads else None
+    options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
+    log_drafter(options)
     if options.num_threads and not device.is_cuda:
         torch.set_num_threads(options.num_threads)
     if options.deterministic and device.is_cuda and not use_triton(torch.empty(0, device=device.device)):
@@ -68,9 +77,9 @@ def build(options: Options, path: Path) -> Parts:
             "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
             "order that depends on the batch. Leave one of them out"
         )
-    config = load_config(path)
     dtype = pick_dtype(options.dtype, device, config.dtype)
-    draft_path, token_ids = find_draft(options, config.vocab_size)  # before anything large is loaded
+    tokens = options.speculative_token_map
+    token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
     ahead = None
     if use_triton(torch.empty(0, device=device.device)):
         capability = torch.cuda.get_device_capability(device.device)
@@ -160,7 +169,7 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(executor, sched, model, dtype, context, pool_tokens)
+    return Parts(options, executor, sched, model, dtype, context, pool_tokens)
 
 
 def graph_size_of(options: Options) -> int:
@@ -198,25 +207,33 @@ def make_drafter(
     return drafter, drafter.policy(shape, options.speculative_adaptive)
 
 
-def find_draft(options: Options, vocab: int) -> tuple[Path | None, Tensor | None]:
-    """Where the draft model is, and the tokens that may be drafted [n] int64; None where not given. vocab: the
-    target's."""
-    tokens = options.speculative_token_map
-    return _draft_path(options), None if tokens is None else load_token_map(tokens, vocab)
-
-
-def asked_shape(options: Options, path: Path, device_type: str) -> TreeShape | None:
-    """The tree that a head's config asks for on such a device, None where it asks for none. path: of the target, which
-    may draft for itself."""
-    return carried_shape(_draft_path(options) or path, device_type) if options.drafter_spec.heads else None
-
-
 def _draft_path(options: Options) -> Path | None:
     if options.speculative_draft_model_path is None:
         return None
     return resolve_model(
         options.speculative_draft_model_path, options.speculative_draft_model_revision,
         option="--speculative-draft-model-path", weights=not options.dummy,
+    )  # fmt: skip
+
+
+def check_draft_tokenizer(options: Options, draft_path: Path, target: Tokenizer) -> None:
+    """Raises ConfigError unless a small draft model has the target's token ids."""
+    difference = vocabulary_difference(target, load_tokenizer(draft_path, None))
+    if difference:
+        raise ConfigError(
+            f"{options.speculative_draft_model_path} cannot draft for {options.model}: their tokenizers give different "
+            f"ids to the same tokens. {difference}"
+        )
+
+
+def log_drafter(options: Options) -> None:
+    """Logs the drafter, its largest tree, and how to turn it off: it may be there by default."""
+    if not options.drafts:
+        return
+    draft = options.speculative_draft_model_path
+    log.info(
+        "%s drafts%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it off",
+        options.drafter, f" with {draft}" if draft else "", *options.speculative_shape,
     )  # fmt: skip
 
 

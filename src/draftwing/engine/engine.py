@@ -20,16 +20,13 @@ import torch
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.build import Parts, asked_shape, build
-from draftwing.engine.device import pick_device
+from draftwing.engine.build import Parts, build
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.stats import Reporter, StepTimes
-from draftwing.errors import ConfigError
 from draftwing.grammar import GrammarCompiler
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
-from draftwing.models.loader import load_config
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -37,7 +34,7 @@ from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
-from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("draftwing")
 _PROCESSOR = "custom_logit_processor"  # the field that names one
@@ -46,24 +43,17 @@ _PROCESSOR = "custom_logit_processor"  # the field that names one
 class Engine:
     def __init__(self, options: Options) -> None:
         """Loads everything; raises ConfigError or CheckpointError."""
-        self.options = options.resolve()
-        path = resolve_model(self.options.model, self.options.revision, weights=not self.options.dummy)
+        options = options.resolve()
+        path = resolve_model(options.model, options.revision, weights=not options.dummy)
         tokenizer_path = path
-        if self.options.tokenizer_path:
+        if options.tokenizer_path:
             tokenizer_path = resolve_model(
-                self.options.tokenizer_path, self.options.revision, option="--tokenizer-path", weights=False
+                options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False
             )
-        device = pick_device(self.options.device)
-        kind = device.device.type
-        shape = asked_shape(self.options, path, kind)
-        architecture = load_config(path).architecture
-        self.options = self.options.for_engine(kind, device.total_memory(), architecture, shape)
-        tokenizer = load_tokenizer(tokenizer_path, self.options.chat_template)
-        if self.options.drafter_spec.same_tokenizer and not self.options.dummy:
-            check_draft_tokenizer(self.options, tokenizer)
-        log_drafter(self.options)
-        parts = build(self.options, path)
-        defaults = sampling_defaults(path) if self.options.sampling_defaults == "model" else {}
+        tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        parts = build(options, path, tokenizer)
+        self.options = parts.options
+        defaults = sampling_defaults(path) if options.sampling_defaults == "model" else {}
         self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
 
     def _start(
@@ -203,32 +193,6 @@ def salt_of(cache_salt: str | None) -> int:
     if cache_salt is None:
         return 0
     return (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "big") >> 1) or 1
-
-
-def log_drafter(options: Options) -> None:
-    """Logs the drafter, its largest tree, and how to turn it off: it may be there by default."""
-    if not options.drafts:
-        return
-    draft = options.speculative_draft_model_path
-    log.info(
-        "%s drafts%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it off",
-        options.drafter, f" with {draft}" if draft else "", *options.speculative_shape,
-    )  # fmt: skip
-
-
-def check_draft_tokenizer(options: Options, target: Tokenizer) -> None:
-    """Raises ConfigError unless a small draft model has the target's token ids."""
-    assert options.speculative_draft_model_path is not None
-    path = resolve_model(
-        options.speculative_draft_model_path, options.speculative_draft_model_revision,
-        option="--speculative-draft-model-path",
-    )  # fmt: skip
-    difference = vocabulary_difference(target, load_tokenizer(path, None))
-    if difference:
-        raise ConfigError(
-            f"{options.speculative_draft_model_path} cannot draft for {options.model}: their tokenizers give different "
-            f"ids to the same tokens. {difference}"
-        )
 
 
 def _step_times(device: torch.device) -> StepTimes:
