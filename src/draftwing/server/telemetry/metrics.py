@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -140,6 +143,25 @@ def _series(row: str) -> Series:
 SERIES = tuple(map(_series, _TABLE.splitlines()))
 
 
+class Histogram(Collector):
+    """Counts durations. prometheus-client's own looks at every bucket for every token, under a lock for each."""
+
+    def __init__(self, series: Series, labels: Mapping[str, str]) -> None:
+        self._series, self._labels = series, labels
+        self._bounds = list(map(float, series.buckets))
+        self._counts, self._sum = [0] * (len(self._bounds) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._series.name, self._series.help, labels=list(self._labels))
+        buckets = zip([*map(repr, self._bounds), "+Inf"], map(float, accumulate(self._counts)), strict=True)
+        family.add_metric(list(self._labels.values()), list(buckets), self._sum)
+        yield family
+
+
 class RequestMetrics(Watcher):
     """Counts requests as they pass; `registry` has the series."""
 
@@ -152,16 +174,15 @@ class RequestMetrics(Watcher):
             if series.key != "-":
                 continue
             common = series.common_labels(model)
-            options: dict[str, Any] = {"labelnames": [*common, *series.labels], "registry": self.registry}
             if series.kind == "histogram":
-                metric: Any = Histogram(series.name, series.help, buckets=series.buckets, **options)
-            else:
-                metric = Counter(series.name, series.help, **options)
+                self._metrics[series.name] = histogram = Histogram(series, common)
+                self.registry.register(histogram)
+                continue
+            counter = Counter(series.name, series.help, [*common, *series.labels], registry=self.registry)
             if series.labels:
-                values = tuple(common.values())
-                self._metrics[series.name] = lambda *own, metric=metric, values=values: metric.labels(*values, *own)
+                self._metrics[series.name] = partial(counter.labels, *common.values())
             else:  # at 0 from the start, so that the first request is an increase
-                self._metrics[series.name] = metric.labels(*common.values())
+                self._metrics[series.name] = counter.labels(*common.values())
         for reason in REASONS:
             self._metrics["vllm:request_success_total"](reason)
 
@@ -177,8 +198,7 @@ class RequestMetrics(Watcher):
             metrics["vllm:prompt_tokens_total"].inc(len(answer.request.prompt_ids))
             self._observe("time_to_first_token_seconds", now - answer.arrived)
             return
-        for _ in range(tokens):
-            metrics["sglang:inter_token_latency_seconds"].observe((now - before) / tokens)
+        metrics["sglang:inter_token_latency_seconds"].observe((now - before) / tokens, tokens)
         metrics["vllm:inter_token_latency_seconds"].observe(now - before)
 
     def finished(self, answer: AnswerRecord) -> None:
