@@ -228,27 +228,29 @@ class Reporter:
     def _count_tree(self, plan: Plan, result: StepResult) -> float:
         """Counts what the step gave to requests that still run; returns committed tokens per row."""
         current = {req.admission: req for req in self._sched.running}
-        by_drafter: dict[str, list[int]] = {}  # rows that each drafted for
-        rows = tokens = 0
-        for i, number in enumerate(plan.admission.tolist()):
-            req = current.get(number)
-            if req is None:
-                continue
-            rows += 1
-            tokens += int(result.count[i])
-            by_drafter.setdefault(self._drafter_of(req), []).append(i)
-        self._interval.rows += rows
+        reqs = [current.get(number) for number in plan.admission.tolist()]
+        live = [i for i, req in enumerate(reqs) if req is not None]
+        if not live:
+            return 0.0
+        count = result.count.tolist()
+        tokens = sum([count[i] for i in live])
+        self._interval.rows += len(live)
         self._interval.tokens += tokens
-        self.total_rows += rows
+        self.total_rows += len(live)
         self.total_tokens += tokens
         if plan.shape != PLAIN:
-            for name, at in by_drafter.items():
+            by_drafter: dict[str, list[int]] = {}  # rows that each drafted for
+            for i in live:
+                by_drafter.setdefault(self._drafter_of(reqs[i]), []).append(i)
+            for name, rows in by_drafter.items():
+                at = rows if len(rows) < len(reqs) else slice(None)
                 depth, accepted = result.depth[at], result.count[at] - 1
                 self._interval.proposed += self._counts(name).add(depth, accepted, plan.shape.depth)
-        return tokens / rows if rows else 0.0
+        return tokens / len(live)
 
-    def _drafter_of(self, req: Req) -> str:
+    def _drafter_of(self, req: Req | None) -> str:
         """Returns who drafts for a request. With a prediction only the device knows whether it was used."""
+        assert req is not None
         if not req.request.prediction:
             return self._drafter
         return "prediction" if self._drafter == "none" else f"{self._drafter}+prediction"
