@@ -8,6 +8,7 @@ there is nothing to be greedy about, and the parser alone decides.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class _Parser:
     def _atom(self) -> Node | None:
         token = self._token
         if token["text"] is not None:
-            node: Node = Seq(tuple(Chars(_code(char)) for char, _ in self._characters(token["text"])))
+            node: Node = Seq(tuple(map(_one, self._characters(token["text"]))))
         elif token["set"] is not None:
             node = self._set(token["set"])
         elif token["token"] == ".":
@@ -197,16 +198,16 @@ class _Parser:
 
     def _set(self, body: str) -> Chars:
         negated = body.startswith("^")
-        chars = self._characters(body[negated:])
-        if not chars:
+        raw = _CHAR.findall(body[negated:])
+        if not raw:
             if not negated:
                 raise self._error("a set of no characters")
             return Chars("(?s:.)")
         parts, at = [], 0
-        while at < len(chars):
-            low = high = chars[at][0]
-            if [raw for _, raw in chars[at + 1 : at + 2]] == ["-"] and at + 2 < len(chars):
-                high = chars[at + 2][0]
+        while at < len(raw):
+            low = high = self._character(raw[at])
+            if raw[at + 1 : at + 2] == ["-"] and at + 2 < len(raw):
+                high = self._character(raw[at + 2])
                 at += 2
             if high < low:
                 raise self._error("the range of characters is empty")
@@ -214,9 +215,9 @@ class _Parser:
             at += 1
         return Chars(f"[{'^' * negated}{''.join(parts)}]")
 
-    def _characters(self, body: str) -> list[tuple[str, str]]:
-        """Returns the characters that `body` stands for, each with how it is written."""
-        return [(self._character(raw), raw) for raw in _CHAR.findall(body)]
+    def _characters(self, body: str) -> str:
+        """Returns the text that `body` stands for."""
+        return "".join(map(self._character, _CHAR.findall(body))) if "\\" in body else body
 
     def _character(self, raw: str) -> str:
         if not raw.startswith("\\"):
@@ -234,6 +235,11 @@ class _Parser:
 def _code(char: str) -> str:
     """Returns a character as a regular expression has it."""
     return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
+
+
+@functools.lru_cache(4096)
+def _one(char: str) -> Chars:
+    return Chars(_code(char))
 
 
 def _parts(node: Node) -> tuple[Node, ...]:
