@@ -32,7 +32,7 @@ class Settings:
     """What one run is asked for. Tuples are given with spaces on the command line; None means a default that follows
     from others."""
 
-    seed: int = option(0, DATA, "of all that is drawn: answers, samples, weights, batches", minimum=0)
+    seed: int = option(0, DATA, "seed of everything random: answers, samples, weights, batches", minimum=0)
 
     prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts that the model answers: JSON lines, JSON, CSV or lines of text, also as .gz; "
@@ -41,7 +41,7 @@ class Settings:
     conversations: tuple[str, ...] = option(
         (), DATA, "JSON lines of conversations (ShareGPT's or OpenAI's layout), trained on as they are", fixed=False
     )
-    regenerate: bool = option(False, DATA, "let the model itself answer what users say in --conversations")
+    regenerate: bool = option(False, DATA, "replace the answers in --conversations by the model's own")
     eval_prompts: tuple[str, ...] = option(
         (), DATA, "files of prompts to measure acceptance on; prompts that share 13 words in a row with them are not "
         "trained on (default: some prompts are held out)", fixed=False,
@@ -55,23 +55,26 @@ class Settings:
     )
     temperatures: tuple[float, ...] = option((0.6, 1.0), GENERATE, "lowest and highest temperature of the others")
 
-    algorithm: str = option(_DEFAULT, CAPTURE, "what is trained", choices=tuple(TRAINED))
+    algorithm: str = option(_DEFAULT, CAPTURE, "kind of head", choices=tuple(TRAINED))
     data: str | None = option(
-        None, CAPTURE, "folder of another run whose answers and features are used (default: --out)"
+        None, CAPTURE, "folder of another run whose answers and hidden states are used (default: --out)"
     )
     online: bool = option(
-        False, CAPTURE, "compute features while training, for data that would not fit on the disk", fixed=False
+        False, CAPTURE, "compute hidden states while training, for data that would not fit on the disk", fixed=False
     )
     aux_layers: tuple[int, ...] = option(
-        (), CAPTURE, "hidden states that EAGLE-3 reads, by layers before them (default: 2, L/2, L-3)", fixed=False
+        (),
+        CAPTURE,
+        "auxiliary hidden states that EAGLE-3 reads, as layers before them (default: 2, L/2, L-3)",
+        fixed=False,
     )
     held_out: float = option(
-        0.02, CAPTURE, "share of conversations to watch the training with", minimum=0, maximum=1, fixed=False
+        0.02, CAPTURE, "share of conversations held out to measure the loss", minimum=0, maximum=1, fixed=False
     )  # fmt: skip
 
     # What of these may change is the saved state's matter.
     init_head: tuple[str, ...] = option(
-        (), FIT, "a head to start from, in place of a fresh one; of several that came from one head, their mean"
+        (), FIT, "head to start from, in place of a fresh one; the mean of several that came from one head"
     )
     draft_vocab_size: int | None = option(
         None, FIT, "tokens that EAGLE-3 may draft (default: a quarter of the vocabulary, at most 32000)", minimum=64,
@@ -79,10 +82,16 @@ class Settings:
     )  # fmt: skip
     ffn_size: int = option(0, FIT, "width of the head's MLP (default: the target's)", minimum=0, fixed=False)
     epochs: float = option(
-        1.0, FIT, "passes over the data; 0: none, the head is --init-head as it is", minimum=0, fixed=False
+        1.0, FIT, "passes over the data; 0: train nothing and keep --init-head as it is", minimum=0, fixed=False
     )
     steps: int = option(0, FIT, "steps of the optimizer, in place of epochs", minimum=0, fixed=False)
-    optimizer: str = option("adamw", FIT, "muon: for the matrices of the layer", choices=("adamw", "muon"), fixed=False)
+    optimizer: str = option(
+        "adamw",
+        FIT,
+        "muon: Muon for the matrices of the layer, AdamW for the rest",
+        choices=("adamw", "muon"),
+        fixed=False,
+    )
     lr: float = option(0.0, FIT, "highest learning rate (default: 0.4 / hidden size)", minimum=0, fixed=False)
     warmup: float = option(
         0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1, fixed=False
@@ -93,10 +102,10 @@ class Settings:
         None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", minimum=1, fixed=False
     )
     ttt_decay: float | None = option(
-        None, FIT, "weight of each of them beside the one before (default: 0.8)", minimum=0, fixed=False
+        None, FIT, "weight of each draft of a chain, relative to the one before (default: 0.8)", minimum=0, fixed=False
     )
     target_temperature: float = option(
-        1.0, FIT, "of the target's distribution that is learnt; below 1 for traffic that is greedy", minimum=0.01,
+        1.0, FIT, "temperature of the target's distribution in the loss; below 1 for greedy traffic", minimum=0.01,
         fixed=False,
     )  # fmt: skip
     clip: float = option(0.5, FIT, "largest norm of a gradient", minimum=0, fixed=False)
@@ -113,9 +122,7 @@ class Settings:
     eval_temperatures: tuple[float, ...] = option((0.0, 1.0), EVAL, "temperatures to measure at", fixed=False)
     eval_concurrency: int = option(8, EVAL, "requests at once", minimum=1, fixed=False)
 
-    licence: tuple[str, ...] = option(
-        (), CARD, "where the data is from and under which licence, an item a source", fixed=False
-    )
+    licence: tuple[str, ...] = option((), CARD, "source and licence of the data, one text per source", fixed=False)
     max_file_mb: int = option(5000, CARD, "largest file of the head, in MB", minimum=1, fixed=False)
 
     def check(self) -> None:
