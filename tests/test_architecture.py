@@ -75,8 +75,6 @@ KNOWN_QUESTIONS: set[str] = {
     "train.cross_entropy: compares with a device's name",
     "train.cross_entropy: use_triton",
     "train.fit: compares with a device's name",
-    "train.heads: compares with a device's name",
-    "train.heads: is_cuda",
     "train.optimizer: compares with a device's name",
     "train.stages: torch.cuda.is_available",
 }

@@ -140,5 +140,5 @@ def test_formats_that_nobody_has_added_are_refused(tmp_path: Path, quantization:
     folder = write_checkpoint(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    with pytest.raises(CheckpointError, match="config of Qwen2ForCausalLM: quantization_config = .* is not supported"):
+    with pytest.raises(CheckpointError, match=r"config of Qwen2ForCausalLM: quantization_config = .* is not supported"):
         load_config(folder)

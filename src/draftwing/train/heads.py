@@ -25,6 +25,7 @@ from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import fill_parameters, folder_tensors, load_config
 from draftwing.models.weight_map import canonical, checkpoint_names
+from draftwing.ops.torch.layer_ops import PLAIN
 from draftwing.train.capture import eagle3_taps
 from draftwing.train.checkpoint import aux_layer_ids
 
@@ -231,32 +232,25 @@ class TargetHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns logits [n, V], float32 or wider."""
-        return self._product(hidden, self._weight)
+        return PLAIN.wide_gemm(hidden, self._weight)
 
     def of(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logits of the tokens `ids` [n, len(ids)], and whether the largest of all logits is among them [n]
         bool.
 
-        A CPU makes the others in half precision, whose products are five times as fast there; a token that is the best
+        A CPU makes the others in half precision, whose GEMMs are five times as fast there; a token that is the best
         but for that rounding counts as the best.
         """
         weight = self._weight
-        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        if not PLAIN.wide_gemm_is_slow(weight):
             logits = self(hidden)
             kept = logits[:, ids]
             return kept, kept.amax(-1) == logits.amax(-1)
         if self._kept is None or self._kept[0] is not ids:
             self._kept = ids, weight[ids].float()
-        kept = self._product(hidden, self._kept[1])
+        kept = PLAIN.wide_gemm(hidden, self._kept[1])
         most = (hidden.to(weight.dtype) @ weight.t()).amax(-1).float()
         return kept, kept.amax(-1) >= most - most.abs() * 2**-8
-
-    @staticmethod
-    def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-        if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
-            return torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32)
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        return hidden.to(wide) @ weight.to(wide).t()
 
 
 def _head_weight(target: DecoderModel) -> Tensor:

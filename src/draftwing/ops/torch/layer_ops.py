@@ -137,6 +137,17 @@ class LayerOps:
         """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)
 
+    def wide_gemm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [M, inputs], weight [outputs, inputs] -> x @ weight^T [M, outputs], summed and kept in float32 or wider."""
+        if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return x.to(wide) @ weight.to(wide).t()
+
+    def wide_gemm_is_slow(self, weight: Tensor) -> bool:
+        """Whether a GEMM in the weight's own dtype takes a fraction of the time of `wide_gemm`."""
+        return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
     # -- what some devices have -------------------------------------------------------------------------------------
 
     def packs_with_onednn(self, weight: Tensor) -> bool:
