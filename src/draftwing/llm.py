@@ -56,7 +56,8 @@ class Wishes(TypedDict, total=False):
 
 class LLM:
     """A model, loaded and ready. Options have the server's names (`speculative_algorithm="NGRAM"`, ...). None is an
-    option not given: `smollm2` is then drafted for by its own head; `speculative_algorithm="none"` is without drafts.
+    option not given: `smollm2` is then drafted for by its own head; `speculative_algorithm="none"` is without drafts. A
+    class derived from `Drafter` is an algorithm of your own.
 
     Raises ConfigError for an option, CheckpointError for a model that cannot be served. Not thread-safe.
     """

@@ -100,7 +100,8 @@ def load_draft_head(
             eagle = eagle3_config(config, raw, weights, target, aux_layer_ids)
             head = _eagle3(config, eagle, weights, target, dtype, device, dummy)
         else:
-            head = _eagle(config, weights, target, dtype, device, dummy)
+            head = EagleHead(config, target, "fc.bias" in weights, dtype, "meta")
+            _fill(head, _without_shared(weights, "embed_tokens.weight", "lm_head.weight"), device, dummy)
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
     _warn_of_changes(config, weights["fc.weight"].dtype, dtype, target, context_length)
@@ -138,10 +139,7 @@ def load_mtp_head(
         same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
     layers = len({name.removeprefix(MTP_PREFIX).partition(".")[0] for name in weights})
     head = MTPHead(target, layers, dtype, "meta")
-    if dummy:
-        fill_random(head, device)
-    else:
-        fill_parameters(head, head.names(), weights.items(), device)
+    _fill(head, weights.items(), device, dummy)
     return _finish(head, token_ids, started, dummy)
 
 
@@ -175,20 +173,12 @@ def head_kind(weights: Weights, path: Path) -> Kind:
 # ---- the kinds -------------------------------------------------------------------------------------------------------
 
 
-def _eagle(
-    config: ModelConfig,
-    weights: Weights,
-    target: DecoderModel,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    dummy: bool,
-) -> EagleHead:
-    head = EagleHead(config, target, "fc.bias" in weights, dtype, "meta")
+def _fill(head: FeatureHead, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, dummy: bool) -> None:
+    """Puts a head of the meta device on `device`."""
     if dummy:
         fill_random(head, device)
     else:
-        fill_parameters(head, head.names(), _without_shared(weights, "embed_tokens.weight", "lm_head.weight"), device)
-    return head
+        fill_parameters(head, head.names(), tensors, device)
 
 
 def _eagle3(
@@ -205,10 +195,7 @@ def _eagle3(
     tensors = {re.sub(r"^(midlayer|layers\.0)\.", f"{first}.", name): tensor for name, tensor in weights.items()}
     offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
     shared = () if eagle.own_embedding else ("embed_tokens.weight",)
-    if dummy:
-        fill_random(head, device)
-    else:
-        fill_parameters(head, head.names(), _without_shared(tensors, *shared), device)
+    _fill(head, _without_shared(tensors, *shared), device, dummy)
     ids = _target_ids(offsets, kept, head.vocab, target.config.vocab_size)
     head.target_ids = None if ids is None else ids.to(device)
     return head
