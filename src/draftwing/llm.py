@@ -1,4 +1,4 @@
-"""The Python API: the engine in the calling process and thread."""
+"""The Python API: `LLM` runs the engine in the calling process and thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. `finish_reason` and `meta_info` are as in `/generate`'s response, token ids without the prompt's."""
+    """One answer: its text, its token ids without the prompt's, why it ended, and numbers such as
+    `meta_info["spec_accept_length"]`. `finish_reason` and `meta_info` are those of `/generate`'s response."""
 
     text: str
     token_ids: list[int]
@@ -36,11 +37,14 @@ class Completion:
 
 
 class Wishes(TypedDict, total=False):
-    """What a request may ask beside sampling, for all of its prompts; as in the server's APIs.
+    """Keyword arguments of `LLM.generate` and `LLM.chat` beside sampling, for all prompts; as in the server's APIs.
 
-    cache_salt: requests with different ones share no cache.  return_logprob and the fields after it: log probabilities
-    in `meta_info`, as /generate has them.  speculative: "off", or the largest drafts that are wanted, by `algorithm`,
-    `num_steps`, `topk` and `num_draft_tokens`.  prediction: a text that the answers are expected to resemble.
+    priority: higher runs first.
+    cache_salt: requests with different salts share no cache.
+    return_logprob and the three fields after it: log probabilities in `meta_info`, as /generate has them.
+    return_text_in_logprobs: adds the tokens' texts to them.
+    speculative: "off", or the largest draft: {"algorithm", "num_steps", "topk", "num_draft_tokens"}.
+    prediction: a text that the answers are expected to resemble; drafts are copied from it.
     """
 
     priority: int
@@ -55,11 +59,14 @@ class Wishes(TypedDict, total=False):
 
 
 class LLM:
-    """A model, loaded and ready. Options have the server's names (`speculative_algorithm="NGRAM"`, ...). None is an
-    option not given: `smollm2` is then drafted for by its own head; `speculative_algorithm="none"` is without drafts. A
-    class derived from `Drafter` is an algorithm of your own.
+    """Loads a model and generates text: `LLM("smollm2", speculative_algorithm="NGRAM")`.
 
-    Raises ConfigError for an option, CheckpointError for a model that cannot be served. Not thread-safe.
+    Options have the server's names; `draftwing serve --help` lists them. None means that an option is not given. Then
+    `smollm2` uses its bundled draft head, and other models run without speculation. `speculative_algorithm="none"`
+    turns it off; a class derived from `Drafter` is an algorithm of your own.
+
+    Close it, or use it in a `with` statement, to free the model's memory. Not thread-safe. Raises ConfigError for an
+    option that cannot work, CheckpointError for a model that cannot be served.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -71,7 +78,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
-        """Around an engine that is made already; `close` closes it."""
+        """Wraps an engine that exists already; `close` closes it."""
         llm = cls.__new__(cls)
         llm._begin(engine)
         return llm
@@ -87,10 +94,13 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         **wishes: Unpack[Wishes],
     ) -> list[Completion]:
-        """Completes prompts, each a text or a list of token ids; `params` is one for all or one per prompt.
+        """Completes prompts and returns `params.n` completions per prompt, prompt after prompt.
 
-        Returns `params.n` completions per prompt, prompt after prompt. Raises RequestError for a prompt that can
-        never run; nothing is generated then.
+        prompts: one or several, each a text or a list of token ids.
+        params: `SamplingParams` or a dict of its fields, one for all prompts or one per prompt.
+        wishes: see `Wishes`.
+
+        Raises RequestError for a prompt that can never run; nothing is generated then.
         """
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
         ids = [self._encode(item, i) for i, item in enumerate(items)]
@@ -105,10 +115,11 @@ class LLM:
         continue_final_message: bool = False,
         **wishes: Unpack[Wishes],
     ) -> list[Completion]:
-        """Answers one conversation, a list of {"role", "content"}, or a list of them. Otherwise as `generate`.
+        """Answers conversations with the model's chat template. Otherwise as `generate`.
 
-        chat_template_kwargs: further variables of the chat template.  continue_final_message: the answers go on with
-        the last messages, which have to be the assistant's.
+        conversations: one, a list of {"role": ..., "content": ...}, or a list of them.
+        chat_template_kwargs: further variables of the chat template.
+        continue_final_message: the answers continue the last messages, which must be the assistant's.
         """
         if not isinstance(conversations, Sequence) or isinstance(conversations, str) or not conversations:
             raise RequestError(f"expected a conversation or a list of them; found {show(conversations)}", "messages")
@@ -123,7 +134,7 @@ class LLM:
         return self._run(ids, self._spread(params, len(ids)), wishes)
 
     def close(self) -> None:
-        """Gives the model's memory back. Safe to call twice."""
+        """Frees the model's memory. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self.engine.close()

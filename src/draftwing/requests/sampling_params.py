@@ -120,11 +120,16 @@ Biases = Annotated[
 
 
 class SamplingParams(BaseModel):
-    """How to sample and when to stop. None stands for a field's default, but for `max_new_tokens`.
+    """How to sample and when to stop: `SamplingParams(temperature=0, max_new_tokens=64)`.
 
-    Beside the fields, it can be made with `seed`, another name of `sampling_seed`; with a grammar as one of
-    `json_schema`, `regex`, `ebnf`, `structural_tag` and `response_format`; and with `custom_logit_processor` and
-    `custom_params`. Raises RequestError for a field that is unknown, mistyped, out of range, or not supported.
+    Names and ranges are those of `/generate`'s `sampling_params`. None stands for a field's default, except for
+    `max_new_tokens`. The constructor also takes:
+
+    - `seed`, another name of `sampling_seed`;
+    - one grammar: `json_schema`, `regex`, `ebnf`, `structural_tag` or `response_format`;
+    - `custom_logit_processor` and `custom_params`, the name and the parameters of a logits processor.
+
+    Raises RequestError for a field that is unknown, mistyped, out of range, or not supported.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -135,30 +140,32 @@ class SamplingParams(BaseModel):
     temperature: Annotated[float, AfterValidator(lambda value: 0.0 if value < GREEDY_BELOW else value)] = Field(
         1.0, ge=0, le=100, description="0 takes the likeliest token"
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="likeliest tokens with this share of the probability")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that together have this probability")
     top_k: Annotated[int, AfterValidator(lambda value: value or -1)] = Field(
-        -1, ge=-1, le=_INT32, description="so many of the likeliest tokens; 0 and -1 keep all"
+        -1, ge=-1, le=_INT32, description="keep this many of the likeliest tokens; 0 and -1 keep all"
     )
-    min_p: float = Field(0.0, ge=0, le=1, description="tokens at least this likely, relative to the likeliest")
+    min_p: float = Field(0.0, ge=0, le=1, description="keep tokens at least this likely, relative to the likeliest")
     sampling_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="the same seed gives the same answer"
     )
     stop: Texts = Field((), max_length=MAX_STOPS, description="texts that end the answer")
     stop_token_ids: TokenIds = Field((), max_length=MAX_STOPS, description="token ids that end the answer")
-    min_new_tokens: int = Field(0, ge=0, le=_INT32, description="tokens before any token id ends the answer")
-    ignore_eos: bool = Field(False, description="goes on past the model's own end")
-    n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers to a prompt")
-    skip_special_tokens: bool = Field(True, description="special tokens are no part of the text")
-    spaces_between_special_tokens: bool = Field(True, description="where special tokens are shown")
-    no_stop_trim: bool = Field(False, description="what matched a stop is part of the text")
-    frequency_penalty: Penalty = Field(0.0, description="lowers a token's logit for each time it came")
-    presence_penalty: Penalty = Field(0.0, description="lowers a token's logit if it came")
-    repetition_penalty: float = Field(1.0, gt=0, le=2, description="divides the logits of tokens that came")
-    logit_bias: Biases = Field((), description=f"added to the logits of token ids, at most {MAX_BIASES}")
-    allowed_token_ids: TokenIds = Field((), min_length=1, description="the only tokens of the answer")
-    bad_words: Texts = Field((), max_length=MAX_BAD_WORDS, description="texts that are not generated")
+    min_new_tokens: int = Field(0, ge=0, le=_INT32, description="no token id ends the answer before this many tokens")
+    ignore_eos: bool = Field(False, description="go on past the model's end-of-text token")
+    n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers per prompt")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    spaces_between_special_tokens: bool = Field(True, description="put spaces between special tokens that are shown")
+    no_stop_trim: bool = Field(False, description="keep what matched a stop in the text")
+    frequency_penalty: Penalty = Field(0.0, description="lowers a token's logit for each time it is in the answer")
+    presence_penalty: Penalty = Field(0.0, description="lowers a token's logit if it is in the answer")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=2, description="above 1: makes tokens of prompt and answer less likely"
+    )
+    logit_bias: Biases = Field((), description=f"added to the logits of these token ids; at most {MAX_BIASES}")
+    allowed_token_ids: TokenIds = Field((), min_length=1, description="only these token ids may be generated")
+    bad_words: Texts = Field((), max_length=MAX_BAD_WORDS, description="texts that must not be generated")
     stop_regex: Annotated[Texts, AfterValidator(_compiled)] = Field(
-        (), max_length=MAX_STOPS, description="regular expressions that end the answer where they match"
+        (), max_length=MAX_STOPS, description="regular expressions; a match ends the answer"
     )
     grammar: InstanceOf[Grammar] | None = None  # made of the field that was given
     logits_processor: InstanceOf[LogitsProcessorSpec] | None = None
@@ -168,7 +175,7 @@ class SamplingParams(BaseModel):
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], names: Mapping[str, str] | None = None, where: str = "") -> Self:
-        """From the fields of a request. Raises RequestError as the constructor does, with the caller's own words.
+        """Makes them from the fields of a request. Raises RequestError as the constructor does, in the caller's words.
 
         names: field -> the name by which the user knows it; where: a prefix of that name."""
         params = cls.__new__(cls)
@@ -231,7 +238,7 @@ class SamplingParams(BaseModel):
         return [self.replace(n=1, sampling_seed=answer_seed(seed, i)) for i in range(self.n)]
 
     def fit(self, room: int) -> Self:
-        """Parameters whose length is a default, not a wish: it is cut to the room that the context leaves."""
+        """Cuts the length, which the request did not ask for, to the room that the context leaves."""
         longest = self.max_new_tokens
         return self if longest is None or longest <= room else self.replace(max_new_tokens=max(room, 1))
 
