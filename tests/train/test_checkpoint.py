@@ -196,7 +196,6 @@ def test_the_ends_of_a_target_are_enough(tmp_path):
     # a fresh head says what the target would of the same state
     assert torch.equal(heads[0].lm_head.weight, whole.lm_head.weight[KEPT])
     assert torch.equal(heads[0].norm.weight, whole.norm.weight)
-    assert not torch.equal(new_eagle3_head(whole, KEPT, copy_head=False).lm_head.weight, whole.lm_head.weight[KEPT])
     assert not torch.equal(
         new_eagle3_head(whole, KEPT, seed=4).fusion.attention.qkv.weight, heads[0].fusion.attention.qkv.weight
     )

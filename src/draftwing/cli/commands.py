@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 from draftwing.config.arguments import add_arguments
 from draftwing.config.options import SERVER, Options
-from draftwing.config.sglang_compat import REFUSED
 from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
 
@@ -96,13 +94,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Adds all options, so that the command of a server can be tried here; --help is without those that only concern a
     server, and without those that are refused."""
-    add_arguments(parser)
-    servers = {spec.name for spec in dataclasses.fields(Options) if spec.metadata["group"] == SERVER} - {"api_key"}
-    for action in parser._actions:
-        if action.dest in servers | REFUSED.keys():
-            action.help = argparse.SUPPRESS
-        elif action.dest == "api_key":
-            action.help = "for --url: the key of that server"
+    add_arguments(parser, hidden=(SERVER,))
+    next(action for action in parser._actions if action.dest == "api_key").help = "for --url: the key of that server"
 
 
 def _count(text: str) -> int:

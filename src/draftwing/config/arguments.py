@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 
 from draftwing.config import sglang_compat as compat
 from draftwing.config.fields import add_fields, flag
 from draftwing.config.options import Options
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds all of them, grouped. Defaults stay out, so that only what was given is set."""
+def add_arguments(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
+    """Adds all of them, grouped. Defaults stay out, so that only what was given is set.
+
+    hidden: groups of `Options` that --help leaves out, and with them the options that are refused.
+    """
     add_fields(parser, Options)
     for title, table in (
         ("accepted for SGLang's users, without effect", compat.NO_EFFECT),
@@ -25,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             else:
                 metavar = foreign.kind.__name__.upper()
                 group.add_argument(flag(name), type=foreign.kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+    names = {spec.name for spec in dataclasses.fields(Options) if spec.metadata["group"] in hidden}
+    for action in parser._actions if hidden else ():
+        if action.dest in names | compat.REFUSED.keys():
+            action.help = argparse.SUPPRESS
 
 
 def dashed(argv: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import os
@@ -12,8 +11,7 @@ from typing import Any
 from draftwing.config.arguments import add_arguments
 from draftwing.config.choices import LOG_LEVELS
 from draftwing.config.fields import add_fields
-from draftwing.config.options import REQUESTS, SERVER, Options
-from draftwing.config.sglang_compat import REFUSED
+from draftwing.config.options import REQUESTS, SERVER
 from draftwing.errors import ConfigError
 from draftwing.train.settings import Settings, open_run
 
@@ -34,11 +32,7 @@ def add_train(commands: Any) -> None:
     train.add_argument("stage", nargs="?", choices=STAGES, help="only this one")
     train.add_argument("--out", required=True, metavar="DIR", help="folder of the run; the head is in DIR/head")
     add_fields(train, Settings, "train: {}")
-    add_arguments(train)
-    other = {spec.name for spec in dataclasses.fields(Options) if spec.metadata["group"] in (SERVER, REQUESTS)}
-    for action in train._actions:
-        if action.dest in other | REFUSED.keys():
-            action.help = argparse.SUPPRESS
+    add_arguments(train, hidden=(SERVER, REQUESTS))
 
 
 def run_train(arguments: dict[str, Any]) -> None:

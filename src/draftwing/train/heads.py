@@ -35,20 +35,15 @@ TRAINED = torch.float32  # what parameters are kept in
 
 
 def new_eagle3_head(
-    target: DecoderModel,
-    target_ids: Tensor | None,
-    taps: Sequence[int] = (),
-    ffn_size: int = 0,
-    seed: int = 0,
-    copy_head: bool = True,
-    copy_layer: bool = True,
+    target: DecoderModel, target_ids: Tensor | None, taps: Sequence[int] = (), ffn_size: int = 0, seed: int = 0
 ) -> Eagle3Head:
     """Returns an untrained EAGLE-3 head of one layer of the target's sizes, on the device of the target's embedding.
 
     target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
     taps: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_taps`.
-    ffn_size: width of its MLP, 0 for the target's.  copy_head: its lm_head and final norm start as the target's.
-    copy_layer: its layer starts as the target's last one, fed with the last tap.
+    ffn_size: width of its MLP, 0 for the target's.
+
+    Its lm_head and final norm start as the target's, and its layer as the target's last one, fed with the last tap.
 
     Raises ConfigError for taps that its config could not name, and for ids that are no ascending ids of the target.
     """
@@ -63,14 +58,12 @@ def new_eagle3_head(
     head = Eagle3Head(config, Eagle3Config(taps, config.hidden_size, rows), target, TRAINED, device)
     head.target_ids = None if target_ids is None else target_ids.to(device)
     _initialise(head, seed)
-    if copy_head:
-        assert head.lm_head is not None
-        with torch.no_grad():
-            weight = _head_weight(target)
-            head.lm_head.weight.copy_(weight if head.target_ids is None else weight[head.target_ids])
-            head.norm.weight.copy_(target.norm.weight)
-    if copy_layer:
-        _start_as_last_layer(head, target)
+    assert head.lm_head is not None
+    with torch.no_grad():
+        weight = _head_weight(target)
+        head.lm_head.weight.copy_(weight if head.target_ids is None else weight[head.target_ids])
+        head.norm.weight.copy_(target.norm.weight)
+    _start_as_last_layer(head, target)
     return trainable(head)
 
 
