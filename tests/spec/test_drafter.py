@@ -14,10 +14,11 @@ import httpx
 import pytest
 import torch
 from reference.learnable import ENGINE, write_target
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import draftwing
-from draftwing import LLM, ConfigError, Draft, Drafter
+from draftwing import LLM, ConfigError, Draft, DraftContext, Drafter
 from draftwing.cli.main import main
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
@@ -81,6 +82,32 @@ def test_a_chain_ends_where_nothing_is_known(example: Any) -> None:
     draft = example.PairLookup().chain(Slots(), rows, torch.full((4, 4), 3), TreeShape(6, 2, 8), known)
     assert draft.alive.sum(1).tolist() == [3] * 4 and draft.tokens.shape == draft.parent.shape == (4, 8)
     assert bool((draft.parent[:, 1:] < torch.arange(1, 8)).all())
+
+
+def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[int], example: Any) -> None:
+    """A drafter that reads them and keeps no KV: each row's first `count` queries are the tokens that it now has."""
+    seen: list[tuple[int, bool]] = []
+
+    class Watching(example.PairLookup):  # type: ignore[misc]
+        taps = (0,)  # the embedding
+
+        @classmethod
+        def build(cls, context: DraftContext) -> Watching:
+            drafter = cls()
+            drafter.embed = context.target.embed.weight
+            assert (context.rows, context.shape) == (17, TreeShape(2, 1, 3))
+            return drafter
+
+        def observe(self, slots: Any, batch: Any, taps: Tensor, next_ids: Tensor, count: Any, noisy: Tensor) -> None:
+            taps = taps if count is None else taps.view(len(count), 3, -1)[0, : count[0]]
+            ids = [int(torch.cdist(row[None], self.embed).argmin()) for row in taps]
+            start = int(batch.prefix_len[0])
+            text = slots.tokens[batch.rows[0], start : start + len(ids)].tolist()
+            seen.append((len(ids), ids == text))
+
+    with LLM(model, **ENGINE, speculative_algorithm=Watching, speculative_num_steps=2) as llm:
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == plain
+    assert all(same for _, same in seen) and {length for length, _ in seen[1:]} > {1, 3}
 
 
 def test_it_reads_no_data(example: Any) -> None:
