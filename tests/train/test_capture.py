@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -21,7 +22,7 @@ from draftwing.train import files as files_module
 from draftwing.train import store as store_module
 from draftwing.train.capture import FeatureModel, batches, capture, eagle3_taps, online, target_taps
 from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
-from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
+from draftwing.train.vocabulary import covered, draft_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +258,4 @@ def test_few_tokens_are_filled_up_and_many_are_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no answer"):
         draft_vocabulary([tokens([1, 2], [False, False])], 64, 300, ending=[])
     found.save(tmp_path / "v.json")
-    assert Vocabulary.load(tmp_path / "v.json") == found
-    (tmp_path / "v.json").write_text("{")
-    with pytest.raises(ConfigError, match="remove it"):
-        Vocabulary.load(tmp_path / "v.json")
+    assert json.loads((tmp_path / "v.json").read_text())["ids"] == list(found.ids)

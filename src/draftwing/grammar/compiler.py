@@ -29,19 +29,6 @@ _REASON_CHARS = 300  # of what the library says about an error
 _PARAMS = {"json_object": "response_format"}
 
 
-def json_options(any_whitespace: bool = True, whitespace_pattern: str | None = None) -> dict[str, Any]:
-    """Returns how JSON may be written. whitespace_pattern: a regular expression of what may stand between tokens."""
-    options: dict[str, Any] = {
-        "whitespace_flexible": any_whitespace,
-        "json_allow_general_unicode_escapes": True,
-        "lenient": False,
-        "coerce_one_of": False,
-    }
-    if whitespace_pattern is not None:
-        options["whitespace_pattern"] = whitespace_pattern
-    return options
-
-
 def translate(grammar: Grammar, special: Mapping[str, int], options: Mapping[str, Any]) -> str:
     """Returns the grammar in the library's own language. Raises GrammarError for what is wrong without the library."""
     if len(grammar.text) > MAX_CHARS:
@@ -103,7 +90,8 @@ class GrammarCompiler:
 
     tokenizer: the target's.  vocab_size: V, width of the logits, which may be padded.  stop_ids: tokens that end an
     answer; they are allowed exactly where the grammar may end.
-    any_whitespace, whitespace_pattern: see `json_options`.  cache_size: compiled grammars to keep.
+    any_whitespace: whether JSON may have any between its tokens.  whitespace_pattern: a regular expression of what may
+    stand there.  cache_size: compiled grammars to keep.
     """
 
     def __init__(
@@ -118,7 +106,14 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stop_ids = sorted({i for i in stop_ids if 0 <= i < vocab_size})
-        self._options = json_options(any_whitespace, whitespace_pattern)
+        self._options: dict[str, Any] = {
+            "whitespace_flexible": any_whitespace,
+            "json_allow_general_unicode_escapes": True,
+            "lenient": False,
+            "coerce_one_of": False,
+        }
+        if whitespace_pattern is not None:
+            self._options["whitespace_pattern"] = whitespace_pattern
         self._special = {str(tokenizer.piece(i)): i for i in sorted(tokenizer.special_ids)}
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[Grammar, Any] = OrderedDict()

@@ -18,7 +18,6 @@ from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
@@ -117,14 +116,12 @@ def new_head(
     return new_mtp_head(target, seed)
 
 
-def load_head(
-    path: str | Path, target: DecoderModel, algorithm: str, aux_layer_ids: AuxLayerIds = "auto"
-) -> EagleHead | Eagle3Head | MTPHead:
+def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> EagleHead | Eagle3Head | MTPHead:
     """Loads a published head to be trained further, on the device of the target's embedding.
 
     algorithm: of `draftwing train`.  Raises CheckpointError, and ConfigError for several prediction layers.
     """
-    head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device, aux_layer_ids=aux_layer_ids)
+    head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device)
     return trainable(head)
 
 

@@ -5,7 +5,6 @@ Its own head has a row for each of them alone, which is most of what a draft ste
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,14 +34,6 @@ class Vocabulary(NamedTuple):
 
     def save(self, path: Path) -> None:
         write_json(path, self._asdict(), None)
-
-    @classmethod
-    def load(cls, path: Path) -> Vocabulary:
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            return cls(tuple(map(int, fields["ids"])), fields["counted"], fields["coverage"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} cannot be read ({error}): remove it, and it is counted again") from None
 
 
 def draft_vocabulary(tokens: Iterable[Tokens], size: int, vocab: int, ending: Iterable[int]) -> Vocabulary:
