@@ -24,7 +24,7 @@ CARDS = {  # as performance.md names the heads
     "EAGLE, whole vocabulary": HEADS / "eagle" / "README.md",
     "MTP": HEADS / "mtp" / "README.md",
 }
-PLANNED = {"ops/types.py"}  # decided in architecture.md, not there yet
+PLANNED = {"ops/types.py", "Ops"}  # decided in architecture.md, not there yet
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -83,6 +83,19 @@ def test_files(page: Path) -> None:
     for name in re.findall(r"(?<![\w./-])((?:[\w-]+/)+[\w.-]+\.(?:py|c|cu|md|jsonl))\b", ours(page)):
         found = any((folder / name).exists() for folder in (page.parent, ROOT, CODE))
         assert found or name in PLANNED, f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "dev/grammar.md"])
+def test_names(name: str) -> None:
+    """Identifiers that a page for developers names stand somewhere in the code or in its file names."""
+    files = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    words = {word for path in files for word in re.findall(r"\w+", str(path.relative_to(ROOT)))}
+    for path in files:
+        if path.suffix in (".py", ".c", ".h", ".cu"):
+            words |= set(re.findall(r"[A-Za-z_]\w*", text_of(path)))
+    spans = re.findall(r"`([^`\n]+)`", without_code(text_of(ROOT / "docs" / name)))
+    named = {word for span in spans for word in re.findall(r"[A-Za-z_]\w*", span)}
+    assert named <= words | PLANNED | {"my_module", "MyDrafter"}
 
 
 @pytest.fixture(scope="module")
