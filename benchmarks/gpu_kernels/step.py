@@ -39,7 +39,6 @@ MOST_SHOWN = 60  # kernels of a layer
 def build(folder: Path, given: dict[str, Any], tiny: bool) -> Any:
     from draftwing.config.options import Options
     from draftwing.engine.build import build as build_engine
-    from draftwing.models.loader import load_config
 
     own: dict[str, Any] = {}
     target = {**LLAMA, **(TINY if tiny else {})}
@@ -52,8 +51,7 @@ def build(folder: Path, given: dict[str, Any], tiny: bool) -> Any:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     options = Options.from_kwargs(model=str(folder / "target"), load_format="dummy", **own, **given).resolve()
-    path = folder / "target"
-    return build_engine(options.for_architecture(load_config(path).architecture), path)
+    return build_engine(options, folder / "target")
 
 
 def stages(graphs: Any, sizes: list[int]) -> list[tuple[Any, str, Any]]:

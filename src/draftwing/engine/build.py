@@ -55,11 +55,12 @@ class Parts:
     pool_tokens: int
 
 
-def build(options: Options, path: Path, tokenizer: Tokenizer) -> Parts:
-    """Loads the models of resolved options; path, tokenizer: of the target. Raises ConfigError and CheckpointError."""
+def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> Parts:
+    """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against.
+    Raises ConfigError and CheckpointError."""
     device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
     draft_path = _draft_path(options)
-    if drafter_spec.same_tokenizer and draft_path is not None and not options.dummy:
+    if drafter_spec.same_tokenizer and draft_path and tokenizer and not options.dummy:
         check_draft_tokenizer(options, draft_path, tokenizer)
     kind = device.device.type
     carried = carried_shape(draft_path or path, kind) if drafter_spec.heads else None
