@@ -50,24 +50,36 @@ def add_commands(commands: Any) -> dict[str, Run]:
     bench.add_argument(
         "--concurrency", type=_sizes, default=[1, 8], metavar="INTS", help="requests at once (default: 1,8)"
     )
-    bench.add_argument("--num-prompts", type=_count, default=16, metavar="INT", help="of each run (default: 16)")
+    bench.add_argument(
+        "--num-prompts", type=_count, default=16, metavar="INT", help="prompts of each run (default: 16)"
+    )
     bench.add_argument("--prompts", metavar="FILE", help="JSON lines, each a string or an object with prompt or turns")
-    bench.add_argument("--max-tokens", type=_count, default=128, metavar="INT", help="of an answer (default: 128)")
+    bench.add_argument(
+        "--max-tokens", type=_count, default=128, metavar="INT", help="most tokens of an answer (default: 128)"
+    )
     bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
-    bench.add_argument("--ignore-eos", action="store_true", help="every answer has max-tokens")
-    bench.add_argument("--output", metavar="FILE", help="append the JSON lines to a file, too")
+    bench.add_argument("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")
+    bench.add_argument("--output", metavar="FILE", help="append the JSON lines to this file, too")
     bench.add_argument(
         "--check-card",
         metavar="HEAD",
-        help="instead: whether a head of `draftwing train` accepts what its eval.json says; needs the same --prompts",
+        help="instead, check that a head of `draftwing train` accepts what its eval.json says, on the same --prompts",
     )
-    sweep = bench.add_argument_group("sweep", "Measures shapes of drafts, and none, at each --concurrency.")
-    sweep.add_argument("--sweep", action="store_true", help="needs something that drafts; prints the best flags")
+    sweep = bench.add_argument_group("sweep", "Measures trees, and no speculation, at each --concurrency.")
+    sweep.add_argument("--sweep", action="store_true", help="print the best flags; needs a drafter")
     sweep.add_argument(
-        "--save-shape", action="store_true", help="write the best tree into the head's config.json, as its default here"
+        "--save-shape",
+        action="store_true",
+        help="write the best tree into the head's config.json, as its default on this device",
     )
     for name, default in (("steps", "1,3,5,7"), ("topk", "1,2,4,8"), ("draft-tokens", "2,4,6,8,16,32")):
-        sweep.add_argument(f"--{name}", type=_sizes, default=_sizes(default), metavar="INTS", help=f"({default})")
+        sweep.add_argument(
+            f"--{name}",
+            type=_sizes,
+            default=_sizes(default),
+            metavar="INTS",
+            help=f"values to try (default: {default})",
+        )
     _add_engine_options(bench)
 
     token_map = commands.add_parser(
@@ -77,10 +89,10 @@ def add_commands(commands: Any) -> dict[str, Run]:
         "layers can be restricted.",
         allow_abbrev=False,
     )
-    token_map.add_argument("--model", required=True, metavar="STR", help="whose tokenizer counts: as for serve")
+    token_map.add_argument("--model", required=True, metavar="STR", help="model whose tokenizer counts, as for serve")
     token_map.add_argument("--revision", metavar="STR", help="branch, tag or commit of a hub id")
     token_map.add_argument("--size", type=_count, default=32768, metavar="INT", help="tokens kept (default: 32768)")
-    token_map.add_argument("--out", required=True, metavar="FILE", help=".pt, .json, or text with an id a line")
+    token_map.add_argument("--out", required=True, metavar="FILE", help=".pt, .json, or text with one id per line")
     token_map.add_argument(
         "files", nargs="+", metavar="FILE", help="plain text, or .jsonl and .json with text, messages or conversations"
     )
@@ -88,7 +100,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", metavar="URL", help="of a running server, such as http://127.0.0.1:30000")
+    parser.add_argument("--url", metavar="URL", help="address of a running server, such as http://127.0.0.1:30000")
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
