@@ -18,6 +18,7 @@ from typing import Any
 
 from draftwing.cli.bench import Local, measure
 from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_map_in
+from draftwing.config.fields import flag
 from draftwing.config.options import Options
 from draftwing.config.trees import TREE
 from draftwing.core import PLAIN, TreeShape
@@ -122,5 +123,5 @@ def flags(options: Options) -> str:
     for spec in dataclasses.fields(Options):
         value = shape.get(spec.name, getattr(options, spec.name))
         if spec.name in shape or (spec.name.startswith("speculative_") and value not in (spec.default, *own)):
-            words += ["--" + spec.name.replace("_", "-"), str(value)]
+            words += [flag(spec.name), str(value)]
     return shlex.join(words)

@@ -35,8 +35,8 @@ class StepTimes:
         between: Callable[[Any, Any], float] = lambda begin, end: end - begin,
         arrived: Callable[[Any], bool] = lambda mark: True,
     ) -> None:
-        """every: one step of how many is measured.  mark: a point of time.  between: two of them, in seconds.
-        arrived: whether a point of time is in the past."""
+        """every: 1 measures each step, n every n-th.  mark: returns a point of time.  between: seconds between two.
+        arrived: tells whether a point of time is in the past."""
         self.steps = 0  # measured
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._every, self._mark, self._between, self._arrived = every, mark, between, arrived
@@ -45,8 +45,10 @@ class StepTimes:
         self._marks: list[Any] = []  # of the newest measured step: its begin, and the ends of its stages
 
     def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run(stage, ...)`, called for the stages of a step in turn, with measurements. A step of which some stage
-        runs in another way is not measured."""
+        """Wraps `run(stage, ...)`, which is called for the stages of a step in turn, with measurements.
+
+        A step that does not pass through it with all its stages is not measured.
+        """
 
         def timed(stage: str, *args: Any, **options: Any) -> Any:
             number = STAGES.index(stage)
@@ -63,7 +65,7 @@ class StepTimes:
         self._begun += 1
         if (self._begun - 1) % self._every:
             if len(self._marks) <= len(STAGES):
-                self._marks = []  # of a step that went another way: the stages of this one are not to complete it
+                self._marks = []  # of an incomplete step, which this one's stages must not complete
             return
         if len(self._marks) == len(STAGES) + 1:
             self._ended.append(self._marks)
