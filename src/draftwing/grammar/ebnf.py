@@ -18,6 +18,7 @@ MAX_DEPTH = 100  # nested groups; deeper ones would meet Python's own limit
 MAX_REGEX = 10_000  # characters of a grammar written as one expression
 MAX_COUNT_DIGITS = 30
 
+_BLANK = re.compile(r"\s*(?:#[^\n]*\s*)*")  # and comments
 _TOKEN = re.compile(
     r"""\s*(?:\#[^\n]*\s*)*  # blanks and comments
     (?P<token> (?P<name>[A-Za-z_][\w.-]*) | "(?P<text>(?:\\.|[^"\\\n])*)" | \[(?P<set>(?:\\.|[^\]\\])*)\]
@@ -103,11 +104,12 @@ class _Parser:
         self._token = self._after(0)
 
     def _after(self, at: int) -> re.Match[str]:
+        """Returns the token after the position `at`."""
         found = _TOKEN.match(self._text, at)
         if found is None:
-            rest = re.compile(r"\s*(?:#[^\n]*\s*)*").match(self._text, at)
-            assert rest is not None
-            at = rest.end()
+            blank = _BLANK.match(self._text, at)
+            assert blank is not None
+            at = blank.end()
             missing = {'"': "expected '\"' at the end of a string", "[": "expected ']'"}
             raise self._error(missing.get(self._text[at], "expected the name of a rule"), at)
         return found
@@ -117,14 +119,15 @@ class _Parser:
         line = self._text.count("\n", 0, at) + 1
         return GrammarError(f"line {line}: {message}, found {self._text[at : at + 20]!r}")
 
-    def _next(self) -> re.Match[str]:
-        """Steps over a token; returns it."""
-        token = self._token
-        self._token = self._after(token.end())
-        return token
+    def _next(self) -> None:
+        self._token = self._after(self._token.end())
 
     def _take(self, sign: str) -> bool:
-        return self._token["token"] == sign and self._next() is not None
+        """Steps over the token if it is `sign`."""
+        found: bool = self._token["token"] == sign
+        if found:
+            self._next()
+        return found
 
     def rules(self) -> dict[str, Node]:
         found: dict[str, Node] = {}
