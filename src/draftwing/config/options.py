@@ -29,11 +29,9 @@ class Options:
     same as once."""
 
     model: str = option(
-        "smollm2",
-        MODEL,
-        "an alias (smollm2), a folder in Hugging Face's format, a hub id, or a .gguf file",
+        "smollm2", MODEL, "an alias (smollm2), a folder in Hugging Face's format, a hub id, or a .gguf file",
         aliases=("model_path",),
-    )
+    )  # fmt: skip
     tokenizer_path: str | None = option(None, MODEL, "folder or file of the tokenizer (default: the model's own)")
     revision: str | None = option(None, MODEL, "branch, tag or commit, when the model is a hub id")
     chat_template: str | None = option(
@@ -41,27 +39,20 @@ class Options:
     )
     trust_remote_code: bool = option(False, MODEL, "accepted; code that comes with a checkpoint is never executed")
     dtype: str = option(
-        "auto",
-        MODEL,
+        "auto", MODEL,
         "type of weights and KV; auto: on CUDA the checkpoint's half type, on a CPU bfloat16 where it is native, else "
-        "float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+        "float32", choices=("auto", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
     load_format: str = option(
-        "auto",
-        MODEL,
-        "dummy: random weights from config.json alone, for timing; every output says so",
+        "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",
         choices=("auto", "dummy"),
-    )
+    )  # fmt: skip
     device: str = option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     context_length: int | None = option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
     random_seed: int | None = option(
-        None,
-        MODEL,
-        "seed from which requests without a seed get theirs (default: random)",
-        minimum=0,
+        None, MODEL, "seed from which requests without a seed get theirs (default: random)", minimum=0,
         maximum=2**63 - 1,
-    )
+    )  # fmt: skip
 
     served_model_name: str | None = option(None, SERVER, "name in /v1/models (default: the model as given)")
     host: str = option("127.0.0.1", SERVER, "address to listen on; 0.0.0.0 for every interface")
@@ -74,39 +65,29 @@ class Options:
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
     )
     drain_timeout: float = option(
-        30.0,
-        SERVER,
-        "seconds that running requests have after SIGTERM before they are aborted",
-        minimum=0,
+        30.0, SERVER, "seconds that running requests have after SIGTERM before they are aborted", minimum=0,
         maximum=86400,
-    )
+    )  # fmt: skip
 
     enable_metrics: bool = option(False, SERVER, "accepted; /metrics is always there")
     log_requests: bool = option(False, SERVER, "log one line of JSON per request")
     log_requests_level: int = option(
-        0,
-        SERVER,
-        "0: sizes and times; 1: also parameters; 2: also the beginning of texts; 3: also all texts",
-        minimum=0,
-        maximum=3,
-    )
+        0, SERVER, "0: sizes and times; 1: also parameters; 2: also the beginning of texts; 3: also all texts",
+        minimum=0, maximum=3,
+    )  # fmt: skip
     otlp_traces_endpoint: str | None = option(
         None, SERVER, "address to which one OpenTelemetry span per request is sent (install draftwing[otel])"
     )
 
     sampling_defaults: str = option(
-        "openai",
-        REQUESTS,
+        "openai", REQUESTS,
         "whose defaults hold for sampling fields that a request does not give: those of the model's "
-        "generation_config.json, or OpenAI's",
-        choices=("model", "openai"),
-    )
+        "generation_config.json, or OpenAI's", choices=("model", "openai"),
+    )  # fmt: skip
     reasoning_parser: str | None = option(
-        None,
-        REQUESTS,
-        "how the model marks its reasoning; it is then returned in a field of its own",
+        None, REQUESTS, "how the model marks its reasoning; it is then returned in a field of its own",
         choices=REASONING_PARSERS,
-    )
+    )  # fmt: skip
     tool_call_parser: str | None = option(
         None, REQUESTS, "how the model writes its tool calls", choices=TOOL_CALL_PARSERS
     )
@@ -119,44 +100,32 @@ class Options:
     constrained_json_disable_any_whitespace: bool = option(False, REQUESTS, "allow no white space in JSON of a schema")
 
     mem_fraction_static: float | None = option(
-        None,
-        MEMORY,
+        None, MEMORY,
         "share of the device's memory for weights and KV pool (default on a CPU: the smaller of 2 GiB and a quarter "
-        "of free memory for the pool)",
-        aliases=("mem_fraction",),
-        minimum=0.01,
-        maximum=0.99,
-    )
+        "of free memory for the pool)", aliases=("mem_fraction",), minimum=0.01, maximum=0.99,
+    )  # fmt: skip
     max_total_tokens: int | None = option(
         None, MEMORY, "tokens in the KV pool, in place of a share of the memory", minimum=2
     )
     max_running_requests: int | None = option(
-        None,
-        MEMORY,
-        "requests that run at once; others wait (default: 64 on a CPU, 64 to 256 on CUDA, by its memory)",
-        minimum=1,
-        maximum=65536,
-    )
+        None, MEMORY, "requests that run at once; others wait (default: 64 on a CPU, 64 to 256 on CUDA, by its memory)",
+        minimum=1, maximum=65536,
+    )  # fmt: skip
     chunked_prefill_size: int | None = option(
-        None,
-        MEMORY,
+        None, MEMORY,
         "most prompt tokens of one step; -1: no limit (default: 512 on a CPU, 2048 to 8192 on CUDA, by its memory)",
         minimum=-1,
-    )
+    )  # fmt: skip
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")
     enable_overlap: bool = option(False, MEMORY, "plan a step while the one before runs (default on CUDA only)")
     num_threads: int | None = option(None, MEMORY, "CPU threads of a forward (default: all cores)", minimum=1)
 
     cuda_graph_max_bs: int | None = option(
-        None,
-        CUDA,
+        None, CUDA,
         "largest batch that decodes from CUDA graphs; a smaller one starts faster (default: 32 to 128, by the device's "
-        "memory)",
-        aliases=("cuda_graph_max_bs_decode",),
-        minimum=1,
-        maximum=65536,
-    )
+        "memory)", aliases=("cuda_graph_max_bs_decode",), minimum=1, maximum=65536,
+    )  # fmt: skip
     disable_cuda_graph: bool = option(False, CUDA, "launch every kernel of every step, without graphs")
     enable_torch_compile: bool = option(False, CUDA, "run small batches of target and draft with torch.compile")
     torch_compile_max_bs: int = option(32, CUDA, "largest batch that is compiled", minimum=1, maximum=65536)
@@ -173,55 +142,41 @@ class Options:
         metavar=_ALGORITHMS,
     )
     speculative_draft_model_path: str | None = option(
-        None,
-        SPECULATION,
+        None, SPECULATION,
         "model or head that drafts, given like --model (default: for smollm2 its bundled head; with EAGLE and NEXTN "
-        "the model's own prediction layers)",
-        aliases=("speculative_draft_model",),
-    )
+        "the model's own prediction layers)", aliases=("speculative_draft_model",),
+    )  # fmt: skip
     speculative_draft_model_revision: str | None = option(
         None, SPECULATION, "branch, tag or commit, when the draft model is a hub id"
     )
     speculative_token_map: str | None = option(
-        None,
-        SPECULATION,
+        None, SPECULATION,
         "tokens that EAGLE may draft (FR-Spec): a .pt, JSON or text list, or org/repo/file of the hub",
-    )
+    )  # fmt: skip
     speculative_aux_layer_ids: str = option(
-        "auto",
-        SPECULATION,
+        "auto", SPECULATION,
         "what the layer ids of an EAGLE-3 config count: outputs of layers, or boundaries between them",
         choices=AUX_LAYER_IDS,
-    )
+    )  # fmt: skip
     speculative_num_steps: int | None = option(
-        None,
-        SPECULATION,
+        None, SPECULATION,
         "depth of a draft (default: as the head's config says, else 3, or 5 for EAGLE on Llama; draft tokens - 1 for "
-        "NGRAM)",
-        minimum=1,
-        maximum=256,
-    )
+        "NGRAM)", minimum=1, maximum=256,
+    )  # fmt: skip
     speculative_eagle_topk: int | None = option(
-        None,
-        SPECULATION,
+        None, SPECULATION,
         "branching factor of a draft (default: as the head's config says, else 1, or 4 for EAGLE on Llama; max bfs "
-        "breadth for NGRAM)",
-        minimum=1,
-        maximum=64,
-    )
+        "breadth for NGRAM)", minimum=1, maximum=64,
+    )  # fmt: skip
     speculative_num_draft_tokens: int | None = option(
-        None,
-        SPECULATION,
+        None, SPECULATION,
         "nodes verified in a step, the root included (default: as the head's config says, else 4, or 8 for EAGLE on "
-        "Llama; 12 for NGRAM)",
-        minimum=2,
-        maximum=512,
-    )
+        "Llama; 12 for NGRAM)", minimum=2, maximum=512,
+    )  # fmt: skip
     speculative_adaptive: bool = option(
-        False,
-        SPECULATION,
+        False, SPECULATION,
         "take smaller drafts, or none, where that is faster (always on for NGRAM, and if no tree is given)",
-    )
+    )  # fmt: skip
     speculative_ngram_min_match_window_size: int = option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_HINT
     )
@@ -231,24 +186,18 @@ class Options:
     speculative_ngram_min_bfs_breadth: int = option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
     speculative_ngram_max_bfs_breadth: int = option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)
     speculative_ngram_branch_length: int = option(
-        18,
-        SPECULATION,
-        "most tokens of one remembered continuation",
-        aliases=("speculative_ngram_max_trie_depth",),
-        minimum=1,
-        maximum=256,
-    )
+        18, SPECULATION, "most tokens of one remembered continuation", aliases=("speculative_ngram_max_trie_depth",),
+        minimum=1, maximum=256,
+    )  # fmt: skip
     speculative_ngram_capacity: int = option(
         10_000_000, SPECULATION, "tokens that the shared memory keeps", minimum=1024, maximum=2**31 - 1
     )
 
     simulate_accept_length: float | None = option(
-        None,
-        SPECULATION,
+        None, SPECULATION,
         "for timing: accept drafts at random, this many tokens per step on average, the target's own included; the "
-        "text is worthless, and every output says so",
-        minimum=1,
-    )
+        "text is worthless, and every output says so", minimum=1,
+    )  # fmt: skip
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Options:
