@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from draftwing.config.options import Options
@@ -39,7 +40,7 @@ class EngineInfo:
     def model_name(self) -> str:
         return self.options.served_model_name or self.options.model
 
-    @property
+    @cached_property
     def shape(self) -> TreeShape:
         """The largest tree that is drafted."""
         return self.options.speculative_shape
@@ -129,8 +130,9 @@ class EngineInfo:
             )
 
     def _check_drafts(self, request: GenerationRequest) -> None:
-        limits, (_, shape) = request.limits, self.drafting(bool(request.prediction))
+        limits = request.limits
         if limits is not None:
+            _, shape = self.drafting(bool(request.prediction))
             for name, value, most in (
                 ("num_steps", limits.depth, shape.depth),
                 ("topk", limits.topk, shape.topk),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from draftwing.requests.options import LogprobParams, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
@@ -17,8 +15,7 @@ class Terms(NamedTuple):
     stop_ids: frozenset[int]
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
+class GenerationRequest(NamedTuple):
     """One prompt, one answer. `cache_salt` isolates the prefix cache and the n-gram memory.
 
     limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
@@ -36,6 +33,6 @@ class GenerationRequest:
     name: str = ""
     terms: Terms | None = None
 
-    def replace(self, **changes: object) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """A copy with other values."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return self._replace(**changes)

@@ -115,7 +115,7 @@ Biases = Annotated[
     BeforeValidator(_pairs),
     Field(max_length=MAX_BIASES),
     AfterValidator(_distinct),
-    WithJsonSchema({"type": "object", "additionalProperties": TypeAdapter(Bias).json_schema()}),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
 ]
 
 
@@ -253,18 +253,6 @@ def answer_seed(seed: int, index: int) -> int:
 # -- fields that become others ----------------------------------------------------------------------------------------
 
 
-def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
-    """A JSON schema without references to `definitions`, which are its own "$defs" by default."""
-    if isinstance(schema, list):
-        return [inlined(item, definitions) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    definitions = schema.get("$defs", {}) if definitions is None else definitions
-    if "$ref" in schema:
-        return inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {key: inlined(one, definitions) for key, one in schema.items() if key not in ("$defs", "discriminator")}
-
-
 class _Format(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -293,15 +281,7 @@ class _TagFormat(_Format):
 
 
 _FORMAT: TypeAdapter[Any] = TypeAdapter(Annotated[_Free | _SchemaFormat | _TagFormat, Field(discriminator="type")])
-# Of these, one may be given. With their JSON schemas.
-_TEXT, _OBJECT = {"type": "string"}, {"type": "object"}
-GRAMMARS: Final[dict[str, dict[str, Any]]] = {
-    "json_schema": {"anyOf": [_TEXT, _OBJECT, {"type": "boolean"}]},
-    "regex": _TEXT,
-    "ebnf": _TEXT,
-    "structural_tag": {"anyOf": [_TEXT, _OBJECT]},
-    "response_format": inlined(_FORMAT.json_schema()),
-}
+GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")  # one may be given
 NOT_BUILT: Final = ("beam_width", "stream_interval")  # 1 asks for nothing
 
 
@@ -322,7 +302,8 @@ class _Names:
 def _translate(given: dict[str, Any], names: _Names) -> None:
     """Turns fields with other names into those of `SamplingParams`."""
     for name in NOT_BUILT:
-        if name in given and given.pop(name) != 1:
+        value = given.pop(name, 1)
+        if value != 1 or isinstance(value, bool):
             raise names.error(name, "is not supported by this version; leave it out")
     seed = given.pop("seed", None)
     if seed is not None:
@@ -428,11 +409,31 @@ def _expected(schema: Mapping[str, Any], one: bool = True) -> str:
     return f"{text} from {low} to {high}" if above is None else f"{text} above {above} and at most {high}"
 
 
+def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
+    """A JSON schema without references to `definitions`, which are its own "$defs" by default."""
+    if isinstance(schema, list):
+        return [inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    definitions = schema.get("$defs", {}) if definitions is None else definitions
+    if "$ref" in schema:
+        return inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: inlined(one, definitions) for key, one in schema.items() if key not in ("$defs", "discriminator")}
+
+
 @functools.cache
 def field_schemas() -> dict[str, dict[str, Any]]:
     """The JSON schema of every field that `SamplingParams` can be made with."""
     schemas: dict[str, dict[str, Any]] = inlined(SamplingParams.model_json_schema())["properties"]
     del schemas["grammar"], schemas["logits_processor"]
-    processor = {"custom_logit_processor": _TEXT, "custom_params": _OBJECT}
-    every = {**schemas, "seed": schemas["sampling_seed"], **GRAMMARS, **processor}
+    text, anything = {"type": "string"}, {"type": "object"}
+    grammars: dict[str, dict[str, Any]] = {
+        "json_schema": {"anyOf": [text, anything, {"type": "boolean"}]},
+        "regex": text,
+        "ebnf": text,
+        "structural_tag": {"anyOf": [text, anything]},
+        "response_format": inlined(_FORMAT.json_schema()),
+    }
+    processor = {"custom_logit_processor": text, "custom_params": anything}
+    every = {**schemas, "seed": schemas["sampling_seed"], **grammars, **processor}
     return {name: {key: one for key, one in schema.items() if key != "title"} for name, schema in every.items()}
