@@ -1,4 +1,4 @@
-"""Imports what a user names as `module:attribute`: a logit processor, a drafter."""
+"""Imports what a user names as `module:attribute`: a logits processor, a drafter."""
 
 from __future__ import annotations
 

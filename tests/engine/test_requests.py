@@ -19,7 +19,7 @@ NEW = 24
 
 
 def favourite(tokens, logits):
-    """A logit processor: likes a token that depends on the path."""
+    """A logits processor: likes a token that depends on the path."""
     logits[(sum(tokens[-4:]) * 7 + len(tokens)) % len(logits)] += 4.0
     return logits
 

@@ -1,4 +1,4 @@
-"""Loading and calling logit processors."""
+"""Loading and calling logits processors."""
 
 import sys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from draftwing.requests.sampling_params import (
     Grammar,
     LogitsProcessorSpec,
     SamplingParams,
+    field_schemas,
 )
 
 
@@ -106,3 +108,56 @@ def test_deep_and_large_values_are_refused_not_crashed_on() -> None:
 def test_a_default_length_is_cut() -> None:
     assert SamplingParams().fit(10).max_new_tokens == 10
     assert SamplingParams(max_new_tokens=None).fit(10).max_new_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature must be a number from 0 to 100; found -1"),
+        ({"temperature": "hot"}, "temperature must be a number from 0 to 100; found 'hot'"),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1; found 0"),
+        ({"n": 1.5}, "n must be an integer from 1 to 128; found 1.5"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false; found 1"),
+        ({"stop": 5}, "stop must be a string or a list of strings; found 5"),
+        ({"stop": [""]}, "stop must not hold an empty string"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be a list of integers from 0 to 2147483647; found -1"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids takes at most 64 entries; found 65"),
+        ({"logit_bias": {"5": 101}}, "logit_bias must be an object of numbers from -100 to 100 by token id; found 101"),
+        ({"bogus": 1}, "bogus is not a sampling parameter"),
+    ],
+)
+def test_what_was_expected_and_found(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as info:
+        SamplingParams(**fields)
+    assert str(info.value) == message
+
+
+def test_the_schema_of_a_field_is_what_is_checked() -> None:
+    schemas = field_schemas()
+    assert set(SamplingParams.model_fields) - set(schemas) == {"grammar", "logits_processor"}
+    checked = 0
+    for name, schema in schemas.items():
+        kind = next((one for one in schema.get("anyOf", [schema]) if one.get("type") in ("integer", "number")), None)
+        if kind is None:
+            continue
+        high, low = kind["maximum"], kind.get("minimum", kind.get("exclusiveMinimum"))
+        SamplingParams(**{name: high, "max_new_tokens": None})
+        for outside in (high + 1, low - 1, low if "exclusiveMinimum" in kind else None):
+            if outside is not None:
+                with pytest.raises(RequestError, match=f"^{name} must be"):
+                    SamplingParams(**{name: outside})
+        checked += 1
+    assert checked > 10 and all(
+        "description" in schemas[name] for name in SamplingParams.model_fields if name in schemas
+    )
+
+
+def test_copies_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"], regex="a+")
+
+    def checked(*_: Any, **__: Any) -> None:
+        raise AssertionError("a second check")
+
+    monkeypatch.setattr(SamplingParams, "_read", checked)
+    copied = pickle.loads(pickle.dumps(params))
+    assert copied == params and hash(copied) == hash(params) and params.replace(n=2).n == 2

@@ -193,3 +193,21 @@ def test_unknown_models_are_served_and_logged_once(client: TestClient, caplog: p
     missing = client.get("/v1/models/meta-llama/X")
     assert missing.status_code == 404 and missing.json()["code"] == "model_not_found"
     assert client.get("/v1/models/echo").status_code == httpx.codes.OK
+
+
+def test_openapi_has_the_bounds_of_sampling_parameters(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+
+    def fields(path: str) -> dict[str, Any]:
+        return paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+
+    dialects = {
+        "/v1/chat/completions": "max_completion_tokens", "/v1/completions": "max_tokens",
+        "/v1/responses": "max_output_tokens",
+    }  # fmt: skip
+    for path, length in dialects.items():
+        number, null = fields(path)["temperature"]["anyOf"]
+        assert (number["type"], number["minimum"], number["maximum"], null["type"]) == ("number", 0, 100, "null")
+        assert fields(path)[length]["anyOf"][0]["minimum"] == 1 and fields(path)["temperature"]["description"]
+    native = fields("/generate")["sampling_params"]["anyOf"][0]["properties"]
+    assert native["top_k"]["minimum"] == -1 and "response_format" in native and "$ref" not in json.dumps(native)

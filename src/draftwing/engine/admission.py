@@ -21,7 +21,7 @@ class EngineInfo:
 
     architecture: as in a checkpoint's config ("LlamaForCausalLM").
     max_banned: most stop ids of a request with min_new_tokens.  dtype, device: as printed by torch ("float32", "cpu").
-    processors: names of the custom logit processors.  defaults: sampling fields of requests that do not give them.
+    processors: names of the custom logits processors.  defaults: sampling fields of requests that do not give them.
     """
 
     options: Options  # resolved

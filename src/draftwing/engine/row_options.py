@@ -147,7 +147,7 @@ class SpecialRows:
         masks: npt.NDArray[np.uint32] | None,
         guidance: Guidance | None,
     ) -> Tensor:
-        """which: batch indices, `at` on the device. All of them have a logit processor, or none has."""
+        """which: batch indices, `at` on the device. All of them have a logits processor, or none has."""
         part = drawn.pick(at)
         guided = _places(plan.guided, which)  # of `plan.guided`
         bits = None

@@ -136,7 +136,7 @@ def _admission_words(admit: Admission) -> IntArray:
     words[:6] = admit.row, len(admit.slots), admit.seed, admit.salt, params.top_k, ban_until
     words[6:8] = np.asarray([params.temperature, params.top_p, params.min_p, 0.0], np.float32).view(np.int64)
     if params.min_new_tokens:
-        assert len(admit.stop_ids) <= BAN_IDS, "the engine refuses more at its border"
+        assert len(admit.stop_ids) <= BAN_IDS, "the engine refuses more"
         words[8 : 8 + len(admit.stop_ids)] = admit.stop_ids
     return words
 

@@ -1,4 +1,4 @@
-"""Logit processors: functions of the server's owner that change the logits of a request that asks for them.
+"""Logits processors: functions of the server's owner that change the logits of a request that asks for them.
 
 `--logit-processor package.module:attribute` loads one; a request names it as `package.module:attribute`, or as the
 last part where that is unique, and gives it parameters.
@@ -22,11 +22,11 @@ from draftwing.plugins import import_attribute
 if TYPE_CHECKING:
     from torch import Tensor
 
-LogitProcessor = Callable[[Sequence[int], "Tensor", dict[str, Any]], "Tensor"]
+LogitsProcessor = Callable[[Sequence[int], "Tensor", dict[str, Any]], "Tensor"]
 _OPTION = "--logit-processor"
 
 
-def load_processors(names: Iterable[str]) -> dict[str, LogitProcessor]:
+def load_processors(names: Iterable[str]) -> dict[str, LogitsProcessor]:
     """The processors that `names` say, by what requests may call them. A class is instantiated without arguments.
 
     Modules are looked for in the working folder, too. Raises ConfigError for what cannot be imported or called.
@@ -38,36 +38,36 @@ def load_processors(names: Iterable[str]) -> dict[str, LogitProcessor]:
     return {**{s: full[found[0]] for s, found in short.items() if len(found) == 1}, **full}
 
 
-def find_processor(processors: Mapping[str, LogitProcessor], name: str, param: str) -> LogitProcessor:
+def find_processor(processors: Mapping[str, LogitsProcessor], name: str, param: str) -> LogitsProcessor:
     """Raises RequestError, naming the field `param`, for a processor that the server did not load."""
     if name not in processors:
         known = ", ".join(repr(n) for n in sorted(processors)) or f"none; start the server with {_OPTION}"
-        raise RequestError(f"{param}: there is no logit processor {name!r} (loaded: {known})", param)
+        raise RequestError(f"{param}: there is no logits processor {name!r} (loaded: {known})", param)
     return processors[name]
 
 
 def apply(
-    processor: LogitProcessor, tokens: Sequence[int], logits: Tensor, params: Mapping[str, Any], param: str
+    processor: LogitsProcessor, tokens: Sequence[int], logits: Tensor, params: Mapping[str, Any], param: str
 ) -> Tensor:
     """Calls a processor and looks at what comes back. Raises RequestError when it fails, returns another shape, or
     leaves nothing to choose from."""
     try:
         result = processor(tokens, logits, dict(params))
     except Exception as error:  # code of the server's owner
-        raise RequestError(f"{param}: the logit processor failed: {type(error).__name__}: {error}", param) from error
+        raise RequestError(f"{param}: the logits processor failed: {type(error).__name__}: {error}", param) from error
     found = getattr(result, "shape", None), getattr(result, "dtype", None)
     if found != (logits.shape, logits.dtype):
         raise RequestError(
-            f"{param}: the logit processor returned {type(result).__name__} of shape {found[0]} and type {found[1]}, "
+            f"{param}: the logits processor returned {type(result).__name__} of shape {found[0]} and type {found[1]}, "
             f"expected shape {tuple(logits.shape)} and type {logits.dtype}",
             param,
         )
     if not bool(result.max() > -math.inf):  # the maximum is NaN if any logit is
-        raise RequestError(f"{param}: the logit processor left no token that may come next, or gave NaN", param)
+        raise RequestError(f"{param}: the logits processor left no token that may come next, or gave NaN", param)
     return result
 
 
-def _load(name: str) -> LogitProcessor:
+def _load(name: str) -> LogitsProcessor:
     value = import_attribute(name, _OPTION)
     if isinstance(value, type):
         try:
@@ -76,5 +76,5 @@ def _load(name: str) -> LogitProcessor:
             raise ConfigError(f"{_OPTION} {name}: cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(value):
         raise ConfigError(f"{_OPTION} {name}: expected a function or a class, found {type(value).__name__}")
-    processor: LogitProcessor = value
+    processor: LogitsProcessor = value
     return processor

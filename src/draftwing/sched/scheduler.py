@@ -72,7 +72,7 @@ class Scheduler:
     # -- requests in, requests out ------------------------------------------------------------------------------
 
     def submit(self, req: Req) -> None:
-        """`req.max_total` must leave room for one step in the pool; the engine checks that at its border."""
+        """`req.max_total` must leave room for one step in the pool; the engine checks that before."""
         assert req.max_total + self._step_room() <= self.config.slots
         req.arrival = self._arrivals
         self._arrivals += 1
