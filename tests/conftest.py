@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test module is
 
 from draftwing.models.hub import fetch_default_model
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.torch.ops import TorchOps
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 
@@ -96,3 +98,21 @@ def _widen(handle: Any) -> np.ndarray:
 def device() -> torch.device:
     """Where Triton kernels run: on the GPU where there is one, else in the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["torch", "cpu", "triton"])
+def ops(request: pytest.FixtureRequest) -> TorchOps:
+    """The operations of every implementation that this machine has."""
+    if request.param == "torch":
+        return TorchOps(torch.device("cpu"))
+    if request.param == "cpu":
+        if load_extension() is None:
+            pytest.skip("the C extension was not built, or is not wanted")
+        from draftwing.ops.cpu.ops import CpuOps
+
+        return CpuOps(torch.device("cpu"))
+    pytest.importorskip("triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    request.getfixturevalue("mended_interpreter")
+    return TritonOps(request.getfixturevalue("device"))

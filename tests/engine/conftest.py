@@ -138,7 +138,7 @@ class Rig:
         if drafter == "oracle":
             drafter = OracleDrafter(book.to(dev.device), miss)
         elif drafter == "ngram":
-            drafter = NGramDrafter(capacity=4096, rows=rows + 1, device=dev.device)
+            drafter = NGramDrafter(capacity=4096, rows=rows + 1, ops=dev.ops)
         self.drafter = drafter
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, dtype, dev.device)

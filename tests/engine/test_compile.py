@@ -15,6 +15,7 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine import build
 from draftwing.engine.compile import compile_forwards
 from draftwing.errors import ConfigError
+from draftwing.ops import make_ops
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
@@ -34,10 +35,11 @@ def test_the_text_is_the_same(harness, no_compiled_code_before):
     params = [harness.greedy(12)] * 3
     expected = harness.plain_answers(model, prompts, params)
     head = DraftLM(draft, harness.VOCAB)
-    drafter = make_model_drafter(head, 7, 1, torch.float32, torch.device(harness.device))
+    ops = make_ops(torch.device(harness.device))
+    drafter = make_model_drafter(head, 7, 1, torch.float32, ops)
     plain, small = model.forward, []
     model.forward = lambda ids, *args: (small.append(ids.shape[0]), plain(ids, *args))[1]
-    compile_forwards(model, head, 8, backend="eager")
+    compile_forwards(model, head, 8, ops, backend="eager")
     rig = harness.Rig(model, shapes=(CHAIN, PLAIN), drafter=drafter)
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         rig.submit(str(i), prompt, param)
@@ -119,7 +121,7 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
     model = harness.tiny_model()
     prompts, params = harness.prompts_for(2), [harness.greedy(8)] * 2
     expected = harness.plain_answers(model, prompts, params)
-    compile_forwards(model, None, 8, backend=refuse)
+    compile_forwards(model, None, 8, make_ops(torch.device(harness.device)), backend=refuse)
     rig = harness.Rig(model)
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         rig.submit(str(i), prompt, param)
@@ -127,9 +129,9 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
 
 
 def test_not_with_deterministic_inference(monkeypatch):
-    device = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), total_memory=lambda: 80 << 30)
+    ops = SimpleNamespace(batch_invariant=True)
+    device = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), ops=ops, total_memory=lambda: 80 << 30)
     monkeypatch.setattr(build, "pick_device", lambda name: device)
-    monkeypatch.setattr(build, "use_triton", lambda tensor: True)
     options = Options(enable_deterministic_inference=True, enable_torch_compile=True).resolve()
     with pytest.raises(ConfigError, match="--enable-deterministic-inference and --enable-torch-compile exclude"):
         build.build(options, Path("/nowhere"))

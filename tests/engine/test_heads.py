@@ -18,7 +18,7 @@ from draftwing.core import TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
-from draftwing.ops import use_triton
+from draftwing.ops import make_ops
 from draftwing.spec.mtp_drafter import make_model_drafter
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 12)
@@ -57,7 +57,7 @@ class Case:
             head = load_mtp_head(self.target_path, self.target, torch.float32, self.device)
         else:
             head = load_draft_head(self.head_path, self.target, self.kind, torch.float32, self.device)
-        drafter = make_model_drafter(head, rows + 1, shape.topk, torch.float32, torch.device(self.device))
+        drafter = make_model_drafter(head, rows + 1, shape.topk, torch.float32, make_ops(torch.device(self.device)))
         return self.h.Rig(self.target, shapes=(shape,), drafter=drafter, rows=rows, **kw)
 
     def answer(self, rig):
@@ -117,7 +117,7 @@ def test_from_graphs(case, shape):
     assert rig.accept_length > 1.5 and None not in replays and {key.size for key in replays} >= {1, 6}
     case.answer(rig)
     # Kernels look up themselves which rows have a temperature; torch's code is told by the host, so not from graphs.
-    assert (None in replays) != use_triton(rig.slots.kv_len)
+    assert (None in replays) != rig.executor.ops.draws_by_row
 
 
 LOOKAHEAD = {"EAGLE": 1, "NEXTN 2 layers": 2, "NEXTN 3 layers": 3}

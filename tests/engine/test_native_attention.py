@@ -7,10 +7,10 @@ import torch
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.attention import NativeAttention
-from draftwing.ops.cpu.kernels import load
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import onednn
 
-KERNELS = load()
+KERNELS = load_extension()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
 TREE = TreeShape(4, 3, 11)
 

@@ -19,6 +19,7 @@ from draftwing.core import PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.requests.options import LogprobParams, SpecLimits
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -42,6 +43,7 @@ class FakeDevice:
 
     def __init__(self, mode):
         self.mode = mode
+        self.ops = TorchOps(self.device)
 
     def upload(self, host):
         with self.mode:
@@ -113,7 +115,7 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         device = FakeDevice(mode)
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
         if head is not None:
-            drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.device)
+            drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.ops)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params):
             pending = rig.executor.launch(plan)

@@ -5,6 +5,7 @@ import pytest
 from toy_grammar import ToyGrammar
 
 from draftwing.core import TreeShape
+from draftwing.ops import make_ops
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -13,7 +14,8 @@ CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 10)
 
 def rig_with_draft(h, model, draft, shape, rows=6, vocab=None, **kw):
     weight = next(draft.parameters())
-    drafter = ModelDrafter(DraftLM(draft, vocab or h.VOCAB), rows + 1, shape.topk, weight.dtype, weight.device)
+    head, ops = DraftLM(draft, vocab or h.VOCAB), make_ops(weight.device)
+    drafter = ModelDrafter(head, rows + 1, shape.topk, weight.dtype, ops)
     return h.Rig(model, shapes=(shape,), drafter=drafter, rows=rows, **kw)
 
 

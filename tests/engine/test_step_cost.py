@@ -10,9 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops
-from draftwing.ops.cpu import ngram as cpu_ngram
-from draftwing.ops.cpu import tree as cpu_tree
-from draftwing.ops.cpu.attention import pick_attention
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head
 
@@ -50,7 +48,7 @@ class Chosen:
 def eagle3_drafter(model):
     head = new_eagle3_head(model, torch.arange(0, model.config.vocab_size, 2))
     head.pack(make_ops(torch.device("cpu")))
-    return make_model_drafter(head, 7, TREE.topk, torch.float32, torch.device("cpu"))
+    return make_model_drafter(head, 7, TREE.topk, torch.float32, make_ops(torch.device("cpu")))
 
 
 def steady_step(harness, shape, drafter):
@@ -59,7 +57,8 @@ def steady_step(harness, shape, drafter):
     model = harness.tiny_model()
     if drafter == "EAGLE3":
         drafter = eagle3_drafter(model)
-    rig = harness.Rig(model, drafter=drafter, policy=Chosen(), lag=1, ahead=60, attn=pick_attention)
+    attn = make_ops(torch.device("cpu")).attention
+    rig = harness.Rig(model, drafter=drafter, policy=Chosen(), lag=1, ahead=60, attn=attn)
     for i, prompt in enumerate(harness.prompts_for(2)):
         rig.submit(str(i), prompt, harness.greedy(60))
     for _ in range(4):
@@ -90,18 +89,18 @@ def steady_step(harness, shape, drafter):
 @pytest.mark.parametrize(
     ("drafter", "shape", "work", "views"),
     [
-        (None, PLAIN, 7, 11),
-        ("ngram", PLAIN, 7, 14),
-        ("ngram", TREE, 13, 14),
-        ("EAGLE3", PLAIN, 29, 20),
-        ("EAGLE3", TREE, 104, 56),
+        (None, PLAIN, 6, 10),
+        ("ngram", PLAIN, 6, 13),
+        ("ngram", TREE, 12, 13),
+        ("EAGLE3", PLAIN, 22, 15),
+        ("EAGLE3", TREE, 100, 47),
     ],
     ids=["none", "ngram plain", "ngram tree", "eagle3 plain", "eagle3 tree"],
 )
 def test_operations_of_a_step(harness, drafter, shape, work, views):
     if harness.device != "cpu":
         pytest.skip("the same everywhere, but for attention")
-    if cpu_tree.load() is None or (drafter == "ngram" and cpu_ngram.load() is None):
+    if load_extension() is None:
         pytest.skip("the C kernels were not built")
     count = steady_step(harness, shape, drafter)
     found = count.work.total(), count.views.total()

@@ -3,13 +3,13 @@
 (On a GPU every test of this folder runs on the kernels.)
 """
 
-import sys
 from functools import partial
 
 import pytest
 import torch
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.device import Device
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
@@ -18,13 +18,13 @@ TREE = TreeShape(3, 2, 5)
 
 
 @pytest.fixture
-def paged(harness, monkeypatch):
-    """All that asks whether to use Triton is told to."""
+def interpreted(harness, monkeypatch):
+    """A CPU whose operations are Triton's."""
     if harness.device != "cpu":
         pytest.skip("there it is what runs")
     from triton.runtime import interpreter
 
-    from draftwing.ops.triton.attention_backend import PagedAttention
+    from draftwing.ops.triton.ops import TritonOps
 
     patch = interpreter._patch_lang_tensor
 
@@ -34,10 +34,7 @@ def paged(harness, monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("draftwing.") and not name.startswith("draftwing.ops") and hasattr(module, "use_triton"):
-            monkeypatch.setattr(module, "use_triton", lambda tensor: True)
-    return partial(PagedAttention, exact=True)
+    return Device(torch.device("cpu"), TritonOps(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(("drafter", "graph_size"), [(None, 1), ("ngram", 0), ("model", 0)])
@@ -46,12 +43,15 @@ def test_the_text_is_the_same(harness, request, drafter, graph_size):
     prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]]
     params = [harness.greedy(5), harness.seeded(3, top_k=20, top_p=0.9)]
     expected = harness.plain_answers(model, prompts, params)
-    attn = request.getfixturevalue("paged")
+    device = request.getfixturevalue("interpreted")
     if drafter == "model":
         head = DraftLM(harness.tiny_model(), harness.VOCAB)  # the target itself: all is accepted
-        drafter = make_model_drafter(head, 3, 2, torch.float32, torch.device("cpu"))
+        drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
     shapes = (TREE, PLAIN) if drafter else (PLAIN,)
-    rig = harness.Rig(model, shapes=shapes, drafter=drafter, rows=2, lag=1, attn=attn, graph_size=graph_size)
+    rig = harness.Rig(
+        model, shapes=shapes, drafter=drafter, rows=2, lag=1, attn=partial(device.ops.attention, exact=True), fake_device=device,
+        graph_size=graph_size,
+    )  # fmt: skip
     calls, run = [], rig.executor.run_stage
     rig.executor.run_stage = lambda stage, key, *args, **kw: (calls.append(key), run(stage, key, *args, **kw))[1]
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
+from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.cpu.attention import NativeAttention, pick_attention
-from draftwing.ops.cpu.kernels import load
+from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch.attention import TorchAttention
 
-KERNELS = load()
+KERNELS = load_extension()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
 SHAPES = [(9, 3, 64), (4, 4, 16), (8, 1, 32), (6, 2, 128), (3, 1, 24), (40, 1, 40), (5, 5, 80), (4, 2, 100)]
 LAYER = 1
@@ -285,10 +286,10 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
 
 def test_the_choice_of_a_backend() -> None:
     half = KVPool([LayerSpec(1, 16)], 4, torch.float16, torch.device("cpu"))
-    assert isinstance(pick_attention(half), TorchAttention), "the kernels know no float16"
+    assert isinstance(make_ops(torch.device("cpu")).attention(half), TorchAttention), "the kernels know no float16"
     code = (
-        "import torch; from draftwing.ops.cpu.attention import pick_attention; from draftwing.kv.pool import *;"
-        "print(type(pick_attention(KVPool([LayerSpec(1, 16)], 4, torch.bfloat16, torch.device('cpu')))).__name__)"
+        "import torch; from draftwing.ops import make_ops; from draftwing.kv.pool import *; cpu = torch.device('cpu');"
+        "print(type(make_ops(cpu).attention(KVPool([LayerSpec(1, 16)], 4, torch.bfloat16, cpu))).__name__)"
     )
     for native, name in (("0", "TorchAttention"), ("1", "NativeAttention" if KERNELS else "TorchAttention")):
         environ = {**os.environ, "DRAFTWING_NATIVE": native}

@@ -18,13 +18,13 @@ from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch
 from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, has_gemm, summed_in_blocks
-from draftwing.ops.cpu.kernels import load
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
 
-KERNELS = load()
+KERNELS = load_extension()
 pytestmark = pytest.mark.skipif(
     not has_gemm() or not onednn.takes(torch.empty(0, dtype=torch.bfloat16)),
     reason="the C kernels were not built, or this CPU has no AVX-512 BF16",
@@ -225,8 +225,8 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int) -> 
     bias[7] = bias[300]
     readout = HeadTopK(gemm, bias, norm, names)
     x = OPS.rms_norm(states, *norm) if norm else states.contiguous()
-    best, logp = KERNELS.top_tokens(torch.cat([gemm(x[i : i + 4], bias, None) for i in range(0, 20, 4)])[:, None], 3,
-                                    None, None)  # fmt: skip
+    logits = torch.cat([gemm(x[i : i + 4], bias, None) for i in range(0, 20, 4)])
+    best, logp = OPS.top_tokens(logits, 20, 3, None, None)
     best = best if names is None else names[best]
     try:
         torch.set_num_threads(threads)

@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from reference.noise import gumbel64
 from torch import Tensor
 
-from draftwing.ops.cpu.kernels import Kernels, kernels_for, load
-from draftwing.ops.torch.sampling import SamplingRows, sample
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.torch.sampling import sample
+from draftwing.ops.types import SamplingRows
 
-if load() is None:
+if load_extension() is None:
     pytest.skip("the C kernels were not built", allow_module_level=True)
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -24,10 +27,8 @@ Doubles = npt.NDArray[np.float64]
 
 
 @pytest.fixture
-def kernels() -> Kernels:
-    found = kernels_for(NONE)
-    assert found is not None
-    return found
+def kernels() -> CpuOps:
+    return CpuOps(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -37,19 +38,8 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def gumbel64(seed: Tensor, position: Tensor, vocab: int) -> Doubles:
-    """ops/torch/noise.py in numpy's unsigned integers and float64: seed [M], position [M] -> [M, vocab]."""
-    key = position.numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    key += seed.numpy().astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        key = (key ^ key >> np.uint64(shift)) * np.uint64(factor)
-    low, high = key.astype(np.uint32)[:, None], (key >> np.uint64(32)).astype(np.uint32)[:, None]
-    h = np.arange(vocab, dtype=np.uint32) * np.uint32(0x9E3779B1)
-    h = ((h ^ h >> np.uint32(16)) ^ low) * np.uint32(0x7FEB352D) + high
-    h = (h ^ h >> np.uint32(15)) * np.uint32(0x846CA68B)
-    bits = h.view(np.int32) ^ h.view(np.int32) >> 16
-    u = bits.astype(np.float32) * np.float32(2.0**-31 * (1.0 - 2.0**-24)) + np.float32(2.0**-32)
-    return -np.log(-np.log1p(-u.astype(np.float64)))
+def noise64(seed: Tensor, position: Tensor, vocab: int) -> Doubles:
+    return gumbel64(seed.numpy(), position.numpy(), np.arange(vocab))
 
 
 def params(temperature: Tensor, seed: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingRows:
@@ -77,13 +67,13 @@ def random_rows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "rows"), [(5, 500), (64, 500), (1000, 1500), (1061, 700), (49_152, 24)])
-def test_the_best_are_those_of_float64(kernels: Kernels, dtype: torch.dtype, vocab: int, rows: int) -> None:
+def test_the_best_are_those_of_float64(kernels: CpuOps, dtype: torch.dtype, vocab: int, rows: int) -> None:
     """Wherever float64 puts more between two tokens than `epsilon`, a few roundings of the noise and of the sum."""
     logits, positions, seed, temperature, _ = random_rows(rows, vocab, dtype, vocab)
     count = min(8, vocab - 1)
-    ids, added = kernels.draw(logits, positions, positions * 0, params(temperature, seed), NONE, count)
-    only, _ = kernels.draw(logits, positions, positions * 0, params(temperature, seed), NONE, 1)
-    noise = gumbel64(seed, positions[:, 0] + 1, vocab) * temperature[:, None].double().numpy()
+    ids, added = kernels.candidates(logits, positions, positions * 0, params(temperature, seed), NONE, count)
+    only, _ = kernels.candidates(logits, positions, positions * 0, params(temperature, seed), NONE, 1)
+    noise = noise64(seed, positions[:, 0] + 1, vocab) * temperature[:, None].double().numpy()
     z = logits[:, 0].double().numpy() + noise
     epsilon = 4e-6 * temperature.numpy() + 2e-7 * np.nanmax(np.abs(np.where(np.isinf(z), np.nan, z)), 1)
     order = np.argsort(-z, 1, kind="stable")
@@ -100,27 +90,27 @@ def test_the_best_are_those_of_float64(kernels: Kernels, dtype: torch.dtype, voc
     np.testing.assert_allclose(added[:, 0].numpy(), expected, rtol=2e-6, atol=5e-6)
 
 
-def test_noise_of_one_function_is_that_of_the_other(kernels: Kernels) -> None:
+def test_noise_of_one_function_is_that_of_the_other(kernels: CpuOps) -> None:
     _, positions, seed, _, _ = random_rows(60, 700, torch.float32, 0)
     nothing = torch.zeros(60, 1, 700)
-    ids, added = kernels.draw(nothing, positions, positions * 0, params(torch.ones(60), seed), NONE, 16)
-    assert torch.equal(added, kernels.gumbel(seed, positions + 1, None, 700).gather(-1, ids))
+    ids, added = kernels.candidates(nothing, positions, positions * 0, params(torch.ones(60), seed), NONE, 16)
+    assert torch.equal(added, kernels.gumbel(seed, positions + 1, 700).gather(-1, ids))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "topk"), [(8, 8), (100, 1), (1003, 4), (32_000, 10)])
-def test_top_tokens(kernels: Kernels, dtype: torch.dtype, vocab: int, topk: int) -> None:
+def test_top_tokens(kernels: CpuOps, dtype: torch.dtype, vocab: int, topk: int) -> None:
     """Drafts: the best and their log probabilities, with the target's noise and without, all in float64."""
     logits, positions, seed, temperature, generator = random_rows(40, vocab, dtype, vocab)
-    logits, key = logits.view(10, 4, vocab), (seed[:10], positions[:10, 0], temperature[:10])
+    nodes, key = logits.view(40, vocab), (seed[:10], positions[:10, 0], temperature[:10])
     target = torch.randint(0, 10**5, (vocab,), generator=generator)
     temperature[:10:3] = 0.0
-    noise = torch.from_numpy(gumbel64(seed[:10], positions[:10, 0], 10**5)) * temperature[:10, None]
+    noise = torch.from_numpy(noise64(seed[:10], positions[:10, 0], 10**5)) * temperature[:10, None]
     for own, add, ids in (
         (None, 0.0, None), (key, noise[:, None, :vocab], None), (key, noise[:, target][:, None], target)
     ):  # fmt: skip
-        best, logp = kernels.top_tokens(logits, topk, own, ids)
-        z = logits.double() + add
+        best, logp = (x.view(10, 4, topk) for x in kernels.top_tokens(nodes, 10, topk, own, ids))
+        z = nodes.view(10, 4, vocab).double() + add
         wanted = z.sort(dim=-1, descending=True, stable=True)
         near = wanted.values.diff(dim=-1).abs()[..., :topk] < 1e-4  # of the next one, so of either place
         near = torch.nn.functional.pad(near, (0, topk - near.shape[-1] + 1))
@@ -135,14 +125,14 @@ def test_top_tokens(kernels: Kernels, dtype: torch.dtype, vocab: int, topk: int)
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_see_the_others(kernels: Kernels, threads: None, dtype: torch.dtype, top_p: float) -> None:
+def test_a_row_does_not_see_the_others(kernels: CpuOps, threads: None, dtype: torch.dtype, top_p: float) -> None:
     logits, positions, seed, temperature, generator = random_rows(40, 5003, dtype, 7)
     temperature[::4] = 0.0
     own = params(temperature, seed, top_p=top_p)
     filtered = torch.arange(40) if top_p < 1 else NONE
     torch.set_num_threads(1)
     alone = [
-        kernels.draw(
+        kernels.candidates(
             logits[i : i + 1], positions[i : i + 1], positions[i : i + 1] * 0,
             SamplingRows(*(field[i : i + 1] for field in own)), filtered[:1], 8,
         )
@@ -152,15 +142,15 @@ def test_a_row_does_not_see_the_others(kernels: Kernels, threads: None, dtype: t
         torch.set_num_threads(number)
         order = torch.randperm(40, generator=generator)
         shuffled = SamplingRows(*(field[order] for field in own))
-        ids, added = kernels.draw(logits[order], positions[order], positions * 0, shuffled, filtered, 8)
+        ids, added = kernels.candidates(logits[order], positions[order], positions * 0, shuffled, filtered, 8)
         assert torch.equal(ids, torch.cat([alone[i][0] for i in order]))
         assert torch.equal(added, torch.cat([alone[i][1] for i in order]))
     # As nodes of trees: node n of row b stands depth further than its root.
     depth = torch.tensor([[0, 1, 1, 3]]).expand(10, 4)
     first = SamplingRows(*(field[:10] for field in own))
-    ids, _ = kernels.draw(logits.view(10, 4, -1), positions[:10] + depth, depth, first, filtered[:10], 8)
+    ids, _ = kernels.candidates(logits.view(10, 4, -1), positions[:10] + depth, depth, first, filtered[:10], 8)
     for n in range(4):
-        one, _ = kernels.draw(
+        one, _ = kernels.candidates(
             logits.view(10, 4, -1)[:, n : n + 1], positions[:10] + depth[:, n : n + 1], depth[:, :1] * 0, first,
             filtered[:10], 8,
         )  # fmt: skip
@@ -169,23 +159,23 @@ def test_a_row_does_not_see_the_others(kernels: Kernels, threads: None, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [8, 17, 64, 100, 129, 2000])
-def test_ties_go_to_the_lowest_ids(kernels: Kernels, dtype: torch.dtype, vocab: int) -> None:
+def test_ties_go_to_the_lowest_ids(kernels: CpuOps, dtype: torch.dtype, vocab: int) -> None:
     """Greedy rows with few different logits."""
     x = torch.randint(-2, 3, (50, 2, vocab), generator=torch.Generator().manual_seed(vocab)).to(dtype)
     x[3], x[4, 0] = 0.0, -0.0
     x[5, 0, -1] = 99.0
     zero = torch.zeros(50, 2, dtype=torch.int64)
-    ids, added = kernels.draw(x, zero, zero, None, NONE, 8)
+    ids, added = kernels.candidates(x, zero, zero, None, NONE, 8)
     want = x.double().sort(dim=-1, descending=True, stable=True).indices[..., :8].sort(-1).values
     assert torch.equal(ids, want) and not added.any()
-    assert torch.equal(kernels.draw(x, zero, zero, None, NONE, 1)[0].squeeze(-1), x.double().argmax(-1))
+    assert torch.equal(kernels.candidates(x, zero, zero, None, NONE, 1)[0].squeeze(-1), x.double().argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (5, 0.9, 0.0), (0, 0.5, 0.1)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_infinities(
-    kernels: Kernels, dtype: torch.dtype, temperature: float, top_k: int, top_p: float, min_p: float
+    kernels: CpuOps, dtype: torch.dtype, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     x = torch.zeros(6, 1, 200, dtype=dtype)
     x[:4] = -math.inf
@@ -196,15 +186,15 @@ def test_infinities(
     x[5, 0, 77] = math.inf
     own = params(torch.full((6,), temperature), torch.arange(6), top_k, top_p, min_p)
     zero = torch.zeros(6, 1, dtype=torch.int64)
-    ids, added = kernels.draw(x, zero, zero, own, torch.arange(6), 8)
+    ids, added = kernels.candidates(x, zero, zero, own, torch.arange(6), 8)
     assert ids[0, 0].tolist() == list(range(8)) and added[0].eq(-math.inf).all()
     assert ids[1, 0].tolist() == [*range(7), 150] and added[1, 0].isfinite().tolist() == [False] * 7 + [True]
     assert ids[2, 0].tolist() == [*range(6), 9, 190] and added[2, 0].isfinite().sum() <= 2
-    one = kernels.draw(x, zero, zero, own, torch.arange(6), 1)[0].flatten().tolist()
+    one = kernels.candidates(x, zero, zero, own, torch.arange(6), 1)[0].flatten().tolist()
     assert one[:2] == [0, 150] and one[2] in (9, 190) and one[3] == 7 and one[4] < 100 and one[5] == 77
 
 
-def test_the_heaviest_candidate(kernels: Kernels) -> None:
+def test_the_heaviest_candidate(kernels: CpuOps) -> None:
     """The first of equals, as torch chooses; of NaN, too."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 10**6, (40, 5, 8), generator=generator)
@@ -213,19 +203,19 @@ def test_the_heaviest_candidate(kernels: Kernels) -> None:
     noise[0] = -math.inf
     logits[1, :, 3:5] = math.nan
     wanted = ids.gather(-1, (noise + logits).max(-1).indices.unsqueeze(-1)).squeeze(-1)
-    assert torch.equal(kernels.heaviest(ids, noise, logits), wanted)
-    assert torch.equal(kernels.heaviest(ids[..., :1], noise[..., :1], logits[..., :1]), ids[..., 0])
+    assert torch.equal(kernels.best_candidate(ids, noise, logits), wanted)
+    assert torch.equal(kernels.best_candidate(ids[..., :1], noise[..., :1], logits[..., :1]), ids[..., 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_two_zeros_are_one_logit(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_the_two_zeros_are_one_logit(kernels: CpuOps, dtype: torch.dtype) -> None:
     x = torch.full((1, 1, 100), -9.0).index_fill_(2, torch.arange(0, 4), 0.0)
     x[0, 0, [0, 2]] = -0.0
     x[0, 0, 4:20] = -torch.arange(1.0, 17.0)
     for top_k in (3, 4):
         own = params(torch.ones(1), torch.zeros(1, dtype=torch.int64), top_k)
         zero = torch.zeros(1, 1, dtype=torch.int64)
-        _, added = kernels.draw(x.to(dtype), zero, zero, own, torch.arange(1), 16)
+        _, added = kernels.candidates(x.to(dtype), zero, zero, own, torch.arange(1), 16)
         assert added.isfinite().sum() == 4  # equals of the last one stay
 
 
@@ -238,14 +228,14 @@ FILTERS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FILTERS)
-def test_filters_are_those_of_float64(kernels: Kernels, dtype: torch.dtype, name: str) -> None:
+def test_filters_are_those_of_float64(kernels: CpuOps, dtype: torch.dtype, name: str) -> None:
     """Without temperature's noise in the way: which tokens can be drawn at all, in any of the 16 best places."""
     top_k, top_p, min_p = FILTERS[name]
     rows, vocab = 150, 1003
     logits, positions, seed, temperature, _ = random_rows(rows, vocab, dtype, 3)
     own = params(temperature, seed, top_k, top_p, min_p)
-    ids, added = kernels.draw(logits, positions, positions * 0, own, torch.arange(rows), 16)
-    noise = gumbel64(seed, positions[:, 0] + 1, vocab)
+    ids, added = kernels.candidates(logits, positions, positions * 0, own, torch.arange(rows), 16)
+    noise = noise64(seed, positions[:, 0] + 1, vocab)
     for i in range(rows):
         x, t = logits[i, 0].double().numpy(), temperature[i].double().item()
         possible, sure = brute_force(x, t, top_k, top_p, min_p)
@@ -284,7 +274,7 @@ def brute_force(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["k and p", "all", "p", "none"])
-def test_tokens_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str) -> None:
+def test_tokens_are_those_of_torch(kernels: CpuOps, dtype: torch.dtype, name: str) -> None:
     """A thousand mixed rows; the two differ in the last bits, so one in a thousand may be another token."""
     logits, positions, seed, temperature, generator = random_rows(1000, 777, dtype, 5)
     temperature[::7] = 0.0
@@ -294,7 +284,5 @@ def test_tokens_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch
     depth = torch.arange(2).expand(500, 2)
     half = SamplingRows(*(field[:500] for field in own))
     args = (positions[:500] + depth, depth, 1, half, noisy[noisy < 500], filtered[filtered < 500], NONE)
-    native = sample(logits.view(500, 2, -1), *args)
-    monkeypatch.setattr("draftwing.ops.torch.sampling.kernels_for", lambda _: None)
-    monkeypatch.setattr("draftwing.ops.torch.noise.kernels_for", lambda _: None)
+    native = kernels.sample(logits.view(500, 2, -1), *args)
     assert (native != sample(logits.view(500, 2, -1), *args)).sum() <= 1

@@ -1,23 +1,26 @@
 """Keyed noise: the same value for the same key, and values that look random in every direction of the key."""
 
 import math
+import sys
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.ops.cpu.kernels import load
+from draftwing.ops import make_ops
+from draftwing.ops.torch import noise
 from draftwing.ops.torch.noise import GUMBEL_MAX, GUMBEL_MIN, _hash, gumbel, gumbel_at
 
 
-@pytest.fixture(autouse=True, params=["torch", "native"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on torch's operations and on the C kernels."""
-    if request.param == "torch":
-        monkeypatch.setattr("draftwing.ops.torch.noise.kernels_for", lambda _: None)
-    elif load() is None:
-        pytest.skip("the C kernels were not built")
-    return request.param
+@pytest.fixture(autouse=True, params=["torch", "cpu"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs on the noise of torch and of C; Triton's is no operation, see test_triton_noise.py."""
+    if request.param == "cpu":
+        found = make_ops(torch.device("cpu"))
+        if found.name != "cpu":
+            pytest.skip("the C extension was not built, or is not wanted")
+        monkeypatch.setattr(sys.modules[__name__], "gumbel", found.gumbel)
+        monkeypatch.setattr(sys.modules[__name__], "gumbel_at", found.gumbel_at)
 
 
 SEEDS = torch.tensor([0, 1, 2, 7, 2**31, 2**40 + 3, 2**63 - 1])
@@ -205,7 +208,7 @@ def test_argmax_has_the_softmax_distribution(vary: str) -> None:
     assert normal_score(float(((counts - expected) ** 2 / expected).sum()), 49) < 4
 
 
-def test_runs_on_fake_tensors() -> None:
+def test_torch_reads_nothing_on_the_host() -> None:
     with FakeTensorMode():
-        g = gumbel(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), 100)
+        g = noise.gumbel(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), 100)
         assert g.shape == (2, 3, 100) and g.dtype == torch.float32

@@ -1,28 +1,27 @@
 """sample() against one row at a time in plain steps, and against the distribution it must have."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.ops.cpu.kernels import load
 from draftwing.ops.torch.argmax import top_candidates
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.noise import gumbel
-from draftwing.ops.torch.sampling import SamplingRows, first_argmax, sample
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.torch.sampling import first_argmax
+from draftwing.ops.types import SamplingRows
 
 
-@pytest.fixture(autouse=True, params=["torch", "native"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on torch's operations and on the C kernels."""
-    if request.param == "torch":
-        monkeypatch.setattr("draftwing.ops.torch.sampling.kernels_for", lambda _: None)
-        monkeypatch.setattr("draftwing.ops.torch.noise.kernels_for", lambda _: None)
-    elif load() is None:
-        pytest.skip("the C kernels were not built")
-    return request.param
+@pytest.fixture
+def sample(ops: TorchOps) -> Callable[..., Tensor]:
+    """`SamplingOps.sample` of the implementations that have one of their own."""
+    if ops.name == "triton":
+        pytest.skip("there is `draw`, see test_draw.py; what the host edits is drawn by torch")
+    return ops.sample
 
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -87,7 +86,12 @@ def one_by_one(
     ],
 )
 def test_mixed_batches(
-    dtype: torch.dtype, vocab: int, noisy: list[int], filtered: list[int], banning: list[int]
+    sample: Callable[..., Tensor],
+    dtype: torch.dtype,
+    vocab: int,
+    noisy: list[int],
+    filtered: list[int],
+    banning: list[int],
 ) -> None:
     generator = torch.Generator().manual_seed(vocab)
     depth = torch.tensor([[0, 1, 1, 2, 0]] * 4)
@@ -111,7 +115,7 @@ def test_mixed_batches(
         assert not torch.equal(got, logits.float().argmax(-1))
 
 
-def test_tokens_do_not_depend_on_the_batch() -> None:
+def test_tokens_do_not_depend_on_the_batch(sample: Callable[..., Tensor]) -> None:
     """A node of a tree, decoded alone at the same position, gives the same token."""
     logits = torch.randn(3, 4, 640, generator=torch.Generator().manual_seed(0))
     depth = torch.tensor([[0, 1, 2, 3]] * 3)
@@ -155,7 +159,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_frequencies(name: str) -> None:
+def test_frequencies(sample: Callable[..., Tensor], name: str) -> None:
     temperature, top_k, top_p, min_p = CASES[name]
     n, vocab = 24_000, 40
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 1.2
@@ -199,7 +203,7 @@ def test_frequencies(name: str) -> None:
     assert score < 3.3
 
 
-def test_greedy_rows_never_meet_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_rows_never_meet_noise(sample: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("noise was made for a greedy batch")
 
@@ -211,7 +215,8 @@ def test_greedy_rows_never_meet_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (5, 2)])
-def test_runs_on_fake_tensors(nodes: int, depth_max: int) -> None:
+def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
+    sample = TorchOps(torch.device("cpu")).sample
     with FakeTensorMode():
         params = rows([0.8, 0.0, 1.0], top_k=5)
         zero = torch.zeros(3, nodes, dtype=torch.int64)
@@ -234,7 +239,7 @@ def test_candidates_hold_the_largest_values():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_exact_logits_settle_what_rounding_blurs(temperature):
+def test_exact_logits_settle_what_rounding_blurs(sample: Callable[..., Tensor], temperature):
     """bfloat16 logits around 25 tie at every turn; the choice must be that of the float32 logits."""
     generator = torch.Generator().manual_seed(1)
     batch, nodes, vocab = 300, 3, 600

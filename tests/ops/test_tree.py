@@ -1,29 +1,45 @@
-"""Tree geometry and acceptance against a walk in plain Python."""
+"""A tree step between its forwards against a walk in plain Python: geometry and inputs, what is accepted, and what
+becomes of the slot table."""
+
+from __future__ import annotations
 
 import itertools
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.ops.torch.tree import accept, derive
+from draftwing.core import TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.row_table import SlotTable
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Committed, Draft, TargetInputs, Tree, unpack
+
+SHAPES = [(1, 0), (2, 1), (2, 3), (4, 3), (7, 2), (8, 7), (17, 5), (33, 16), (64, 8)]  # nodes, depth
+ROWS, LENGTH = 6, 160
 
 
 class RandomTree:
     """A tree of N nodes, parents first, siblings distinct, some subtrees dead, and a target that often agrees."""
 
-    def __init__(self, rng: random.Random, nodes: int, depth_max: int, vocab: int = 20, chain: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, nodes: int, depth_max: int, vocab: int = 20, chain: bool = False, lively: float = 0.85
+    ) -> None:
         self.parent, self.depth, self.alive = [0], [0], [True]
         self.tokens = [rng.randrange(vocab)]
         children: dict[int, set[int]] = {}
         while len(self.parent) < nodes:
             p = len(self.parent) - 1 if chain else rng.randrange(len(self.parent))
             token = rng.randrange(vocab)
-            alive = self.alive[p] and rng.random() < 0.85
+            alive = self.alive[p] and rng.random() < lively
             # A dead node may name any parent and any token: it is not part of the tree.
             if alive and (self.depth[p] >= depth_max or token in children.get(p, ())):
-                continue
+                if not chain and rng.random() < 0.8:
+                    continue
+                alive = False
             if alive:
                 children.setdefault(p, set()).add(token)
             self.parent.append(p)
@@ -56,99 +72,241 @@ class RandomTree:
             path += agreeing
 
 
-def check(trees: list[RandomTree], depth_max: int) -> list[list[int]]:
-    def batch(name: str) -> torch.Tensor:
-        return torch.tensor([getattr(t, name) for t in trees])
+class World(NamedTuple):
+    """A slot table with garbage everywhere, and what it holds as lists."""
 
-    parent, alive = batch("parent"), batch("alive")
-    tree = derive(parent, alive, depth_max)
-    result = accept(batch("tokens"), parent, alive, tree, batch("target"))
-    nodes = parent.shape[1]
-    assert tree.depth.dtype == tree.path.dtype == tree.path_len.dtype == torch.int64
-    assert tree.path.shape == (len(trees), nodes, depth_max + 1)
-    walks = []
-    for b, t in enumerate(trees):
-        for i in range(nodes):
-            path = t.path(i)
-            assert tree.depth[b, i] == t.depth[i] == len(path) - 1
-            assert tree.path_len[b, i] == len(path)
-            assert tree.path[b, i].tolist() == path + [i] * (depth_max + 1 - len(path))
+    slots: SlotTable
+    table: list[list[int]]
+    text: list[list[int]]
+    kv_len: list[int]
+
+
+def make_world(ops: TorchOps, seed: int, kv_len: list[int] | None = None) -> World:
+    g = torch.Generator().manual_seed(seed)
+    slots = SlotTable(ROWS, LENGTH, Device(ops.device, ops))
+    table = torch.randperm(ROWS * LENGTH, generator=g).view(ROWS, LENGTH) + 1
+    text = torch.randint(0, 50, (ROWS, LENGTH), generator=g)
+    lengths = torch.randint(0, LENGTH - 70, (ROWS,), generator=g)
+    if kv_len is not None:
+        lengths = torch.tensor(kv_len)
+    slots.table[:ROWS], slots.tokens[:ROWS], slots.kv_len[:ROWS] = table, text, lengths
+    slots.last[:ROWS] = text.gather(1, lengths[:, None]).squeeze(1)
+    return World(slots, table.tolist(), text.tolist(), lengths.tolist())
+
+
+def draft_of(trees: list[RandomTree], device: torch.device) -> tuple[Draft, Tensor]:
+    """The draft, and what the target drew at its nodes."""
+    tokens, parent, alive, target = (
+        torch.tensor([getattr(t, name) for t in trees], device=device)
+        for name in ("tokens", "parent", "alive", "target")
+    )
+    return Draft(tokens, parent, alive), target
+
+
+def check_inputs(world: World, rows: list[int], trees: list[RandomTree], tree: Tree, inputs: TargetInputs) -> None:
+    batch, nodes = len(trees), len(trees[0].parent)
+    width = tree.path.shape[2]
+    assert {x.dtype for x in (*tree, *inputs)} == {torch.int64}
+    positions, write_slots = (x.view(batch, nodes).tolist() for x in inputs[:2])
+    depth, path, path_len = (x.tolist() for x in tree)
+    for b, (row, t) in enumerate(zip(rows, trees, strict=True)):
+        paths = [t.path(i) for i in range(nodes)]
+        assert depth[b] == t.depth == [len(p) - 1 for p in paths]
+        assert path_len[b] == [len(p) for p in paths]
+        assert path[b] == [p + [i] * (width - len(p)) for i, p in enumerate(paths)]
+        start = world.kv_len[row] if row < ROWS else 0
+        assert int(inputs.prefix_len[b]) == start
+        assert positions[b] == [start + d for d in t.depth]
+        assert write_slots[b] == (world.table[row][start : start + nodes] if row < ROWS else [0] * nodes)
+
+
+def check_commit(
+    world: World, rows: list[int], trees: list[RandomTree], done: Committed, depth_max: int, hint: int
+) -> list[list[int]]:
+    """-> the accepted paths"""
+    nodes, width = len(trees[0].parent), depth_max + 1
+    packed = unpack(done.packed.cpu().numpy(), TreeShape(depth_max, 1, nodes))
+    table, text = ([*part] for part in (world.table, world.text))
+    slots, walks = world.slots, []
+    for b, (row, t) in enumerate(zip(rows, trees, strict=True)):
         walk = t.walk()
-        assert result.leaf[b] == walk[-1] and result.count[b] == len(walk)
-        assert result.order[b].tolist() == walk + [i for i in range(nodes) if i not in walk]
-        committed = [t.tokens[i] for i in walk[1:]] + [t.target[walk[-1]]]
-        assert result.committed[b].tolist() == committed + [0] * (depth_max + 1 - len(committed))
         walks.append(walk)
+        order = walk + [i for i in range(nodes) if i not in walk]
+        tokens = [t.tokens[i] for i in walk[1:]] + [t.target[walk[-1]]]
+        padded = tokens + [0] * (width - len(tokens))
+        assert (packed.hint[b], packed.count[b]) == (hint, len(walk)) and int(done.count[b]) == len(walk)
+        assert packed.tokens[b].tolist() == padded == done.tokens[b].tolist()
+        assert packed.order[b].tolist() == order and packed.depth[b].tolist() == t.depth
+        if row == ROWS:
+            continue
+        at, past = world.kv_len[row], world.kv_len[row] + len(walk)
+        window = world.table[row][at : at + nodes]
+        table[row] = world.table[row][:at] + [window[i] for i in order] + world.table[row][at + nodes :]
+        text[row] = world.text[row][: at + 1] + padded + world.text[row][at + 1 + width :]
+        text[row] = text[row][:LENGTH]
+        assert int(slots.kv_len[row]) == past and int(slots.last[row]) == tokens[-1]
+        if done.path is not None:
+            ids, positions, write_slots, step = (x.view(len(rows), -1)[b].tolist() for x in done.path)
+            known = len(walk)
+            assert ids[:known] == [text[row][at], *tokens[:-1]][:known]
+            assert positions == [at + i for i in range(width)]
+            assert write_slots[:known] == table[row][at:past]
+            assert step[:known] == [b * nodes + i for i in walk]
+    assert slots.table[:ROWS].tolist() == table and slots.tokens[:ROWS].tolist() == text
+    touched = {row for row in rows if row < ROWS}
+    for row in set(range(ROWS)) - touched:
+        assert int(slots.kv_len[row]) == world.kv_len[row]
+    for part in (slots.kv_len, slots.last):
+        assert int(part[ROWS]) == 0 or part is slots.last
     return walks
 
 
-def test_random_trees() -> None:
+def rows_of(rng: random.Random, batch: int) -> list[int]:
+    """Distinct rows, not in order; the last two pad where there are so many."""
+    rows = rng.sample(range(ROWS), batch)
+    return rows[:-2] + [ROWS] * 2 if batch > 3 else rows
+
+
+@pytest.mark.parametrize("nodes, depth_max", SHAPES)
+def test_inputs_and_commit(ops: TorchOps, nodes: int, depth_max: int) -> None:
+    rng, accepted = random.Random(nodes), 0
+    for turn in range(12 if ops.name == "triton" else 60):
+        batch = 1 + turn % 6
+        kind = {"chain": turn % 4 == 3, "lively": [0.9, 0.85, 0.3, 1.0][turn % 4]}
+        trees = [RandomTree(rng, nodes, depth_max, 20 if nodes < 40 else 400, **kind) for _ in range(batch)]
+        rows, world = rows_of(rng, batch), make_world(ops, turn)
+        (draft, target), at = draft_of(trees, ops.device), torch.tensor(rows, device=ops.device)
+        tree, inputs = ops.tree_inputs(world.slots, at, draft, depth_max)
+        check_inputs(world, rows, trees, tree, inputs)
+        # The root is the row's last token.
+        last = [world.text[row][world.kv_len[row]] if row < ROWS else 0 for row in rows]
+        done = ops.commit(world.slots, at, draft, tree, target, inputs.prefix_len, turn, turn % 3 > 0)
+        assert (done.path is None) == (turn % 3 == 0)
+        walks = check_commit(world, rows, trees, done, depth_max, turn)
+        accepted += sum(len(walk) > 1 for walk in walks)
+        if done.path is not None:
+            assert done.path.ids.view(batch, -1)[:, 0].tolist() == last
+    assert accepted > 5 or depth_max == 0
+
+
+def test_tensors_may_be_views(ops: TorchOps) -> None:
     rng = random.Random(0)
-    first = later = dead = 0
-    longest = 0
-    for _ in range(150):
-        depth_max = rng.randint(1, 7)
-        nodes = rng.randint(2, 14)
-        trees = [RandomTree(rng, nodes, depth_max) for _ in range(rng.randint(1, 3))]
-        for t, walk in zip(trees, check(trees, depth_max), strict=True):
-            dead += t.alive.count(False)
-            longest = max(longest, len(walk))
-            for above, node in itertools.pairwise(walk):
-                siblings = [i for i in range(1, nodes) if t.alive[i] and t.parent[i] == above]
-                first += node == siblings[0]
-                later += node != siblings[0]
-    assert first > 50 and later > 20 and dead > 50 and longest >= 4
+    trees = [RandomTree(rng, 9, 4) for _ in range(3)]
+    world, (draft, target) = make_world(ops, 0), draft_of(trees, ops.device)
+    views = Draft(*(torch.stack((part, part), 2)[:, :, 1] for part in draft))
+    assert not any(part.is_contiguous() for part in views)
+    rows = [2, 0, 5]
+    at = torch.tensor(rows, device=ops.device)
+    tree, inputs = ops.tree_inputs(world.slots, at, views, 4)
+    check_inputs(world, rows, trees, tree, inputs)
+    target = target.t().contiguous().t()
+    done = ops.commit(world.slots, at, views, tree, target, inputs.prefix_len, 0, False)
+    check_commit(world, rows, trees, done, 4, 0)
+
+
+def test_plain_inputs(ops: TorchOps) -> None:
+    world = make_world(ops, 1)
+    for rows in ([4], [5, 0, 3, ROWS, ROWS], [3] * 40):
+        ids, positions, write_slots = ops.plain_inputs(world.slots, torch.tensor(rows, device=ops.device))
+        kv_len = [world.kv_len[row] if row < ROWS else 0 for row in rows]
+        assert positions.tolist() == kv_len
+        assert ids.tolist() == [world.text[row][n] if row < ROWS else 0 for row, n in zip(rows, kv_len, strict=True)]
+        assert write_slots.tolist() == [
+            world.table[row][n] if row < ROWS else 0 for row, n in zip(rows, kv_len, strict=True)
+        ]
+
+
+def test_a_row_that_ends_at_the_last_entry(ops: TorchOps) -> None:
+    """The chain of the accepted path looks up to the table's end, and nothing is written elsewhere."""
+    rng, nodes = random.Random(1), 4
+    trees = [RandomTree(rng, nodes, 3, chain=True, lively=1.0)]
+    kv_len = [LENGTH - nodes - 1, *[9] * (ROWS - 1)]
+    world, (draft, target) = make_world(ops, 1, kv_len), draft_of(trees, ops.device)
+    at = torch.tensor([0], device=ops.device)
+    tree, inputs = ops.tree_inputs(world.slots, at, draft, 3)
+    done = ops.commit(world.slots, at, draft, tree, target, inputs.prefix_len, 0, True)
+    check_commit(world, [0], trees, done, 3, 0)
+
+
+def test_what_does_not_fit_is_refused(ops: TorchOps) -> None:
+    """Rather than read and written beyond a row: the C code looks, for nobody else would."""
+    if ops.name != "cpu":
+        pytest.skip("lengths are not known on the host")
+    world, at = make_world(ops, 2, [9, LENGTH - 3, *[9] * (ROWS - 2)]), torch.tensor([1])
+    draft = Draft(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0, 0, 1, 2]]), torch.ones(1, 4) > 0)
+    with pytest.raises(IndexError, match="row 1: expected room for 4 entries past 157, found 160"):
+        ops.tree_inputs(world.slots, at, draft, 3)
+    world.slots.kv_len[1] = 9
+    with pytest.raises(ValueError, match="node 3: expected a parent before it, at a depth below 2"):
+        ops.tree_inputs(world.slots, at, draft, 2)
+    with pytest.raises(ValueError, match="node 1: expected a parent before it"):
+        ops.tree_inputs(world.slots, at, draft._replace(parent=torch.tensor([[0, 1, 1, 2]])), 3)
+
+
+def run(ops: TorchOps, draft: Draft, target: Tensor, depth_max: int) -> tuple[Tree, Committed]:
+    world = make_world(ops, 0)
+    at = torch.arange(len(draft.tokens), device=ops.device)
+    draft, target = Draft(*(part.to(ops.device) for part in draft)), target.to(ops.device)
+    tree, inputs = ops.tree_inputs(world.slots, at, draft, depth_max)
+    return tree, ops.commit(world.slots, at, draft, tree, target, inputs.prefix_len, 0, False)
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 5, 12, 17])
-def test_chain_keeps_its_order(nodes: int) -> None:
-    rng = random.Random(nodes)
-    trees = [RandomTree(rng, nodes, nodes - 1, chain=True) for _ in range(20)]
-    check(trees, nodes - 1)
+def test_a_chain_keeps_its_order(ops: TorchOps, nodes: int) -> None:
     parent = torch.arange(nodes).sub(1).clamp(min=0)[None]
-    alive = torch.ones(1, nodes, dtype=torch.bool)
     tokens = torch.arange(nodes)[None] + 7
+    draft = Draft(tokens, parent, torch.ones(1, nodes, dtype=torch.bool))
     for agreed in range(nodes):
         target = tokens + 1
         target[:, agreed:] = 0
-        result = accept(tokens, parent, alive, derive(parent, alive, nodes - 1), target)
-        assert result.order.tolist() == [list(range(nodes))]
-        assert result.count.tolist() == [agreed + 1] and result.leaf.tolist() == [agreed]
+        _, done = run(ops, draft, target, nodes - 1)
+        order = unpack(done.packed.cpu().numpy(), TreeShape(nodes - 1, 1, nodes)).order
+        assert order.tolist() == [list(range(nodes))] and done.count.tolist() == [agreed + 1]
 
 
-def test_one_node() -> None:
-    trees = [RandomTree(random.Random(seed), 1, 0) for seed in range(3)]
-    check(trees, 0)
-    check(trees, 3)  # all drafts absent, in a shape that allows them
-
-
-def test_later_child_and_dead_twin() -> None:
+def test_later_child_and_dead_twin(ops: TorchOps) -> None:
     # 0 -> {1, 2, 3}, 2 -> {4, 5}; node 3 repeats node 2's token but is dead, and so is 6 below it.
     parent = torch.tensor([[0, 0, 0, 0, 2, 2, 3]])
     alive = torch.tensor([[True, True, True, False, True, True, False]])
     tokens = torch.tensor([[9, 1, 2, 2, 4, 5, 5]])
     target = torch.tensor([[2, 0, 5, 5, 0, 8, 0]])
-    tree = derive(parent, alive, 2)
-    result = accept(tokens, parent, alive, tree, target)
-    assert result.order.tolist() == [[0, 2, 5, 1, 3, 4, 6]]
-    assert result.committed.tolist() == [[2, 5, 8]]
+    tree, done = run(ops, Draft(tokens, parent, alive), target, 2)
+    assert unpack(done.packed.cpu().numpy(), TreeShape(2, 1, 7)).order.tolist() == [[0, 2, 5, 1, 3, 4, 6]]
+    assert done.tokens.tolist() == [[2, 5, 8]]
     assert tree.depth.tolist() == [[0, 1, 1, 0, 2, 2, 0]]
     assert tree.path[0, 6].tolist() == [6, 6, 6]
 
 
-def test_all_dead_is_plain_decoding() -> None:
-    parent = torch.zeros(2, 5, dtype=torch.int64)
+def test_all_dead_is_plain_decoding(ops: TorchOps) -> None:
     alive = torch.tensor([[True] + [False] * 4] * 2)
-    target = torch.full((2, 5), 3)
-    result = accept(torch.full((2, 5), 3), parent, alive, derive(parent, alive, 3), target)
-    assert result.count.tolist() == [1, 1] and result.committed.tolist() == [[3, 0, 0, 0]] * 2
+    threes = torch.full((2, 5), 3)
+    _, done = run(ops, Draft(threes, torch.zeros(2, 5, dtype=torch.int64), alive), threes, 3)
+    assert done.count.tolist() == [1, 1] and done.tokens.tolist() == [[3, 0, 0, 0]] * 2
+
+
+def test_the_random_trees_are_worth_it() -> None:
+    """First children, later ones and dead nodes are all met on the way."""
+    rng = random.Random(0)
+    first = later = dead = longest = 0
+    for _ in range(300):
+        t = RandomTree(rng, rng.randint(2, 14), rng.randint(1, 7))
+        walk = t.walk()
+        dead += t.alive.count(False)
+        longest = max(longest, len(walk))
+        for above, node in itertools.pairwise(walk):
+            siblings = [i for i in range(1, len(t.parent)) if t.alive[i] and t.parent[i] == above]
+            first += node == siblings[0]
+            later += node != siblings[0]
+    assert first > 50 and later > 20 and dead > 50 and longest >= 4
 
 
 @pytest.mark.parametrize(("nodes", "depth_max"), [(1, 0), (6, 3)])
-def test_runs_on_fake_tensors(nodes: int, depth_max: int) -> None:
+def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
     with FakeTensorMode():
-        parent = torch.zeros(2, nodes, dtype=torch.int64)
-        alive = torch.ones(2, nodes, dtype=torch.bool)
-        tree = derive(parent, alive, depth_max)
-        result = accept(parent, parent, alive, tree, parent)
-        assert result.committed.shape == (2, depth_max + 1) and result.order.shape == (2, nodes)
+        ops = TorchOps(torch.device("cpu"))
+        slots = SlotTable(ROWS, LENGTH, Device(ops.device, ops))
+        parent, rows = torch.zeros(2, nodes, dtype=torch.int64), torch.tensor([0, 1])
+        draft = Draft(parent, parent, torch.ones(2, nodes, dtype=torch.bool))
+        tree, inputs = ops.tree_inputs(slots, rows, draft, depth_max)
+        done = ops.commit(slots, rows, draft, tree, parent, inputs.prefix_len, 3, True)
+        assert done.tokens.shape == (2, depth_max + 1) and tree.path.shape == (2, nodes, depth_max + 1)

@@ -63,7 +63,7 @@ def test_words_of_a_block(device: torch.device) -> None:
     seed, position = torch.randint(-(2**62), 2**62, (2, 64), generator=generator)
     words = torch.empty(64, 2, dtype=torch.int32, device=device)
     _block_words_kernel[(1,)](seed.to(device), position.to(device), words, BLOCK=64)
-    assert torch.equal(words.cpu(), noise._position_words(seed, position[:, None])[:, 0])
+    assert torch.equal(words.cpu(), noise.position_words(seed, position[:, None])[:, 0])
 
 
 def test_tails_keep_their_precision(device: torch.device) -> None:

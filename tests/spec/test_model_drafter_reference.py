@@ -7,8 +7,6 @@ pass over the text so far, whatever chunks, trees, rejections, prefix hits and p
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,14 +26,12 @@ from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.torch.attention import TorchAttention
-from draftwing.ops.torch.growth import grow, top_tokens
 from draftwing.ops.torch.noise import gumbel
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape, ShapePolicy
-from draftwing.spec.drafter import Draft
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
@@ -179,7 +175,7 @@ def load_drafter(case: Case, folder: Any, topk: int, rows: int) -> tuple[Any, Mo
         head = load_draft_head(path, model, case.algorithm, torch.float32, "cpu", **case.options)
         head.pack(make_ops(torch.device("cpu")))
     model.pack(make_ops(torch.device("cpu")))
-    return model, make_model_drafter(head, rows, topk, torch.float32, torch.device("cpu"))
+    return model, make_model_drafter(head, rows, topk, torch.float32, make_ops(torch.device("cpu")))
 
 
 class Seen(NamedTuple):
@@ -241,7 +237,7 @@ class Rig:
 
     def _spy(self):
         drafter, head, executor = self.drafter, self.drafter.head, self.executor
-        propose, continuations, verify = drafter.propose, drafter._continuations, executor.verify
+        propose, continuations, verify = drafter.propose, drafter._continuations, executor.target_batch
         name = "run_layer" if isinstance(drafter, MTPDrafter) else "run"
         run, logits = getattr(head, name), head.logits
         calls: list[Any] = []
@@ -271,8 +267,7 @@ class Rig:
             levels = [calls[i : i + 3] for i in range(0, len(calls), 3)]
             for b, state in enumerate(before):
                 mine = [
-                    (at.view(size, topk, -1)[b], z.view(size, topk, -1)[b], ids[b], logp[b])
-                    for at, z, (ids, logp) in levels
+                    tuple(part.view(size, topk, -1)[b] for part in (at, z, *following)) for at, z, following in levels
                 ]
                 drafted = (draft.tokens[b].tolist(), draft.parent[b].tolist())
                 self.seen.append(Seen(*state, mine, drafted, shape, []))
@@ -286,7 +281,7 @@ class Rig:
                 seen.verified_at.extend(at.tolist())
             return batch, tree
 
-        drafter.propose, drafter._continuations, executor.verify = spy_propose, spy_continuations, spy_verify
+        drafter.propose, drafter._continuations, executor.target_batch = spy_propose, spy_continuations, spy_verify
         head.logits = spy_logits
         setattr(head, name, spy_run)
 
@@ -298,8 +293,8 @@ class Rig:
         at = slots.table[row, :length]
         kv = [self.pool.kv[self.first_layer + j][at].clone() for j in range(len(drafter.kv_layers))]
         noise = (int(slots.seed[row]), float(slots.floats[row, 0])) if noisy else None
-        first = (drafter._first_ids[row, :topk].clone(), drafter._first_logp[row, :topk].clone())
-        return tokens, kv, drafter._seed_feature[row].clone(), noise, first
+        first = (drafter._first.ids[row, :topk].clone(), drafter._first.logp[row, :topk].clone())
+        return tokens, kv, drafter._first.feature[row].clone(), noise, first
 
     def submit(self, uid: str, prompt: list[int], params: SamplingParams) -> None:
         wanted = min(CONTEXT - len(prompt), params.max_new_tokens or CONTEXT)
@@ -530,72 +525,3 @@ def test_constructed_heads_are_always_accepted(name, shape, lag, tmp_path):
         meta = final[str(i)].meta
         assert meta["spec_verify_ct"] == 8
         assert meta["spec_correct_drafts_histogram"] == [0] * shape.depth + [8]
-
-
-def quantised(seed: int) -> Callable[[tuple[int, ...]], list[float]]:
-    """Log probabilities that are multiples of a quarter, many of them zero: exact in float32, and full of ties."""
-
-    def log_probs(path: tuple[int, ...]) -> list[float]:
-        rng = random.Random(f"{seed} {path}")
-        return [-0.25 * max(0, rng.randrange(-3, 5)) for _ in range(6)]
-
-    return log_probs
-
-
-def worked_example(path: tuple[int, ...]) -> list[float]:
-    table = {(): (0.6, 0.3), (0,): (0.5, 0.35), (1,): (0.9, 0.05), (0, 0): (0.8, 0.1), (1, 0): (0.7, 0.2)}
-    return [math.log(p) for p in table[path]]
-
-
-def grow_batch(tables: list[Callable[[tuple[int, ...]], list[float]]], roots: list[int], shape: TreeShape) -> Draft:
-    """The engine's growth loop fed from one table per row."""
-    topk = shape.topk
-    paths: list[list[tuple[int, ...]]] = [[()] for _ in tables]  # of each row's level before
-
-    def best(table, path) -> tuple[list[int], list[float]]:
-        row = table(path)
-        ids, _ = draft_heads.best(row, topk)
-        return ids, [row[i] for i in ids]
-
-    def expand(level: int, ids: torch.Tensor, parent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        for b in range(len(tables)):
-            above = paths[b]
-            paths[b] = [(*above[p], i) for i, p in zip(ids[b].tolist(), parent[b].tolist(), strict=True)]
-            assert {len(path) for path in paths[b]} == {level}
-        found = [[best(table, path) for path in paths[b]] for b, table in enumerate(tables)]
-        return (
-            torch.tensor([[ids for ids, _ in row] for row in found]),
-            torch.tensor([[logp for _, logp in row] for row in found]),
-        )
-
-    first = [best(table, ()) for table in tables]
-    ids, logp = torch.tensor([f[0] for f in first]), torch.tensor([f[1] for f in first])
-    return grow(torch.tensor(roots), ids, logp, shape, expand)
-
-
-def test_growth_of_the_worked_example():
-    """K = 2, S = 3, N = 6, flat scores .6 .3 | .30 .21 .27 .015 | .24 .03 .189 .054."""
-    draft = grow_batch([worked_example] * 2, [9, 8], TreeShape(3, 2, 6))
-    assert draft.tokens.tolist() == [[9, 0, 1, 0, 0, 0], [8, 0, 1, 0, 0, 0]]
-    assert draft.parent.tolist() == [[0, 0, 0, 1, 2, 3]] * 2
-    assert draft.alive.all()
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 5), (2, 2, 7), (3, 3, 9), (5, 4, 8), (5, 1, 6), (4, 5, 40), (6, 3, 49)])
-def test_growth_with_ties(shape):
-    seeds = range(6)
-    draft = grow_batch([quantised(seed) for seed in seeds], [10 + seed for seed in seeds], TreeShape(*shape))
-    for row, seed in enumerate(seeds):
-        tree = draft_heads.grow(quantised(seed), range(6), 10 + seed, 0, *shape)
-        assert draft.tokens[row].tolist() == tree.tokens
-        assert draft.parent[row].tolist() == tree.parents
-
-
-def test_best_tokens_of_equal_logits():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randint(0, 4, (40, 300), generator=generator).float()
-    expected = [draft_heads.best(row.tolist(), 5)[0] for row in logits]
-    values = logits.log_softmax(-1).gather(1, torch.tensor(expected))
-    ids, logp = top_tokens(logits.clone(), 5)
-    assert ids.tolist() == expected
-    torch.testing.assert_close(logp, values)

@@ -12,8 +12,10 @@ from draftwing.engine.row_table import SlotTable
 from draftwing.kv.pool import KVPool
 from draftwing.models.heads.loader import load_mtp_head
 from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 
@@ -37,7 +39,7 @@ def test_a_step_needs_no_data(shape, noisy_rows, tmp_path):
     without_data(target, mode)
     without_data(head, mode)
     with mode, torch.no_grad():
-        drafter = make_model_drafter(head, 4, shape.topk, torch.float32, torch.device("cpu"))
+        drafter = make_model_drafter(head, 4, shape.topk, torch.float32, TorchOps(torch.device("cpu")))
         slots = SlotTable(3, 64, pick_device("cpu"))
         drafter.attach(TorchAttention(KVPool(drafter.kv_layers, 100, torch.float32, torch.device("cpu"))), 0, 64)
         rows, noisy = torch.tensor([0, 2]), torch.arange(noisy_rows)
@@ -59,6 +61,6 @@ def test_a_step_needs_no_data(shape, noisy_rows, tmp_path):
 @pytest.mark.parametrize("layers, kind", [(1, ModelDrafter), (2, MTPDrafter)])
 def test_one_layer_is_chained_and_several_run_one_per_step(layers, kind, tmp_path):
     _, head = load_head(tmp_path, layers)
-    drafter = make_model_drafter(head, 2, 3, torch.float32, torch.device("cpu"))
+    drafter = make_model_drafter(head, 2, 3, torch.float32, make_ops(torch.device("cpu")))
     assert type(drafter) is kind and drafter.lookahead == layers and len(drafter.kv_layers) == layers
     assert drafter.tail == 0 and drafter.span(TreeShape(4, 3, 8)) == 9

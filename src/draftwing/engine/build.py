@@ -27,9 +27,6 @@ from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
-from draftwing.ops import use_triton
-from draftwing.ops.cpu.attention import pick_attention
-from draftwing.ops.torch.attention import TorchAttention
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape, ShapePolicy
 from draftwing.spec.drafter import DraftContext, Drafter
@@ -68,7 +65,7 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
     log_drafter(options)
     if options.num_threads and not device.is_cuda:
         torch.set_num_threads(options.num_threads)
-    if options.deterministic and device.is_cuda and not use_triton(torch.empty(0, device=device.device)):
+    if options.deterministic and not device.ops.batch_invariant:
         raise ConfigError(
             "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "
             "capability 8.0 on), and do not set the environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
@@ -82,8 +79,8 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
     tokens = options.speculative_token_map
     token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
     ahead = None
-    if use_triton(torch.empty(0, device=device.device)):
-        capability = torch.cuda.get_device_capability(device.device)
+    capability = device.ops.compute_capability
+    if capability is not None:
         ahead = precompile(Job(options, path, draft_path, token_ids, dtype, capability))
     try:
         model = load_with_progress(path, dtype, device, options.dummy, options.deterministic)
@@ -140,18 +137,18 @@ def assemble(
 
     model.set_max_positions(length)
     slots = SlotTable(rows, length, device)
-    attn = pick_attention(pool, options.deterministic)
+    attn = device.ops.attention(pool, options.deterministic)
     if drafter is not None:
         drafter.attach(attn, len(layers), length)
-    if isinstance(attn, TorchAttention):
-        graph_size = 0  # it reads whole page tables where the host gives it no bound
+    if not attn.capturable:
+        graph_size = 0
     simulation = None
     if options.simulate_accept_length is not None:
         simulation = Simulation(options.simulate_accept_length, config.vocab_size)
     executor = Executor(model, drafter, slots, attn, device, graph_size, simulation, max(chunk, 0))
     if options.enable_torch_compile and device.is_cuda:
         nodes = max(shape.nodes for shape in policy.menu)
-        compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes)
+        compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
     if graph_size:
         capture(executor, policy)
     sched = Scheduler(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops import use_triton
 from draftwing.ops.attention import Attend
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.heads import DraftHead
 
 
@@ -34,16 +34,15 @@ class Opaque(Attend):
         return out
 
 
-def compile_forwards(model: DecoderModel, head: DraftHead | None, most: int, backend: str = "inductor") -> None:
+def compile_forwards(
+    model: DecoderModel, head: DraftHead | None, most: int, ops: TorchOps, backend: str = "inductor"
+) -> None:
     """Forwards of up to `most` tokens run compiled from now on. Every layer is the same code to the compiler, and sizes
     are variables of it, so it works for a few times only, when graphs are captured."""
     for module in (model, head):
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             torch._dynamo.mark_static(parameter)  # a kernel's tiles follow from the sizes of weights
-    if use_triton(model.embed.weight):
-        from draftwing.ops.triton.common import launch_options
-
-        launch_options(model.embed.weight.device)  # known before anything is traced
+    ops.before_tracing()
     setattr(model, "forward", _limited(model.forward, most, backend))  # noqa: B010
     if head is not None:
         setattr(head, head.forward_name, _limited(getattr(head, head.forward_name), most, backend))

@@ -20,22 +20,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
-from draftwing.engine.commit import HEAD, HINT, Committed, commit, unpack
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key
-from draftwing.engine.graphs.prefill import PrefillGraphs, TiledAttention
+from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
-from draftwing.engine.row_table import Drawing, SlotTable, Upload
+from draftwing.engine.row_table import SlotTable, Upload
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops import use_triton
-from draftwing.ops.attention import AttnBackend, Batch, spans_of
-from draftwing.ops.cpu.tree import tree_kernels_for
-from draftwing.ops.pick import take_rows
-from draftwing.ops.torch.sampling import sample
-from draftwing.ops.torch.tree import Tree, derive
+from draftwing.ops.attention import AttnBackend, Batch, TiledAttention, spans_of
+from draftwing.ops.types import HEAD, HINT, Committed, Draft, Drawing, Rescoring, Tree, unpack
 from draftwing.sched.guidance import Guidance
-from draftwing.spec.drafter import Draft, Drafter
+from draftwing.spec.drafter import Drafter
 from draftwing.spec.simulate import Simulation
 
 
@@ -134,12 +129,13 @@ class Executor:
         self.slots = slots
         self.attn = attn
         self.device = device
+        self.ops = device.ops
         self._simulation = simulation
         self.graphs = GraphCache(device, slots.rows, graph_size)
-        if not graph_size and not use_triton(slots.kv_len) and tree_kernels_for(slots.kv_len) is not None:  # on a CPU
+        if not graph_size and self.ops.records_calls:
             self.graphs = RecordedStages(device, slots.rows)
         self.prefills: PrefillGraphs | None = None
-        if graph_size and hasattr(attn, "chunk_tiles"):
+        if graph_size and attn.takes_tiles:
             tiled, heads = cast(TiledAttention, attn), model.config.num_heads
             self.prefills = PrefillGraphs(device, slots, tiled, heads, chunk or slots.length, self._target)
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
@@ -148,8 +144,6 @@ class Executor:
         self._hint = drafter.first_hint if drafter is not None and drafter.fixed_hint else 0
         self._roots: dict[int, tuple[tuple[Tensor, Tensor], Tree]] = {}
         self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        # Kernels look up themselves what each row asks of the sampler; the torch code is told by the host.
-        self._by_value = use_triton(slots.kv_len)
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._special = SpecialRows(model, drafter, slots, device)
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
@@ -210,7 +204,7 @@ class Executor:
         self.graphs.set_rows(np.empty(0, np.int64), key.size)
         step = self._graph_step(key, False)
         launched = self._forward(step, self.graphs.capture)
-        for filtered in (False, True) if self._by_value else (False,):
+        for filtered in (False, True) if self.ops.draws_by_row else (False,):
             self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
         del launched  # its memory is for the next key's graphs
         self.graphs.finish(key)
@@ -222,7 +216,7 @@ class Executor:
 
     def _tree_step(self, plan: Plan, special: Special | None) -> TreeStep:
         """Uploads a plan."""
-        known = special is None and (self._by_value or not len(plan.noisy) + len(plan.banning))
+        known = special is None and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
         filtered = len(plan.filtered) > 0
         if key is None:
@@ -257,7 +251,7 @@ class Executor:
         draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
         if special is not None:
             draft = self._special.adjust(special.plan, rows, draft, special.guidance)
-        return Drafted(draft, *self.verify(rows, draft, shape, step.bound))
+        return Drafted(draft, *self.target_batch(rows, draft, shape, step.bound))
 
     def _verify(self, drafted: Drafted) -> Verified:
         return Verified(*self._target(drafted.batch))
@@ -294,9 +288,9 @@ class Executor:
         """target [B, N]: what was drawn at every node -> the packed result."""
         draft, batch, tree = drafted
         if self._simulation is not None:
-            target = self._simulation(draft, tree, target, step.rows, batch.prefix_len)
+            target = self._simulation(self.ops, draft, tree, target, step.rows, batch.prefix_len)
         observed = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.taps)
-        done = commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, self._hint, observed)
+        done = self.ops.commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, self._hint, observed)
         if self.drafter is not None:
             self._observe(self.drafter, step, done, batch.prefix_len, verified.taps)
         return done.packed
@@ -307,15 +301,7 @@ class Executor:
         """Plain decoding: trees of the rows' last tokens alone, so there is nothing to propose."""
         slots = self.slots
         (parent, alive), tree = self._lone_roots(rows.shape[0])
-        if use_triton(rows):
-            from draftwing.ops.triton.tree import plain_inputs
-
-            ids, kv_len, write_slots = plain_inputs(rows, slots.table, slots.kv_len, slots.last)
-        elif (kernels := tree_kernels_for(rows)) is not None:
-            ids, kv_len, write_slots = kernels.plain_inputs(rows, slots)
-        else:
-            ids, kv_len = slots.last.index_select(0, rows), slots.kv_len.index_select(0, rows)  # [B]
-            write_slots = slots.table[rows, kv_len]
+        ids, kv_len, write_slots = self.ops.plain_inputs(slots, rows)
         batch = Batch(
             rows, ids, kv_len, write_slots, slots.table, kv_len, tree.path, tree.path_len, window=1, bound=max_bound + 1
         )
@@ -328,30 +314,17 @@ class Executor:
             return Draft(tokens, parent, (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(parent))
         return self.drafter.propose(self.slots, rows, shape, max_bound, noisy)
 
-    def verify(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
+    def target_batch(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
         slots = self.slots
-        if use_triton(rows):
-            from draftwing.ops.triton.tree import target_inputs
-
-            tree, (positions, write_slots, kv_len) = target_inputs(
-                draft.parent, draft.alive, rows, slots.table, slots.kv_len, shape.depth
-            )
-        elif (kernels := tree_kernels_for(rows)) is not None:
-            tree, (positions, write_slots, kv_len) = kernels.target_inputs(draft, rows, slots, shape.depth)
-        else:
-            tree = derive(draft.parent, draft.alive, shape.depth)
-            kv_len = slots.kv_len.index_select(0, rows)  # [B]
-            column = kv_len.unsqueeze(1)
-            positions = (column + tree.depth).flatten()
-            write_slots = slots.table[rows.unsqueeze(1), column + slots.steps[: shape.nodes]].flatten()
+        tree, (positions, write_slots, prefix_len) = self.ops.tree_inputs(slots, rows, draft, shape.depth)
         batch = Batch(
             rows=rows,
             ids=draft.tokens.flatten(),
             positions=positions,
             write_slots=write_slots,
             table=slots.table,
-            prefix_len=kv_len,
+            prefix_len=prefix_len,
             path=tree.path,
             path_len=tree.path_len,
             window=shape.nodes,
@@ -363,9 +336,8 @@ class Executor:
         """Parents, which nodes are alive, and geometry of `size` trees that are a root each: always the same."""
         known = self._roots.get(size)
         if known is None:
-            parent = torch.zeros(size, 1, dtype=torch.int64, device=self.device.device)
-            alive = parent == 0
-            known = self._roots[size] = (parent, alive), derive(parent, alive, 0)
+            zero = torch.zeros(size, 1, dtype=torch.int64, device=self.device.device)
+            known = self._roots[size] = (zero, zero == 0), Tree(zero, zero[:, :, None], zero + 1)
         return known
 
     def _chain(self, size: int, width: int) -> tuple[Tensor, Tensor]:
@@ -384,19 +356,10 @@ class Executor:
     def _sample(self, drawing: Drawing, filtered: bool, drawn: Drawn) -> Tensor:
         """A token for every node, [B, N]."""
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
-        half = logits.dtype.itemsize < 4
-        if use_triton(logits):
-            from draftwing.ops.triton.sampling import draw
-
-            exact_from = (hidden, self.model.lm_head.weight) if half else ()
-            return draw(logits, positions, depth, rows, self.slots, filtered, *exact_from)
-
-        def exact(ids: Tensor, only: Tensor | None) -> Tensor:
-            return self.model.exact_logits(hidden if only is None else hidden.index_select(0, only), ids)
-
-        asked = drawing.noisy.shape[0] + drawing.banning.shape[0]
-        params = self.slots.sampling(rows) if asked else None  # greedy rows need none
-        return sample(logits, positions, depth, depth_max, params, *drawing, exact if half else None)
+        rescoring = None
+        if logits.dtype.itemsize < 4:
+            rescoring = Rescoring(hidden, self.model.lm_head.weight, self.model.exact_logits)
+        return self.ops.draw(logits, positions, depth, depth_max, self.slots, rows, drawing, filtered, rescoring)
 
     def _observe(self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, taps: Tensor | None) -> None:
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its outlook."""
@@ -411,7 +374,7 @@ class Executor:
                 rows, *path[:3], slots.table, before, chain, chain_len, window=width,
                 bound=bound + 1,  # up to the newest token's entry
             )  # fmt: skip
-            taps = take_rows(taps, path.nodes) if taps is not None else None  # [B * N, T] -> [B * (D + 1), T]
+            taps = self.ops.take_rows(taps, path.nodes) if taps is not None else None  # [B * N, T] -> [B * (D + 1), T]
         drafter.observe(slots, batch, taps, done.tokens.flatten(), done.count, step.drawing.noisy)
         if not drafter.fixed_hint:
             drafter.outlook(slots, rows, bound, out=done.packed[:, HINT])

@@ -19,12 +19,12 @@ from draftwing.core import PLAIN, IntArray, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
 from draftwing.engine.row_table import SlotTable
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.torch.sampling import sample
+from draftwing.ops.types import Draft
 from draftwing.requests.options import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
 from draftwing.sched.guidance import Guidance
-from draftwing.spec.drafter import Draft, Drafter
+from draftwing.spec.drafter import Drafter
 from draftwing.spec.limits import limit
 from draftwing.spec.prediction import PredictedOutput
 
@@ -175,7 +175,9 @@ class SpecialRows:
         )
         params = self.slots.sampling(part.rows)
         settle = exact if half and not processing else None
-        return sample(logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, settle)
+        return self.device.ops.sample(
+            logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, settle
+        )
 
     def _processed(self, logits: Tensor, guided: IntArray, guidance: Guidance) -> Tensor:
         """logits [b, N, V] after the rows' processors; what was banned stays banned."""

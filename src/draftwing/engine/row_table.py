@@ -15,17 +15,9 @@ from torch import Tensor
 
 from draftwing.core import Admission, IntArray, Plan
 from draftwing.engine.device import Device
-from draftwing.ops.torch.sampling import SamplingRows
+from draftwing.ops.types import Drawing, SamplingRows
 
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens
-
-
-class Drawing(NamedTuple):
-    """Which rows of a batch need what of the sampler: batch indices, whose numbers are known to the host."""
-
-    noisy: Tensor  # [Bn] with temperature > 0
-    filtered: Tensor  # [Bf] of those, with top-k, top-p or min-p
-    banning: Tensor  # [Bb] that may still be below min_new_tokens
 
 
 class Upload(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from draftwing.core import Chunk
@@ -108,11 +109,41 @@ class Batch(NamedTuple):
         return self.table[self.rows, : self.bound or self.table.shape[1]]
 
 
+class Pool(Protocol):
+    """Keys and values of all layers (`kv.pool.KVPool`)."""
+
+    kv: list[Tensor]  # of each layer [slots + 1, kv_heads, 2, head_dim]: keys and values, slot 0 a dummy
+    dtype: torch.dtype
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """slots [M] int64; k, v [M, kv_heads, head_dim]."""
+        ...
+
+
 class AttnBackend(Protocol):
-    """Attention over the paged pool. `bind` does the work that all layers of one forward share."""
+    """Attention over the paged pool. `bind` does the work that all layers of one forward share.
+
+    capturable: whether a CUDA graph can hold a forward, which then runs at any length. takes_tiles: whether
+    `Batch.tiles` may be given, as made by `TiledAttention`, which such a backend is.
+    """
+
+    capturable: bool
+    takes_tiles: bool
 
     def bind(self, batch: Batch, first_layer: int) -> Attend:
         """first_layer: pool layer of the model's layer 0 (the drafter's layers follow the target's)."""
+        ...
+
+
+class TiledAttention(AttnBackend, Protocol):
+    """Attention whose prefill is cut into tiles, which only the device needs to know."""
+
+    def chunk_tiles(self, spans: Sequence[ChunkSpan], heads: int) -> Tensor:
+        """What `Batch.tiles` is of these chunks, on the CPU; heads: of the model."""
+        ...
+
+    def most_tiles(self, queries: int, chunks: int, heads: int) -> int:
+        """Tiles that so many queries in so many chunks have at most."""
         ...
 
 

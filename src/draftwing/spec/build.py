@@ -29,7 +29,7 @@ def ngram(context: DraftContext) -> NGramDrafter:
         branch_length=options.speculative_ngram_branch_length,
         capacity=options.speculative_ngram_capacity,
         rows=context.rows,
-        device=context.device,
+        ops=context.ops,
     )
 
 
@@ -61,4 +61,4 @@ def draft_head(context: DraftContext) -> ModelDrafter:
 
 
 def _drafter(context: DraftContext, head: DraftHead) -> ModelDrafter:
-    return make_model_drafter(head, context.rows, context.shape.topk, context.dtype, context.device)
+    return make_model_drafter(head, context.rows, context.shape.topk, context.dtype, context.ops)

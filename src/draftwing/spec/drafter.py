@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -16,23 +16,13 @@ from draftwing.core import MAX_HINT, TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Draft, RowTable
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
 
 if TYPE_CHECKING:
-    from draftwing.engine.row_table import SlotTable
     from draftwing.models.decoder import DecoderModel
 
-
-class Draft(NamedTuple):
-    """A tree of draft tokens per row, parents before children, node 0 the root (the row's last token).
-
-    Siblings are distinct. A dead node has a valid token id and a valid parent, is never accepted and never counted
-    as proposed; the children of a dead node are dead.
-    """
-
-    tokens: Tensor  # [B, N] int64
-    parent: Tensor  # [B, N] int64, parent[:, 0] = 0, parent[:, i] < i
-    alive: Tensor  # [B, N] bool, alive[:, 0] is True
+__all__ = ["Draft", "DraftContext", "Drafter"]
 
 
 @dataclass(frozen=True)
@@ -95,10 +85,10 @@ class Drafter(ABC):
         return cls()
 
     @abstractmethod
-    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+    def propose(self, slots: RowTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         """Returns a draft tree for each row, of shape.nodes nodes and at most shape.depth levels."""
 
-    def chain(self, slots: SlotTable, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
+    def chain(self, slots: RowTable, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
         """Returns chains of drafts, for `propose`. tokens [B, D] int64: valid ids that may follow the newest token, in
         their order; known [B, D] bool: whether there is such a token. What follows an unknown one is not drafted."""
         depth, nodes = min(tokens.shape[1], shape.depth), shape.nodes
@@ -128,7 +118,7 @@ class Drafter(ABC):
 
     def observe(  # noqa: B027
         self,
-        slots: SlotTable,
+        slots: RowTable,
         batch: Batch,
         taps: Tensor | None,
         next_ids: Tensor,
@@ -144,7 +134,7 @@ class Drafter(ABC):
         noisy: among the batch's rows; for prefill among those whose chunk is final.
         """
 
-    def outlook(self, slots: SlotTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
+    def outlook(self, slots: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
         """Returns [B] int64 in [0, MAX_HINT]: how promising the next draft is; 0 means that nothing can be proposed.
         Written into `out` where that is given, a column of a packed result. Not called with `fixed_hint`.
 
@@ -152,7 +142,7 @@ class Drafter(ABC):
         """
         return (torch.empty_like(rows) if out is None else out).fill_(self.first_hint)
 
-    def constrain(self, slots: SlotTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
+    def constrain(self, slots: RowTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
         """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
         [b], banned [b, V] bool; noisy: among them."""
 

@@ -21,29 +21,25 @@ The text is x_0 .. x_T, the target's features f_0 .. f_{T-1} are known (kv_len =
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops.attention import Batch, ChunkSpan
-from draftwing.ops.torch.growth import of_parent
-from draftwing.spec.drafter import Draft
+from draftwing.ops.torch.expansion import of_parent
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Draft, RowTable
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
-if TYPE_CHECKING:
-    from draftwing.engine.row_table import SlotTable
 
-
-def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> ModelDrafter:
+def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> ModelDrafter:
     """The drafter for any head; arguments as for `ModelDrafter`."""
     if head.lookahead <= ModelDrafter.max_lookahead:
-        return ModelDrafter(head, rows, topk, dtype, device)
+        return ModelDrafter(head, rows, topk, dtype, ops)
     assert isinstance(head, MTPHead), "only several MTP layers look further ahead than one token"
-    return MTPDrafter(head, rows, topk, dtype, device)
+    return MTPDrafter(head, rows, topk, dtype, ops)
 
 
 class MTPDrafter(ModelDrafter):
@@ -52,16 +48,16 @@ class MTPDrafter(ModelDrafter):
     max_lookahead = 1 << 10
     head: MTPHead
 
-    def __init__(self, head: MTPHead, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(head, rows, topk, dtype, device)
+    def __init__(self, head: MTPHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
+        super().__init__(head, rows, topk, dtype, ops)
         self.layers = head.lookahead
         assert self.layers >= 2
         # Features of the positions kv_len - (n - 1) .. kv_len - 1: written by `observe`, read by both.
-        self._kept = torch.zeros(rows, self.layers - 1, head.width, dtype=dtype, device=device)
+        self._kept = torch.zeros(rows, self.layers - 1, head.width, dtype=dtype, device=ops.device)
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
-    def propose(self, slots: SlotTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+    def propose(self, slots: RowTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
         size, topk, turns = rows.shape[0], shape.topk, self.layers - 1
         self._read_first(slots, rows, noisy)
         growth = self._grow(slots, rows, shape)
@@ -109,7 +105,7 @@ class MTPDrafter(ModelDrafter):
 
     def observe(
         self,
-        slots: SlotTable,
+        slots: RowTable,
         batch: Batch,
         taps: Tensor | None,
         next_ids: Tensor,
@@ -142,7 +138,7 @@ class MTPDrafter(ModelDrafter):
         last = count.unsqueeze(1) + torch.arange(turns, device=rows.device)  # [B, n - 1]
         self._kept.index_copy_(0, rows, features.gather(1, _at(last, features.shape[2])))
 
-    def _observe_prompt(self, slots: SlotTable, batch: Batch, feature: Tensor, noisy: Tensor) -> None:
+    def _observe_prompt(self, slots: RowTable, batch: Batch, feature: Tensor, noisy: Tensor) -> None:
         turns, kept = self.layers - 1, self._kept[batch.rows]
         known = [  # of each chunk: features of the positions start - (n - 1) .. start + length - 1
             torch.cat((kept[span.row], feature[span.offset : span.offset + span.length])) for span in batch.chunks

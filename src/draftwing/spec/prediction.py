@@ -8,7 +8,7 @@ next copy is, so that the policy chooses a shape with room for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import IntArray, TreeShape
-from draftwing.spec.drafter import Draft
+from draftwing.ops.types import Draft, RowTable
 
 WINDOW: Final = 8  # newest tokens that are looked for; a longer match counts as this long
-
-
-class PredictionSlots(Protocol):
-    """What is read of the slot table; the last row is a dummy."""
-
-    @property
-    def tokens(self) -> Tensor: ...  # [R + 1, L] int64, valid at 0 .. kv_len
-    @property
-    def kv_len(self) -> Tensor: ...  # [R + 1] int64, index of the newest token
 
 
 class _Match(NamedTuple):
@@ -86,7 +77,7 @@ class PredictedOutput:
         """Returns the tokens of the longest prediction among rows of the table, on the host."""
         return max((self._lengths[row] for row in rows), default=0)
 
-    def outlook(self, slots: PredictionSlots, rows: Tensor, bound: int) -> Tensor:
+    def outlook(self, slots: RowTable, rows: Tensor, bound: int) -> Tensor:
         """How promising the next `overlay` is for rows [b] of the table: [b] int64, 0 = it will find nothing, else the
         length m of the match, or WINDOW + m if it goes on where the answer was following the prediction (at most 16;
         m = 0 before the answer's first token).
@@ -97,7 +88,7 @@ class PredictedOutput:
         return torch.where(match.expected, match.length + WINDOW, match.length).mul_(match.found)
 
     def overlay(
-        self, draft: Draft, slots: PredictionSlots, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
+        self, draft: Draft, slots: RowTable, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
     ) -> Draft:
         """The draft [B, N = shape.nodes] with the rows `which` that are found in their predictions replaced by a chain
         of what follows there, at most shape.depth tokens; its other rows, and other nodes of these, as they were.
@@ -133,7 +124,7 @@ class PredictedOutput:
         replaced = (torch.where(found, x, y) for x, y in zip(chain, inner, strict=True))
         return Draft(*(x.index_copy(0, which, y) for x, y in zip(draft, replaced, strict=True)))
 
-    def _match(self, slots: PredictionSlots, rows: Tensor, bound: int) -> _Match:
+    def _match(self, slots: RowTable, rows: Tensor, bound: int) -> _Match:
         assert 0 < bound <= self.tokens.shape[1]
         newest = slots.kv_len.index_select(0, rows)  # [b]
         back = torch.arange(WINDOW - 1, -1, -1, device=rows.device)

@@ -11,13 +11,13 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.attention import NativeAttention
-from draftwing.ops.cpu.kernels import load
+from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head, new_eagle_head
 
-KERNELS = load()
+KERNELS = load_extension()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
 TREE = TreeShape(3, 2, FEW_ROWS // 2)
 CONTEXT = 128  # of the harness
@@ -48,7 +48,7 @@ def packed_model():
 def case(harness, one_thread):
     if harness.device != "cpu":
         pytest.skip("for the CPU")
-    if not onednn.takes(torch.empty(0, dtype=torch.bfloat16)) or not KERNELS.raw.has_product:
+    if not onednn.takes(torch.empty(0, dtype=torch.bfloat16)) or not KERNELS.has_product:
         pytest.skip("this CPU has no kernel for few rows")
     model = packed_model()
     if model.layers[0]._whole is None:
@@ -102,7 +102,7 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
             head.fusion.from_normed = "norm" in kind
         head = head.to(torch.bfloat16).eval().requires_grad_(False)
         head.pack(make_ops(torch.device("cpu")))
-        drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, torch.device("cpu"))
+        drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, make_ops(torch.device("cpu")))
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
         stages = rig.executor.graphs
         if unrecorded:

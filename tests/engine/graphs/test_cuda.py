@@ -13,7 +13,6 @@ import torch
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes
-from draftwing.ops import use_triton
 from draftwing.requests.options import LogprobParams
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
@@ -110,7 +109,7 @@ def test_rows_with_a_temperature_run_without_where_the_host_names_them(harness, 
     seeded = harness.plain_answers(model, prompts[2:3], params[2:3]).tokens["0"]
     rig, got, calls = answer(harness, case, params, drafter="oracle", shapes=(CHAIN,), graph_size=8)
     assert got.tokens == {**expected.tokens, "2": seeded}
-    assert calls[0] > 10 and (calls[1] == 0 if use_triton(rig.slots.kv_len) else calls[1] > 10)
+    assert calls[0] > 10 and (calls[1] == 0 if rig.executor.ops.draws_by_row else calls[1] > 10)
 
 
 def test_special_rows_run_without(harness, case):
@@ -152,7 +151,7 @@ def test_every_shape_is_captured_for_every_size(harness, case):
     assert [graphs.key(TREE, size) for size in (1, 3, 4, 6, 7)] == [Key(TREE, n) for n in (1, 4, 4, 6)] + [None]
     assert graphs.key(TreeShape(1, 1, 2), 1) is None
     # Draft, verify, settle; with Triton another settle for rows with filters, which torch's code takes without graphs.
-    stages = 4 if use_triton(rig.slots.kv_len) else 3
+    stages = 4 if rig.executor.ops.draws_by_row else 3
     assert len(graphs) == stages * 3 * 4
 
 

@@ -11,6 +11,7 @@ from draftwing.engine.device import pick_device
 from draftwing.engine.startup import memory as sizing
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import LayerSpec
+from draftwing.ops import make_ops
 from draftwing.spec.ngram.drafter import NGramDrafter
 
 GB = 10**9
@@ -21,7 +22,7 @@ TREE = TreeShape(5, 3, 8)
 def rig(harness):
     if harness.device != "cpu":
         pytest.skip("with a memory that the test makes up")
-    drafter = NGramDrafter(capacity=4096, rows=7, device=torch.device("cpu"))
+    drafter = NGramDrafter(capacity=4096, rows=7, ops=make_ops(torch.device("cpu")))
     layers = [LayerSpec(2, 16)] * 2
     return sizing.Rig(harness.tiny_model(), drafter, layers, (TREE, PLAIN), torch.float32, pick_device("cpu"))
 
@@ -44,7 +45,9 @@ def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
     prompt = ("prefill", PLAIN, 1, 20)
     assert ran == [prompt, ("tree", TREE, 6, 0), ("tree", TREE, 4, 0), prompt]
     assert step == 7 * GB and 3 * GB < graphs < 3.2 * GB
-    assert not rig.drafter.memory.log.any() and not rig.drafter.match.any(), "nothing of the trial is remembered"
+    assert not rig.drafter.index.memory.log.any() and not rig.drafter.index.match.any(), (
+        "nothing of the trial is remembered"
+    )
     ran.clear()
     assert sizing.trial(options(), rig, graph_size=0)[1] == 0 and len(ran) == 2
     ran.clear()

@@ -10,12 +10,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import ConfigError
+from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.torch.ngram import OWN, STEADY
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.drafter import Draft, Drafter
-from draftwing.spec.ngram.drafter import OWN, STEADY, NGramDrafter
+from draftwing.spec.ngram.drafter import NGramDrafter
 
-CPU = torch.device("cpu")
 SHAPE = TreeShape(5, 3, 8)
+
+
+@pytest.fixture(params=["torch", "cpu"])
+def ops(request):
+    """Triton's run in tests/ops/test_ngram.py, against torch's."""
+    if request.param == "torch":
+        return TorchOps(torch.device("cpu"))
+    found = make_ops(torch.device("cpu"))
+    return found if found.name == "cpu" else pytest.skip("the C extension was not built, or is not wanted")
 
 
 class Slots(NamedTuple):
@@ -99,10 +110,10 @@ def brute_search(history: list[int], low: int, high: int, distance: int) -> list
 
 
 @pytest.mark.parametrize("low, high", [(1, 12), (2, 5), (3, 3), (1, 1)])
-def test_own_history_search_is_exact(low: int, high: int) -> None:
+def test_own_history_search_is_exact(ops: TorchOps, low: int, high: int) -> None:
     rng = random.Random(low * 100 + high)
     slots = make_slots(6, 80)
-    drafter = NGramDrafter(7, CPU, min_window=low, max_window=high, branch_length=6, capacity=1)
+    drafter = NGramDrafter(7, ops, min_window=low, max_window=high, branch_length=6, capacity=1)
     rows, distances, hits = torch.arange(6), [0] * 6, 0
     for _ in range(40):
         histories = [[rng.randrange(rng.choice((2, 4))) for _ in range(rng.randint(1, 70))] for _ in range(6)]
@@ -115,12 +126,12 @@ def test_own_history_search_is_exact(low: int, high: int) -> None:
             longest, end = expected[0] if expected else (0, 0)
             copying = longest > 0 and distances[row] > 0 and end == len(history) - 1 - distances[row]
             assert best[row] == longest + (high if copying else 0)
-            assert drafter.match[row, : len(expected)].tolist() == [m for m, _ in expected]
-            assert not drafter.match[row, len(expected) :].any()  # nothing shared
+            assert drafter.index.match[row, : len(expected)].tolist() == [m for m, _ in expected]
+            assert not drafter.index.match[row, len(expected) :].any()  # nothing shared
             for c, (_, end) in enumerate(expected):
                 follow = history[end + 1 :]
                 follow = (follow * 6)[:6]  # repeats itself past the newest token
-                assert drafter.candidates[row, :, c].tolist() == follow
+                assert drafter.index.candidates[row, :, c].tolist() == follow
             if expected and expected[0][0] >= min(STEADY, high):
                 distances[row] = len(history) - 1 - expected[0][1]
             hits += len(expected)
@@ -131,38 +142,38 @@ def test_own_history_search_is_exact(low: int, high: int) -> None:
     assert hits > 200
 
 
-def test_copying_a_prompt_accepts_whole_chains() -> None:
+def test_copying_a_prompt_accepts_whole_chains(ops: TorchOps) -> None:
     """Records that share more than max_window tokens: the newest record must not win over the one being copied."""
     rng = random.Random(5)
     frame = list(range(100, 120))
     records = [x for _ in range(12) for x in [*frame, *(rng.randrange(50) for _ in range(4))]]
-    drafter = NGramDrafter(3, CPU, capacity=1)
+    drafter = NGramDrafter(3, ops, capacity=1)
     steps, outlooks = replay(drafter, make_slots(2, 700), 0, [1, 2, *records, 3], records)
     assert len(records) / steps > 0.9 * SHAPE.max_commit
     assert max(outlooks) == 12 + 12  # copying
     assert outlooks.count(24) > 0.8 * steps
 
 
-def test_novel_text_has_no_outlook() -> None:
-    drafter = NGramDrafter(3, CPU, capacity=1)
+def test_novel_text_has_no_outlook(ops: TorchOps) -> None:
+    drafter = NGramDrafter(3, ops, capacity=1)
     steps, outlooks = replay(drafter, make_slots(2, 200), 0, list(range(50)), list(range(50, 120)))
     assert steps == 69 and not any(outlooks)
 
 
-def test_shared_memory_helps_later_requests_of_the_same_salt_only() -> None:
+def test_shared_memory_helps_later_requests_of_the_same_salt_only(ops: TorchOps) -> None:
     answer = list(range(100, 200))
-    drafter, slots = NGramDrafter(4, CPU, capacity=10_000), make_slots(3, 300)
+    drafter, slots = NGramDrafter(4, ops, capacity=10_000), make_slots(3, 300)
     assert replay(drafter, slots, 0, [1, 2, 3], answer, salt=5)[0] == 99
     assert replay(drafter, slots, 1, [4, 5], answer, salt=6)[0] == 99
     assert replay(drafter, slots, 1, [4, 5], answer, salt=0)[0] == 99
     assert replay(drafter, slots, 1, [4, 5], answer, salt=5)[0] < 99 / 3
     drafter.flush()
-    assert not drafter.match.any()
+    assert not drafter.index.match.any()
     assert replay(drafter, slots, 2, [4, 5], answer, salt=5)[0] == 99
 
 
-def test_a_new_request_drops_the_former_ones_candidates() -> None:
-    drafter, slots = NGramDrafter(2, CPU, capacity=1), make_slots(1, 50)
+def test_a_new_request_drops_the_former_ones_candidates(ops: TorchOps) -> None:
+    drafter, slots = NGramDrafter(2, ops, capacity=1), make_slots(1, 50)
     fill(slots, 0, [1, 2, 3, 1, 2])
     rows = torch.tensor([0])
     assert drafter.outlook(slots, rows, 4).tolist() == [2]
@@ -171,8 +182,8 @@ def test_a_new_request_drops_the_former_ones_candidates() -> None:
     assert drafter.propose(slots, rows, SHAPE, 4).alive.sum() == 1
 
 
-def test_plain_shape_and_span() -> None:
-    drafter: Drafter = NGramDrafter(2, CPU, capacity=1)
+def test_plain_shape_and_span(ops: TorchOps) -> None:
+    drafter: Drafter = NGramDrafter(2, ops, capacity=1)
     slots = make_slots(1, 50)
     fill(slots, 0, [1, 2, 1])
     draft = drafter.propose(slots, torch.tensor([0]), PLAIN, 2)  # type: ignore[arg-type]
@@ -210,8 +221,8 @@ def random_life(drafter: NGramDrafter, together: bool) -> list[Draft]:
     return drafts
 
 
-def test_batched_single_and_repeated_runs_agree() -> None:
-    runs = [random_life(NGramDrafter(5, CPU, capacity=100_000), together) for together in (True, True, False)]
+def test_batched_single_and_repeated_runs_agree(ops: TorchOps) -> None:
+    runs = [random_life(NGramDrafter(5, ops, capacity=100_000), together) for together in (True, True, False)]
     for batched, again, single in zip(*runs, strict=True):
         for one, two, three in zip(batched, again, single, strict=True):
             assert torch.equal(one, two) and torch.equal(one, three)
@@ -220,7 +231,7 @@ def test_batched_single_and_repeated_runs_agree() -> None:
 def test_reads_nothing_on_the_host() -> None:
     with FakeTensorMode():
         slots = make_slots(4, 100)
-        drafter = NGramDrafter(5, CPU, capacity=1_000)
+        drafter = NGramDrafter(5, TorchOps(torch.device("cpu")), capacity=1_000)
         rows = torch.zeros(3, dtype=torch.int64)
         for shape in (PLAIN, SHAPE, TreeShape(30, 2, 200)):
             prefix = torch.zeros(3, dtype=torch.int64)
@@ -246,4 +257,4 @@ def test_reads_nothing_on_the_host() -> None:
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="expected"):
-        NGramDrafter(2, CPU, **options)
+        NGramDrafter(2, TorchOps(torch.device("cpu")), **options)

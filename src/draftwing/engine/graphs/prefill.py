@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,20 +21,12 @@ from tqdm import tqdm
 from draftwing.core import Chunk, IntArray
 from draftwing.engine.device import Device
 from draftwing.engine.row_table import SlotTable
-from draftwing.ops.attention import Batch, ChunkSpan, spans_of
+from draftwing.ops.attention import Batch, TiledAttention, spans_of
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # queries; more take longer than it takes to launch them
 MOST_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]
-
-
-class TiledAttention(Protocol):
-    """What an attention backend has that takes `Batch.tiles`: see `ops.triton.attention_backend`."""
-
-    def chunk_tiles(self, spans: Sequence[ChunkSpan], heads: int) -> Tensor: ...
-
-    def most_tiles(self, queries: int, chunks: int, heads: int) -> int: ...
 
 
 class Inputs(NamedTuple):

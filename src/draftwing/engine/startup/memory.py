@@ -18,8 +18,6 @@ from draftwing.engine.row_table import SlotTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops import use_triton
-from draftwing.ops.cpu.attention import pick_attention
 from draftwing.requests.options import MAX_PREDICTED
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -32,7 +30,6 @@ log = logging.getLogger("draftwing")
 CPU_POOL_BYTES = 2 << 30
 GRAPH_BYTES = 4 << 20  # of the driver, for one captured stage
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
-ATTENTION_BYTES = 512 << 20  # of partial results over contexts longer than a trial's, where a kernel makes them
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
 
 
@@ -138,7 +135,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     length = row_length(longest + 2 * shape.max_commit + span + 1)  # two steps
     pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
     slots = SlotTable(rows, length, rig.device)
-    attn = pick_attention(pool, options.deterministic)
+    attn = rig.device.ops.attention(pool, options.deterministic)
     rig.model.set_max_positions(length)
     if rig.drafter is not None:
         rig.drafter.attach(attn, rig.model.config.num_layers, length)
@@ -147,7 +144,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     try:
         step = peak(executor, first_step(tokens, longest, length))
         step = max(step, peak(executor, tree_step(rows, shape, longest)))
-        step += ATTENTION_BYTES if use_triton(pool.kv[0]) else 0
+        step += rig.device.ops.attention_bytes
         if graph_size:
             widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
@@ -164,7 +161,9 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     if rig.drafter is not None:
         rig.drafter.flush()
         smallest = KVPool(rig.layers, 1, rig.dtype, rig.device.device)  # so that it holds the other one no longer
-        rig.drafter.attach(pick_attention(smallest, options.deterministic), rig.model.config.num_layers, length)
+        rig.drafter.attach(
+            rig.device.ops.attention(smallest, options.deterministic), rig.model.config.num_layers, length
+        )
     return step, graphs
 
 

@@ -6,38 +6,26 @@ run over its keys in position order, in blocks of absolute positions. The two ba
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool
-from draftwing.ops import use_triton
-from draftwing.ops.attention import Attend, AttnBackend, Batch
-from draftwing.ops.cpu.kernels import Kernels, load
+from draftwing.ops.attention import Attend, Batch, Pool
+from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers
-from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.layer_ops import FEW_ROWS
-
-
-def pick_attention(pool: KVPool, exact: bool = False) -> AttnBackend:
-    """Native where the kernels are there and take the pool, else torch's. exact: a query's result has the same bits
-    however it is asked for, which on a CPU is so anyway."""
-    if use_triton(pool.kv[0]):
-        from draftwing.ops.triton.attention_backend import PagedAttention
-
-        return PagedAttention(pool, exact)
-    kernels = load()
-    if kernels is None or not kernels.take(pool.kv[0]):
-        return TorchAttention(pool)
-    return NativeAttention(pool, kernels)
 
 
 class NativeAttention:
     """Implements `AttnBackend` over a `KVPool` of real CPU tensors. One forward at a time."""
 
-    def __init__(self, pool: KVPool, kernels: Kernels) -> None:
-        assert kernels.take(pool.kv[0])
-        self.pool = pool
-        self.kernels = kernels
+    capturable = takes_tiles = False
+
+    def __init__(self, pool: Pool, raw: Any) -> None:
+        """raw: the extension module."""
+        assert pool.dtype in DTYPES
+        self.pool, self.raw = pool, raw
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._spare = torch.empty(0, dtype=torch.bfloat16)
         # Recorded steps go on using them; each has half of the next one's size at most.
@@ -73,7 +61,7 @@ class Bound(Attend):
     def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
         self._backend = backend
         self._first_layer = first_layer
-        self._raw = backend.kernels.raw
+        self._raw = backend.raw
         self._threads = torch.get_num_threads()
         self._kv = backend.pool.kv
         self._half = backend.pool.dtype == torch.bfloat16

@@ -6,7 +6,12 @@ import functools
 import importlib
 import os
 
+import torch  # before the extension, which looks for torch's threads
+
 from draftwing.ops.cpu.tape import Notable
+
+DTYPES = (torch.bfloat16, torch.float32)  # of values that the kernels compute with
+MOST = 16  # candidates or tokens of a row that the kernels for sampling and drafts find
 
 
 @functools.cache
@@ -15,8 +20,6 @@ def load_extension() -> Notable | None:
     if os.environ.get("DRAFTWING_NATIVE") == "0":
         return None
     try:
-        import torch  # noqa: F401 (before it: the extension looks for torch's threads)
-
         return Notable(importlib.import_module("draftwing.ops.cpu._C"))
     except ImportError:
         return None

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.kernels import MOST
+from draftwing.ops.cpu.extension import MOST, load_extension
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
 

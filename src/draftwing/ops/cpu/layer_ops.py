@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.extension import DTYPES, load_extension
 from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, packed_gemm_like_onednn
-from draftwing.ops.cpu.kernels import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps, LayerWeights
 

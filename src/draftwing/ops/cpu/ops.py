@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.expansion import CpuExpansionOps
+from draftwing.ops.cpu.extension import DTYPES, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
+from draftwing.ops.cpu.ngram import CpuNGramOps
+from draftwing.ops.cpu.sampling import CpuSamplingOps
+from draftwing.ops.cpu.tree import CpuTreeOps
 from draftwing.ops.torch.ops import TorchOps
 
 
-class CpuOps(CpuLayerOps, TorchOps):
-    """Made where the extension was built and the device is a CPU."""
+class CpuOps(CpuTreeOps, CpuExpansionOps, CpuSamplingOps, CpuNGramOps, CpuLayerOps, TorchOps):
+    """Made where the extension was built and the device is a CPU. Takes tensors with data only."""
 
     name = "cpu"
+    records_calls = True
+    raw: Any  # the extension module; its functions are described in the C files
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.raw = load_extension()
+        assert self.raw is not None, "the extension was not built, or is not wanted"
+
+    def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
+        if pool.dtype not in DTYPES:
+            return super().attention(pool, exact)
+        return NativeAttention(pool, self.raw)

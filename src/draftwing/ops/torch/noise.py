@@ -13,8 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.kernels import kernels_for
-
 
 def _signed(word: int, bits: int) -> int:
     """The value of an unsigned constant in two's complement, which is what torch's integer tensors hold."""
@@ -42,9 +40,6 @@ def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
 
     seed [B] int64; position [B, P] int64, where the sampled token will stand. Returns [B, P, vocab] float32.
     """
-    kernels = kernels_for(position)
-    if kernels is not None:
-        return kernels.gumbel(seed, position, None, vocab)
     return gumbel_at(seed, position, torch.arange(vocab, dtype=torch.int32, device=position.device))
 
 
@@ -55,9 +50,6 @@ def gumbel_at(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
     drafter with a vocabulary of its own passes its table of target ids as [K]). Returns [B, P, K] float32,
     g = -log(-log1p(-u)) with u in [2^-32, 1 - 2^-24].
     """
-    kernels = kernels_for(position)
-    if kernels is not None:
-        return kernels.gumbel(seed, position, token_ids, token_ids.shape[-1])
     bits = _hash(seed, position, token_ids)  # [B, P, K] int32, uniform on 0 .. 2^31 - 1
     # u -> 0 is the tail of large noise that decides the argmax: the integer is scaled without an offset that would
     # cost precision there, and log1p keeps all of it.
@@ -68,7 +60,7 @@ def gumbel_at(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
 
 def _hash(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
     """31 uniform bits for each (seed, position, token id): [B, P, K] int32, non-negative."""
-    words = _position_words(seed, position)  # [B, P, 2]
+    words = position_words(seed, position)  # [B, P, 2]
     ids = token_ids.to(torch.int32) * _TOKEN_MUL
     ids ^= (ids >> 16) & 0xFFFF  # linear over xor, so it may precede the key and run once for all positions
     h = ids ^ words[..., :1]
@@ -82,7 +74,7 @@ def _hash(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
     return h
 
 
-def _position_words(seed: Tensor, position: Tensor) -> Tensor:
+def position_words(seed: Tensor, position: Tensor) -> Tensor:
     """Two words for each seed [B] and position [B, P]: [B, P, 2] int32. Products wrap modulo 2^64."""
     key = position * _POSITION_MUL + (seed * _SEED_MUL)[:, None]
     key ^= (key >> 30) & ((1 << 34) - 1)

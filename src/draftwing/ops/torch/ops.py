@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import torch
 
+from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.torch.attention import TorchAttention
+from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.torch.ngram import NGramOps
+from draftwing.ops.torch.tree import TreeOps
 
 
-class TorchOps(LayerOps):
+class TorchOps(TreeOps, ExpansionOps, NGramOps, LayerOps):
     """The operations of one device, made once; see docs/architecture.md."""
 
     name = "torch"
+    records_calls = False  # whether all that a small step does may be recorded and made again (`ops.cpu.tape`)
+    attention_bytes = 0  # of partial results that attention makes over long contexts
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether there is a way to give a row the same bits in any batch."""
+        return self.device.type == "cpu"
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Of the GPU that kernels are compiled for, None where none are."""
+        return None
+
+    def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
+        """Attention over the pool. exact: a query's result has the same bits however it is asked for, which on a CPU is
+        so anyway."""
+        return TorchAttention(pool)
+
+    def before_tracing(self) -> None:
+        """Finds out what kernels ask of the device, for a compiler that traces their launches must not do so."""

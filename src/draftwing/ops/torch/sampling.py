@@ -2,40 +2,76 @@
 
 The same call serves a prefill's last position, plain decoding and every node of a tree. Which rows need which work is
 known on the host and comes as index tensors, whose sizes decide what runs; their values are never read there.
-
-On a CPU with the C kernels, these draw (`ops/cpu/csrc/sampling.c`), for all batches of the process: their noise differs
-from torch's in its last bits. What is here in torch is their reference.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.kernels import DTYPES, Kernels, kernels_for
 from draftwing.ops.torch.argmax import first_argmax, top_candidates
 from draftwing.ops.torch.filters import keep_mask
-from draftwing.ops.torch.noise import gumbel
+from draftwing.ops.torch.noise import gumbel, gumbel_at
+from draftwing.ops.types import Drawing, Rescoring, RowTable, SamplingRows
 
 CANDIDATES = 8
 # (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
 Exact = Callable[[Tensor, Tensor | None], Tensor]
 
 
-class SamplingRows(NamedTuple):
-    """What the sampler needs to know of each row of a batch."""
+class SamplingOps:
+    """The operations of the sampler, and the noise that it draws with."""
 
-    seed: Tensor  # [B] int64
-    temperature: Tensor  # [B] float32, 0 = greedy
-    top_k: Tensor  # [B] int64, <= 0 = off
-    top_p: Tensor  # [B] float32, 1 = off
-    min_p: Tensor  # [B] float32, 0 = off
-    ban_until: Tensor  # [B] int64: tokens at positions below it may not be in ban_ids
-    ban_ids: Tensor  # [B, S] int64, padded with -1
+    draws_by_row = False  # whether `draw` looks up on the device what each row asks for, so that graphs serve all rows
+
+    def gumbel(self, seed: Tensor, position: Tensor, vocab: int) -> Tensor:
+        """Standard Gumbel noise for the token ids 0 .. vocab - 1: seed [B] int64, position [B, P] int64, where the
+        sampled token will stand -> [B, P, vocab] float32."""
+        return gumbel(seed, position, vocab)
+
+    def gumbel_at(self, seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
+        """The noise of chosen token ids [..., K], broadcast against [B, P, K]: the same values `gumbel` gives them."""
+        return gumbel_at(seed, position, token_ids)
+
+    def draw(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        depth: Tensor,
+        depth_max: int,
+        table: RowTable,
+        rows: Tensor,
+        drawing: Drawing,
+        filtered: bool,
+        rescoring: Rescoring | None,
+    ) -> Tensor:
+        """`sample` with what the rows [B] of the table ask for: the next token of every node, [B, N].
+
+        drawing: read where `draws_by_row` is False; filtered: whether any row has top-k, top-p or min-p, read where it
+        is True. rescoring: of logits that are rounded to a half type.
+        """
+        asked = drawing.noisy.shape[0] + drawing.banning.shape[0]
+        params = table.sampling(rows) if asked else None  # greedy rows need none
+        exact = None if rescoring is None else rescoring.exact
+        return self.sample(logits, positions, depth, depth_max, params, *drawing, exact)
+
+    def sample(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        depth: Tensor,
+        depth_max: int,
+        params: SamplingRows | None,
+        noisy: Tensor,
+        filtered: Tensor,
+        banning: Tensor,
+        exact: Exact | None = None,
+    ) -> Tensor:
+        """The next token of every node, [B, N]: see the function `sample`."""
+        return sample(logits, positions, depth, depth_max, params, noisy, filtered, banning, exact)
 
 
 def sample(
@@ -62,11 +98,7 @@ def sample(
     """
     assert params is not None or (not noisy.shape[0] and not banning.shape[0])
     if params is not None and banning.shape[0]:
-        logits = _ban(logits, positions, params, banning)
-    kernels = kernels_for(logits)
-    if kernels is not None:
-        drawn_with = params if noisy.shape[0] else None
-        return _drawn(kernels, logits, positions, depth, drawn_with, filtered, exact)
+        logits = without_banned(logits, positions, params, banning)
     if params is None or not noisy.shape[0]:
         return _choose(logits, logits, exact)
     if noisy.shape[0] == logits.shape[0]:  # every row, so batch order serves and nothing needs selecting
@@ -82,24 +114,6 @@ def sample(
         place.index_select(0, filtered),
     )
     return _choose(logits, logits, exact).index_copy_(0, noisy, _choose(z, drawn, exact, noisy))
-
-
-def _drawn(
-    kernels: Kernels,
-    logits: Tensor,
-    positions: Tensor,
-    depth: Tensor,
-    params: SamplingRows | None,
-    filtered: Tensor,
-    exact: Exact | None,
-) -> Tensor:
-    """The next token of every node, [B, N]; params None where all rows are greedy."""
-    x = logits if logits.dtype in DTYPES else logits.float()
-    count = 1 if exact is None else min(CANDIDATES, x.shape[-1])
-    ids, noise = kernels.draw(x, positions, depth, params, filtered, count)
-    if exact is None:
-        return ids.squeeze(-1)
-    return kernels.heaviest(ids, noise, exact(ids, None))  # the noise of what was removed is -inf
 
 
 def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None = None) -> Tensor:
@@ -143,7 +157,7 @@ def _removed(x: Tensor, params: SamplingRows) -> Tensor:
     return keep_mask(x.reshape(-1, vocab), *rows).logical_not_().view_as(x)
 
 
-def _ban(logits: Tensor, positions: Tensor, params: SamplingRows, banning: Tensor) -> Tensor:
+def without_banned(logits: Tensor, positions: Tensor, params: SamplingRows, banning: Tensor) -> Tensor:
     """A copy of the logits in which the ban ids of rows below `ban_until` are -inf."""
     ids = params.ban_ids.index_select(0, banning)[:, None, :]  # [Bb, 1, S]
     active = positions.index_select(0, banning) + 1 < params.ban_until.index_select(0, banning)[:, None]  # [Bb, N]

@@ -1,4 +1,4 @@
-"""What a draft tree means for the target (`derive`) and which of its path the target agrees with (`accept`).
+"""What a draft tree means for the target, and what of it is committed.
 
 Chains are trees with one child per node and plain decoding is a tree of one node, so this is the only accept path.
 """
@@ -10,19 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.ops import use_triton
+from draftwing.ops.torch.noise import position_words
+from draftwing.ops.types import AcceptedPath, Committed, Draft, RowTable, TargetInputs, Tree
 
-
-class Tree(NamedTuple):
-    """Geometry of a batch of trees; D is the shape's depth.
-
-    A dead node stands alone: depth 0, itself as its whole path. So its position is a valid one (the root's) and its
-    attention reads nothing but committed tokens and itself.
-    """
-
-    depth: Tensor  # [B, N] int64, 0 for the root
-    path: Tensor  # [B, N, D + 1] int64: the ancestor at depth 0, 1, ...; the node itself from its own depth on
-    path_len: Tensor  # [B, N] int64, depth + 1
+FRACTION_BITS = 24  # of the choice in `simulate`
 
 
 class Accepted(NamedTuple):
@@ -34,6 +25,83 @@ class Accepted(NamedTuple):
     leaf: Tensor  # [B] int64: the last accepted node
 
 
+class TreeOps:
+    """The operations of a tree step between the forwards."""
+
+    device: torch.device
+
+    def plain_inputs(self, table: RowTable, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Plain decoding: ids, positions (which are kv_len) and write slots of the rows' last tokens, [B] int64
+        each."""
+        ids, kv_len = table.last.index_select(0, rows), table.kv_len.index_select(0, rows)
+        return ids, kv_len, table.table[rows, kv_len]
+
+    def tree_inputs(self, table: RowTable, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
+        """The trees' geometry, and where their nodes stand: node n of a row is written at page-table entry
+        kv_len + n, and its position is kv_len + depth."""
+        tree = derive(draft.parent, draft.alive, depth_max)
+        kv_len = table.kv_len.index_select(0, rows)  # [B]
+        column = kv_len.unsqueeze(1)
+        write_slots = table.table[rows.unsqueeze(1), column + table.steps[: draft.tokens.shape[1]]]
+        return tree, TargetInputs((column + tree.depth).flatten(), write_slots.flatten(), kv_len)
+
+    def commit(
+        self, table: RowTable, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor, hint: int,
+        observed: bool,
+    ) -> Committed:  # fmt: skip
+        """Accepts, and advances the rows: permutes the page-table entries past kv_len so that the accepted path comes
+        first, appends the tokens, moves kv_len and last. The dummy row stays empty.
+
+        target [B, N]: what the target drew at every node; prefix_len [B]: kv_len of the rows; hint: for the packed
+        result; observed: whether a drafter wants to see the path.
+        """
+        accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
+        _advance(table, rows, accepted, prefix_len)
+        zero = tree.depth[:, :1]  # the root's
+        head = zero + hint if hint else zero, accepted.count.unsqueeze(1)
+        packed = torch.cat((*head, accepted.committed, accepted.order, tree.depth), 1)
+        path = _accepted_path(table, rows, accepted, prefix_len) if observed else None
+        return Committed(packed, accepted.committed, accepted.count, path)
+
+    def simulate(
+        self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor, drafts: int, threshold: int,
+        vocab: int,
+    ) -> Tensor:  # fmt: skip
+        """The samples to give to `commit` for a step that accepts `drafts` of each row, where its tree is deep enough,
+        or one more where a hash of (row, kv_len) of `FRACTION_BITS` bits is below the threshold: target [B, N] ->
+        [B, N]; vocab: the target's.
+
+        The walk goes to the first of the deepest alive nodes that are not deeper than wanted. Where the sample there is
+        one of its children, a token next to them is put in its place, which ends the walk.
+        """
+        nodes = target.shape[1]
+        wanted = drafts + (fraction_bits(rows, kv_len) < threshold).long()  # [B]
+        node = torch.arange(nodes, device=target.device)
+        fits = draft.alive & (tree.depth <= wanted[:, None])
+        # Nodes are ranked by depth and then from the first to the last, without a tie.
+        best = torch.where(fits, tree.depth * nodes + (nodes - 1 - node), -1).amax(1, keepdim=True)  # [B, 1]
+        leaf, depth = nodes - 1 - best % nodes, best // nodes
+        path = tree.path.gather(1, leaf[:, :, None].expand(-1, 1, tree.path.shape[-1])).squeeze(1)  # [B, D + 1]
+
+        level = torch.arange(1, path.shape[1], device=target.device)
+        where = torch.where(level <= depth, path[:, :-1], nodes)  # past the leaf into a column that is dropped
+        altered = torch.cat((target, target[:, :1]), 1).scatter(1, where, draft.tokens.gather(1, path[:, 1:]))
+
+        child = draft.alive & (draft.parent == leaf) & (node > 0)
+        last = target.gather(1, leaf)
+        hit = (child & (draft.tokens == last)).any(1, keepdim=True)
+        above = draft.tokens.where(child, -1).amax(1, keepdim=True) + 1
+        below = draft.tokens.where(child, vocab).amin(1, keepdim=True) - 1
+        # Children with the first and with the last id of a vocabulary are not worth a third case: one draft too many.
+        beside = torch.where(above < vocab, above, torch.where(below >= 0, below, last))
+        return altered.scatter(1, leaf, torch.where(hit, beside, last))[:, :nodes]
+
+
+def fraction_bits(rows: Tensor, kv_len: Tensor) -> Tensor:
+    """[B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
+    return position_words(rows, kv_len[:, None])[:, 0, 0].long() & ((1 << FRACTION_BITS) - 1)
+
+
 def derive(parent: Tensor, alive: Tensor, depth_max: int) -> Tree:
     """Depths and paths of trees no deeper than `depth_max`.
 
@@ -42,10 +110,6 @@ def derive(parent: Tensor, alive: Tensor, depth_max: int) -> Tree:
     """
     batch, nodes = parent.shape
     assert depth_max > 0 or nodes == 1, f"a tree of depth 0 has 1 node, found {nodes}"
-    if use_triton(parent):
-        from draftwing.ops.triton import tree as kernels
-
-        return kernels.derive(parent, alive, depth_max)
     if depth_max == 0:
         zero = torch.zeros_like(parent)
         return Tree(zero, zero[:, :, None], torch.ones_like(parent))
@@ -72,10 +136,6 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     drafting, since what is committed are the target's own samples.
     """
     batch = tokens.shape[0]
-    if use_triton(tokens):
-        from draftwing.ops.triton import tree as kernels
-
-        return kernels.accept(tokens, parent, alive, target, tree.path.shape[-1] - 1)
     width = tree.path.shape[-1]  # D + 1
     if width == 1:  # all of it is known, and there already
         return Accepted(tree.path_len[:, 0], tree.depth, target, tree.depth[:, 0])
@@ -89,3 +149,37 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     order = off_path.argsort(dim=-1, stable=True)
     live = torch.arange(width, device=tokens.device) < count[:, None]
     return Accepted(count, order, target.gather(1, path).mul_(live), leaf)
+
+
+def _advance(table: RowTable, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> None:
+    """Writes what was accepted to rows whose length is kv_len [B]."""
+    nodes, tokens = accepted.order.shape[1], accepted.committed.shape[1]
+    after = kv_len + accepted.count  # [B]
+    if tokens == 1:  # plain decoding
+        newest = accepted.committed.squeeze(1)
+        table.tokens.index_put_((rows, after), newest)
+    else:
+        column = rows.unsqueeze(1)
+        entries = kv_len.unsqueeze(1) + table.steps[: max(nodes, tokens + 1)]  # [B, max(N, D + 2)]
+        window, where = entries[:, :nodes], entries[:, 1 : tokens + 1]
+        table.table.index_put_((column, window), table.table[column, window].gather(1, accepted.order))
+        # Entries past the count are overwritten before anybody reads them.
+        table.tokens.index_put_((column, where), accepted.committed)
+        newest = accepted.committed.gather(1, accepted.count.unsqueeze(1) - 1).squeeze(1)
+    table.kv_len.index_copy_(0, rows, after)
+    table.last.index_copy_(0, rows, newest)
+    table.dummy_len.zero_()
+
+
+def _accepted_path(table: RowTable, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> AcceptedPath:
+    """Of rows that have advanced from kv_len [B]."""
+    (batch, nodes), tokens = accepted.order.shape, accepted.committed.shape[1]
+    column = rows.unsqueeze(1)
+    positions = kv_len.unsqueeze(1) + table.steps[:tokens]  # [B, D + 1]
+    first = torch.arange(0, batch * nodes, nodes, device=rows.device).unsqueeze(1)
+    return AcceptedPath(
+        ids=table.tokens[column, positions].flatten(),
+        positions=positions.flatten(),
+        write_slots=table.table[column, positions].flatten(),
+        nodes=(first + accepted.order[:, :tokens]).flatten(),
+    )

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool
-from draftwing.ops.attention import Attend, Batch, ChunkSpan
+from draftwing.ops.attention import Attend, Batch, ChunkSpan, Pool
 from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 from draftwing.ops.triton.rope import rope_and_write
@@ -20,7 +19,9 @@ class PagedAttention:
     prefill chunks are summed as is fastest at their size.
     """
 
-    def __init__(self, pool: KVPool, exact: bool) -> None:
+    capturable = takes_tiles = True
+
+    def __init__(self, pool: Pool, exact: bool) -> None:
         self.pool = pool
         self.exact = exact
         self.workspace = Workspace(pool.kv[0].device)

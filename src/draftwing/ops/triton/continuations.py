@@ -10,8 +10,6 @@ between rows (temperature, seed, length) are read by row, so that a captured lau
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +17,7 @@ from torch import Tensor
 
 from draftwing.ops.triton.common import lanes, launch_options, start
 from draftwing.ops.triton.noise import gumbel, position_words
-
-if TYPE_CHECKING:
-    from draftwing.engine.row_table import SlotTable
+from draftwing.ops.types import Continuations, RowTable
 
 LAST = tl.constexpr(-(1 << 63))  # after every key
 
@@ -75,13 +71,6 @@ def _best_of_rows(key, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 # -- continuations ---------------------------------------------------------------------------------------------------
-
-
-class Continuations(NamedTuple):
-    """The best continuations of M nodes, chunk by chunk of the vocabulary."""
-
-    keys: Tensor  # [M, chunks, topk] int64, noisy logits with the head's ids
-    sums: Tensor  # [M, chunks, 2] float32: the chunk's largest, and its sum of exponentials relative to it
 
 
 @triton.jit(do_not_specialize=["per_row", "ahead"])
@@ -159,13 +148,9 @@ def merge_chunks(
 
 
 def continuations(
-    logits: Tensor, slots: SlotTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None
+    logits: Tensor, table: RowTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None
 ) -> Continuations:
-    """The best `topk` next tokens of logits [M, V], M a multiple of the rows [B]: M / B nodes of each.
-
-    Rows with a temperature get it times the Gumbel noise of (the row's seed, position kv_len + ahead, target's id).
-    target_ids [V] int64: the target's id of each of the head's tokens, None where they are the same.
-    """
+    """See `ExpansionOps.continuations`; which rows have a temperature is read on the device."""
     nodes, vocab = logits.shape
     assert nodes % rows.shape[0] == 0 and vocab >= topk and logits.stride(1) == 1
     assert target_ids is None or target_ids.shape[0] == vocab
@@ -174,7 +159,7 @@ def continuations(
     keys = torch.empty(nodes, chunks, topk, dtype=torch.int64, device=logits.device)
     sums = torch.empty(nodes, chunks, 2, dtype=torch.float32, device=logits.device)
     _continuations_kernel[(nodes, chunks)](
-        keys, sums, logits, logits.stride(0), rows, slots.kv_len, slots.seed, slots.floats, slots.floats.stride(0),
+        keys, sums, logits, logits.stride(0), rows, table.kv_len, table.seed, table.floats, table.floats.stride(0),
         target_ids, nodes // rows.shape[0], ahead, VOCAB=vocab, CHUNKS=chunks, BLOCK=block, TOPK=topk,
         KP=lanes(topk), num_warps=8 if block > 2048 else 4, **launch_options(logits.device),
     )  # fmt: skip

@@ -8,7 +8,7 @@ surely holds both limits; and the limits themselves, searched among those. All s
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.types import RowTable
 
 BINS = tl.constexpr(128)  # each a quarter of the temperature wide; the last one takes all beyond, which has no mass
 _BINS_PER_UNIT = tl.constexpr(4.0)
@@ -28,16 +29,6 @@ _CHUNK = 2048  # logits of a program
 _SEARCH_TILE = 1024
 _LIST_WORDS = 1 << 24  # of all lists of tokens together
 _LIST_LEAST = 4096  # of each; a row with more tokens below its limits (flat logits, large batch) reads its logits
-
-
-class Parameters(Protocol):
-    """The sampling parameters of every row there is; `engine.row_table.SlotTable` is one."""
-
-    seed: Tensor  # [R] int64
-    floats: Tensor  # [R, 3] float32: temperature, top_p, min_p
-    top_k: Tensor  # [R] int64
-    ban_until: Tensor  # [R] int64
-    ban_ids: Tensor  # [R, S] int64, padded with -1
 
 
 class Limits(NamedTuple):
@@ -293,7 +284,7 @@ def _limit_kernel(
     tl.store(limits + place, limit)
 
 
-def limits(logits: Tensor, positions: Tensor, rows: Tensor, params: Parameters) -> Limits:
+def limits(logits: Tensor, positions: Tensor, rows: Tensor, params: RowTable) -> Limits:
     """The filters of each query.
 
     logits [B, N, V], any float type; positions [B, N] int64 of the queries; rows [B] int64, the rows of `params` of

@@ -1,8 +1,8 @@
 """The n-gram drafter on the GPU, three launches a step: insert, outlook, build.
 
-The references are the torch code of `spec.ngram.drafter`, `ngram_memory` and `ngram_tree`, whose tensors these
-kernels share and whose terms they use. Lengths are read on the device: a launch covers the longest context, and
-programs past the end of a row's text exit at once. The dummy row is left alone; it has nothing to propose.
+The kernels work on the tensors of `ops.torch.ngram`, `ngram_memory` and `ngram_tree` and use their terms. Lengths are
+read on the device: a launch covers the longest context, and programs past the end of a row's text exit at once. The
+dummy row is left alone; it has nothing to propose.
 """
 
 # mypy: allow-untyped-defs
@@ -13,10 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.core import MAX_HINT
+from draftwing.ops.torch.ngram import OWN, STEADY, NGramIndex, NGramOps
+from draftwing.ops.torch.ngram_memory import CANDIDATES, WAYS
 from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.types import Draft, RowTable
 
-OWN = 8  # matches kept from the row's own history
 CHUNK = 1024  # positions of the context that a program searches at a time
+_MAX_BATCH = 4096  # rows of a step, padding included
 MAX_SPLITS = 128  # programs that search one row's context, at most
 
 # Matches are ranked by a key, the least first: 3 * (max_window - length) + kind in the bits from 24 on, below them the
@@ -290,95 +294,61 @@ def _build_kernel(
     tl.store(alive_ptr + first + node, (node == 0).to(tl.uint8), mask=rest)
 
 
-def insert(
-    tokens: Tensor,
-    rows: Tensor,
-    prefix_len: Tensor,
-    count: Tensor,
-    limit: int,
-    state: Tensor,
-    log: Tensor,
-    table: Tensor,
-    clock: Tensor,
-    ticket: Tensor,
-    factors: Tensor,
-    lengths: tuple[int, ...],
-    cells: int,
-    mask: int,
-    ways: int,
-) -> None:
-    """`NGramMemory.insert`: tokens [R + 1, L]; rows, prefix_len, count [B] int64; the rest are the memory's own.
-    ticket [1] int32: 0 between launches. The dummy row's state stays as it is."""
-    block = triton.next_power_of_2(limit + 2)
-    _insert_kernel[(rows.shape[0],)](
-        tokens, tokens.numel(), tokens.shape[1], rows, prefix_len, count,
-        state, log, table, clock, ticket, factors,
-        CELLS=cells, MASK=mask, WINDOW=factors.shape[1], LENGTHS=len(lengths), LONGEST=max(lengths),
-        WAYS=ways, LIMIT=limit, BLOCK=block,
-        num_warps=1 if block <= 64 else 4, **launch_options(tokens.device),
-    )  # fmt: skip
+class TritonNGramIndex(NGramIndex):
+    """Searches in Triton. The host's bounds are not used."""
+
+    def __init__(self, rows: int, device: torch.device, **settings: int) -> None:
+        super().__init__(rows, device, **settings)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)  # these two: 0 between launches
+        self.tickets = torch.zeros(_MAX_BATCH, dtype=torch.int32, device=device)
+
+    def insert(self, table: RowTable, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
+        memory, tokens, block = self.memory, table.tokens, triton.next_power_of_2(limit + 2)
+        assert 0 < limit < memory.cells - 1
+        _insert_kernel[(rows.shape[0],)](
+            tokens, tokens.numel(), tokens.shape[1], rows, prefix_len, count,
+            memory.row, memory.log, memory.table, memory.clock, self.ticket, memory.factors,
+            CELLS=memory.cells, MASK=memory.mask, WINDOW=self.max_window, LENGTHS=len(memory.lengths),
+            LONGEST=max(memory.lengths), WAYS=WAYS, LIMIT=limit, BLOCK=block,
+            num_warps=1 if block <= 64 else 4, **launch_options(tokens.device),
+        )  # fmt: skip
+
+    def outlook(self, table: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
+        memory, tokens, window, branch = self.memory, table.tokens, self.max_window, self.branch_length
+        out = torch.empty_like(rows) if out is None else out
+        batch, context = rows.shape[0], tokens.shape[1]
+        assert context <= MAX_CONTEXT and batch <= _MAX_BATCH
+        splits = min(triton.cdiv(context, CHUNK), MAX_SPLITS, max(4, triton.cdiv(512, batch)))
+        partial = torch.empty(batch, splits, OWN, dtype=torch.int32, device=rows.device)
+        _outlook_kernel[(batch, splits)](
+            tokens, context, table.kv_len, rows, memory.row, memory.log, memory.table, memory.factors,
+            self.candidates, self.match, self.gap, out, out.stride(0), partial, self.tickets, splits,
+            MASK=memory.mask, MIN_WINDOW=self.min_window, WINDOW=window, WINDOW_BLOCK=triton.next_power_of_2(window),
+            STEADY=min(STEADY, window), BRANCH=branch, BRANCH_BLOCK=triton.next_power_of_2(branch), FOUND=CANDIDATES,
+            WAYS=WAYS, OWN=OWN, CHUNK=CHUNK, SPLITS=MAX_SPLITS, MAX_HINT=MAX_HINT,
+            num_warps=4, **launch_options(rows.device),
+        )  # fmt: skip
+        return out
+
+    def build(self, table: RowTable, rows: Tensor, depth: int, nodes: int) -> Draft:
+        candidates, weight, batch, ways = self.candidates, self.tree.weight, rows.shape[0], OWN + CANDIDATES
+        block, new = triton.next_power_of_2(depth), candidates.new_empty
+        key = torch.empty(batch, block * ways, dtype=torch.float64, device=rows.device)
+        owner, place = torch.empty(2, batch, block * ways, dtype=torch.int32, device=rows.device)
+        tokens, parent = new(batch, nodes), new(batch, nodes)
+        alive = torch.empty(batch, nodes, dtype=torch.bool, device=rows.device)
+        _build_kernel[(batch,)](
+            candidates, self.match, table.last, rows, weight, key, owner, place, tokens, parent,
+            alive.view(torch.uint8),
+            BRANCH=self.branch_length, MATCHES=weight.shape[0], DEPTH=depth, DEPTH_BLOCK=block,
+            WAYS=ways, NODES=nodes, LANES=triton.next_power_of_2(nodes),
+            num_warps=8 if block > 8 else 4, **launch_options(rows.device),
+        )  # fmt: skip
+        return Draft(tokens, parent, alive)
 
 
-def outlook(
-    tokens: Tensor,
-    kv_len: Tensor,
-    rows: Tensor,
-    state: Tensor,
-    log: Tensor,
-    table: Tensor,
-    factors: Tensor,
-    candidates: Tensor,
-    match: Tensor,
-    gap: Tensor,
-    tickets: Tensor,
-    mask: int,
-    ways: int,
-    min_window: int,
-    steady: int,
-    max_hint: int,
-    out: Tensor,
-    chunk: int = CHUNK,
-) -> None:
-    """`NGramDrafter.outlook`: tokens [R + 1, L], kv_len [R + 1] of the slot table; rows [B]; candidates
-    [R + 1, branch_length, C], match [R + 1, C] and gap [R + 1, 1] of the drafter; state, log, table and factors of its
-    memory. tickets [>= B] int32: 0 between launches. out [B] int64, any stride: the hints."""
-    batch, context, window = rows.shape[0], tokens.shape[1], factors.shape[1]
-    branch, kept = candidates.shape[1:]
-    found = ways * factors.shape[0]
-    assert kept == OWN + found and context <= MAX_CONTEXT and batch <= tickets.shape[0]
-    splits = min(triton.cdiv(context, chunk), MAX_SPLITS, max(4, triton.cdiv(512, batch)))
-    partial = torch.empty(batch, splits, OWN, dtype=torch.int32, device=rows.device)
-    _outlook_kernel[(batch, splits)](
-        tokens, context, kv_len, rows, state, log, table, factors,
-        candidates, match, gap, out, out.stride(0), partial, tickets, splits,
-        MASK=mask, MIN_WINDOW=min_window, WINDOW=window, WINDOW_BLOCK=triton.next_power_of_2(window),
-        STEADY=min(steady, window), BRANCH=branch, BRANCH_BLOCK=triton.next_power_of_2(branch), FOUND=found, WAYS=ways,
-        OWN=OWN, CHUNK=chunk, SPLITS=MAX_SPLITS, MAX_HINT=max_hint,
-        num_warps=4, **launch_options(rows.device),
-    )  # fmt: skip
+class TritonNGramOps(NGramOps):
+    """Overrides the index."""
 
-
-def build(
-    candidates: Tensor, match: Tensor, last: Tensor, rows: Tensor, weight: Tensor, depth: int, nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`TreeBuilder.build` of the rows' candidates: tokens, parent [B, nodes] int64 and alive [B, nodes] bool.
-
-    candidates [R + 1, branch_length, C], match [R + 1, C], last [R + 1]; rows [B]; weight
-    [W + 1, W + 1, C, branch_length] float64; 1 <= depth <= branch_length, nodes > 1.
-    """
-    batch = rows.shape[0]
-    branch, ways = candidates.shape[1:]
-    assert weight.shape[2:] == (ways, branch) and 1 <= depth <= branch and nodes > 1
-    block = triton.next_power_of_2(depth)
-    new = candidates.new_empty
-    key = torch.empty(batch, block * ways, dtype=torch.float64, device=rows.device)
-    owner, place = torch.empty(2, batch, block * ways, dtype=torch.int32, device=rows.device)
-    tokens, parent = new(batch, nodes), new(batch, nodes)
-    alive = torch.empty(batch, nodes, dtype=torch.bool, device=rows.device)
-    _build_kernel[(batch,)](
-        candidates, match, last, rows, weight, key, owner, place, tokens, parent, alive.view(torch.uint8),
-        BRANCH=branch, MATCHES=weight.shape[0], DEPTH=depth, DEPTH_BLOCK=block,
-        WAYS=ways, NODES=nodes, LANES=triton.next_power_of_2(nodes),
-        num_warps=8 if block > 8 else 4, **launch_options(rows.device),
-    )  # fmt: skip
-    return tokens, parent, alive
+    def ngram_index(self, rows: int, **settings: int) -> NGramIndex:
+        return TritonNGramIndex(rows, self.device, **settings)

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import torch
+
+from draftwing.ops.attention import AttnBackend, Pool
 from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.triton.attention_backend import PagedAttention
+from draftwing.ops.triton.common import launch_options
+from draftwing.ops.triton.draft_extend import TritonExpansionOps
 from draftwing.ops.triton.layer_ops import TritonLayerOps
+from draftwing.ops.triton.ngram import TritonNGramOps
+from draftwing.ops.triton.sampling import TritonSamplingOps
+from draftwing.ops.triton.tree import TritonTreeOps
 
 
-class TritonOps(TritonLayerOps, TorchOps):
+class TritonOps(TritonTreeOps, TritonExpansionOps, TritonSamplingOps, TritonNGramOps, TritonLayerOps, TorchOps):
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
 
     name = "triton"
+    attention_bytes = 512 << 20
+    batch_invariant = True
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+
+    def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
+        return PagedAttention(pool, exact)
+
+    def before_tracing(self) -> None:
+        launch_options(self.device)

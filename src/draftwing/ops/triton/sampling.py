@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.torch.sampling import CANDIDATES
+from draftwing.ops.torch.sampling import CANDIDATES, SamplingOps
 from draftwing.ops.triton.common import launch_options, start
-from draftwing.ops.triton.filters import Limits, Parameters, limits, load_logits, without_bans
+from draftwing.ops.triton.filters import Limits, limits, load_logits, without_bans
 from draftwing.ops.triton.noise import gumbel, position_words
+from draftwing.ops.types import Drawing, Rescoring, RowTable
 
 _GROUP = 128  # tokens; 8 groups of it are about as many values as a vocabulary has groups
 _FEW = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
@@ -178,53 +179,50 @@ def _pick_kernel(
     tl.store(tokens + place, token.to(tl.int64))
 
 
-def draw(
-    logits: Tensor,
-    positions: Tensor,
-    depth: Tensor,
-    rows: Tensor,
-    params: Parameters,
-    filtered: bool,
-    hidden: Tensor | None = None,
-    weight: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The next token of every node; the lowest id wins a tie. See `ops.torch.sampling.sample`.
+class TritonSamplingOps(SamplingOps):
+    """Overrides `draw`. What the host edits and masks is drawn by torch."""
 
-    logits [B, N, V] of any float type; positions [B, N] int64; depth [B, N] int64, 0 for node 0; rows [B] int64, the
-    rows of `params`, which may occur more than once. filtered: whether any row has a filter; every other choice is
-    made on the device, by value: a row is greedy at temperature 0, and banned from ids below its `ban_until`.
-    hidden [B, N, H], weight [V, H]: what the logits are the product of. With them the last choice, among the
-    `CANDIDATES` best, is made by products in float32: for logits rounded to a half type.
-    Returns [B, N] int64, in `out` if there is one.
-    """
-    batch, nodes, vocab = logits.shape
-    device, count = logits.device, batch * nodes
-    for tensor in (logits, positions, depth, rows, params.floats, params.ban_ids):
-        assert tensor.is_contiguous()
-    found = limits(logits, positions, rows, params) if filtered else Limits(params.floats, params.floats)  # none read
-    product, size = (logits, logits), 1  # not read
-    if weight is not None:
-        assert hidden is not None and hidden.is_contiguous() and weight.is_contiguous()
-        size = hidden.shape[-1]
-        assert weight.shape == (vocab, size)
-        product = (hidden, weight)
-    groups = triton.cdiv(vocab, _GROUP)
-    tile, warps = (8, 4) if count <= _FEW else (32, 8)
-    peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
-    tokens = out if out is not None else torch.empty(batch, nodes, dtype=torch.int64, device=device)
-    assert tokens.shape == (batch, nodes) and tokens.is_contiguous()
-    state = (
-        logits, positions, depth, rows, params.seed, params.floats, params.ban_until, params.ban_ids, *found, nodes,
-    )  # fmt: skip
-    sizes = {
-        "VOCAB": vocab, "GROUPS": groups, "GROUP": _GROUP, "BANS": params.ban_ids.shape[1], "FILTERED": filtered,
-        **launch_options(device),
-    }  # fmt: skip
-    _peaks_kernel[(triton.cdiv(groups, tile), count)](peaks, *state, TILE=tile, **sizes, num_warps=warps)
-    blocks = max(CANDIDATES, triton.next_power_of_2(triton.cdiv(groups, _FAN)))
-    _pick_kernel[(count,)](
-        tokens, peaks, *product, *state, HIDDEN=size, BLOCK=blocks, FAN=_FAN, COUNT=CANDIDATES, STEP=_DOT_STEP,
-        SETTLED=weight is not None, **sizes, num_warps=_PICK_WARPS,
-    )  # fmt: skip
-    return tokens
+    draws_by_row = True
+
+    def draw(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        depth: Tensor,
+        depth_max: int,
+        table: RowTable,
+        rows: Tensor,
+        drawing: Drawing,
+        filtered: bool,
+        rescoring: Rescoring | None,
+    ) -> Tensor:
+        """Every choice but `filtered` is made on the device, by value: a row is greedy at temperature 0, and banned
+        from ids below its `ban_until`. A row may occur more than once."""
+        batch, nodes, vocab = logits.shape
+        device, count = logits.device, batch * nodes
+        for tensor in (logits, positions, depth, rows, table.floats, table.ban_ids):
+            assert tensor.is_contiguous()
+        found = limits(logits, positions, rows, table) if filtered else Limits(table.floats, table.floats)  # none read
+        product, size = (logits, logits), 1  # not read
+        if rescoring is not None:
+            hidden, weight, size = rescoring.hidden, rescoring.weight, rescoring.hidden.shape[-1]
+            assert hidden.is_contiguous() and weight.is_contiguous() and weight.shape == (vocab, size)
+            product = (hidden, weight)
+        groups = triton.cdiv(vocab, _GROUP)
+        tile, warps = (8, 4) if count <= _FEW else (32, 8)
+        peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
+        tokens = torch.empty(batch, nodes, dtype=torch.int64, device=device)
+        state = (
+            logits, positions, depth, rows, table.seed, table.floats, table.ban_until, table.ban_ids, *found, nodes,
+        )  # fmt: skip
+        sizes = {
+            "VOCAB": vocab, "GROUPS": groups, "GROUP": _GROUP, "BANS": table.ban_ids.shape[1], "FILTERED": filtered,
+            **launch_options(device),
+        }  # fmt: skip
+        _peaks_kernel[(triton.cdiv(groups, tile), count)](peaks, *state, TILE=tile, **sizes, num_warps=warps)
+        blocks = max(CANDIDATES, triton.next_power_of_2(triton.cdiv(groups, _FAN)))
+        _pick_kernel[(count,)](
+            tokens, peaks, *product, *state, HIDDEN=size, BLOCK=blocks, FAN=_FAN, COUNT=CANDIDATES, STEP=_DOT_STEP,
+            SETTLED=rescoring is not None, **sizes, num_warps=_PICK_WARPS,
+        )  # fmt: skip
+        return tokens

@@ -333,7 +333,7 @@ static void some_tiles(void *data) {
         attend_item(a, a->items - 1 - i, scratch, &nothing);
 }
 
-/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/kernels.py knows the tensors ---------------------- */
+/* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ------------------ */
 
 static PyObject *go(Rows *r, int64_t threads, int64_t elements) {
     Py_BEGIN_ALLOW_THREADS

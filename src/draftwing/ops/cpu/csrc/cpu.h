@@ -106,7 +106,7 @@ HIDDEN Member join(Team *team);
 HIDDEN void meet(const Member *me, Ahead *next);
 INLINE int64_t share(const Member *me, int64_t units, int64_t more) { return (me->number + more) * units / me->size; }
 
-/* -- the module: pointers and sizes as integers, unchecked; ops/cpu/kernels.py knows the tensors ---------------------- */
+/* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ------------------ */
 
 INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {
     if (given != wanted) {

@@ -12,14 +12,10 @@ gives a wrong one. Nothing here reads the device on the host and every shape is 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Final
 
 import torch
 from torch import Tensor
-
-from draftwing.ops import use_triton
-from draftwing.ops.cpu import ngram as cpu_ngram
 
 WINDOWS: Final = (1, 5)  # hashed lengths, clipped to the allowed matches; the match itself is measured in the log
 WAYS: Final = 4  # places kept per bucket
@@ -34,16 +30,6 @@ _CELL_BITS: Final = 32  # a table value is the number of the insert above, the c
 # tokens that a step may append, 0 for the dummy row. CURSOR: index of the newest token stored, -1 = nothing. NEWEST:
 # its place in the ring, counted on forever.
 _BASE, _TAG, _QUOTA, _CURSOR, _NEWEST = range(5)
-
-
-def kernels_for(rows: Tensor) -> ModuleType | None:
-    """The n-gram kernels where `rows` are: `ops.triton.ngram` or `ops.cpu.ngram`, which have the same functions. None
-    where torch does the work."""
-    if use_triton(rows):
-        from draftwing.ops.triton import ngram
-
-        return ngram
-    return cpu_ngram if cpu_ngram.take(rows) else None
 
 
 def _factors(lengths: tuple[int, ...], width: int) -> Tensor:
@@ -95,7 +81,6 @@ class NGramMemory:
         self.tag, self.moving = self.row[:, _TAG : _TAG + 1], self.row[:, _CURSOR:]  # views
 
         self.factors = _factors(self.lengths, max_window).to(device)
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)  # of the kernel
         self.ways = torch.arange(WAYS, device=device)
         self.steps = torch.arange(1 - max_window, self.cells, device=device)
         self.ahead = self.steps[max_window - 1 :]  # from 0 on
@@ -120,13 +105,6 @@ class NGramMemory:
         on where its last call ended continues its stretch, any other starts one.
         """
         assert 0 < limit < self.cells - 1
-        kernels = kernels_for(rows)
-        if kernels is not None:
-            kernels.insert(
-                tokens, rows, prefix_len, count, limit, self.row, self.log, self.table, self.clock, self.ticket,
-                self.factors, self.lengths, self.cells, self.mask, WAYS,
-            )  # fmt: skip
-            return
         window = self.max_window
         base, tag, quota, cursor, place = self.row.index_select(0, rows).split(1, dim=1)  # [B, 1] each
         prefix = prefix_len[:, None]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import TreeShape
-from draftwing.spec.drafter import Draft
+from draftwing.ops.types import Draft
 
 _TIE = 1e-9  # far below the smallest difference of scores that matters, and below the smallest score
 
@@ -58,10 +57,10 @@ class TreeBuilder:
             self._constants[depth] = _Constants(weight, tie, leader)
         return self._constants[depth]
 
-    def build(self, candidates: Tensor, match: Tensor, last: Tensor, shape: TreeShape) -> Draft:
-        """The `shape.nodes - 1` best nodes, as a tree under each row's last token.
+    def build(self, candidates: Tensor, match: Tensor, last: Tensor, nodes: int) -> Draft:
+        """The `nodes - 1` best nodes, as a tree under each row's last token.
 
-        candidates [B, D, C]: token ids, C in rank order, -1 from where a candidate ends, 1 <= D <= shape.depth;
+        candidates [B, D, C]: token ids, C in rank order, -1 from where a candidate ends, D at least 1;
         match [B, C], 0 = no candidate; last [B]. Scores never grow with depth and a prefix's candidates are among its
         parent's, so the best nodes are closed under parents. Nodes are ordered by depth, then by rank.
         """
@@ -77,15 +76,15 @@ class TreeBuilder:
         # Numbers from here on: 0 the root, 1 + d * C + c a node, `dead` none.
         total = depth * self.ways
         dead = total + 1
-        best = pad(score.flatten(1) - tie, (1, 0), value=math.inf).topk(min(shape.nodes, dead), dim=1)
+        best = pad(score.flatten(1) - tie, (1, 0), value=math.inf).topk(min(nodes, dead), dim=1)
         chosen = best.indices.masked_fill_(best.values <= 0, dead).sort(dim=1).values  # parents first, dead nodes last
-        if shape.nodes > dead:
-            chosen = pad(chosen, (0, shape.nodes - dead), value=dead)
+        if nodes > dead:
+            chosen = pad(chosen, (0, nodes - dead), value=dead)
 
         root = last[:, None]
         tokens = torch.cat((root, candidates.flatten(1), root), 1).gather(1, chosen)
         # The parent of (d, c) is (d - 1, leader of c at d - 1); the root is its own and a dead node's.
         above = pad((owner[:, :-1] + leader).flatten(1), (1 + self.ways, 1)).gather(1, chosen)
-        numbers = torch.arange(shape.nodes, device=last.device).expand_as(chosen)
+        numbers = torch.arange(nodes, device=last.device).expand_as(chosen)
         place = chosen.new_zeros(chosen.shape[0], dead + 1).scatter_(1, chosen, numbers)
         return Draft(tokens, place.gather(1, above), chosen < dead)

@@ -1,4 +1,4 @@
-"""Triton kernels of a draft tree's growth: everything that `ops.torch.growth` does around the head's own forward.
+"""Tree expansion in Triton: everything around the head's own forward.
 
 A level is the head and two launches: the chunks of its continuations (`continuations`), then one kernel that merges
 them, chooses the next nodes and writes everything the head is fed with.
@@ -7,21 +7,16 @@ them, chooses the next nodes and writes everything the head is fed with.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.ops.torch.growth import First, Level, LevelRows, capacity
+from draftwing.ops.torch.expansion import capacity
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.triton.continuations import LAST, best_keys, key_place, key_value, merge_chunks, sort_key
-from draftwing.spec.drafter import Draft
-
-if TYPE_CHECKING:
-    from draftwing.engine.row_table import SlotTable
+from draftwing.ops.types import Continuations, Draft, First, Level, LevelRows, RowTable
 
 # Fields of a level's integers (`int_fields`), [B, K] each:
 _IDS, _POSITIONS, _SLOTS, _PATH_LEN, _PARENT, _NUMBER = (tl.constexpr(i) for i in range(6))
@@ -273,15 +268,15 @@ def _draft_kernel(
     tl.store(alive + root, True)
 
 
-class RowGrowth:
-    """What `ops.torch.growth.RowGrowth` does: one launch a level, and one for the draft.
+class TritonTreeExpansion:
+    """An `Expansion` in Triton: one launch a level, and one for the draft.
 
     What was written stays valid: every level has tensors of its own.
     """
 
     def __init__(
         self,
-        slots: SlotTable,
+        table: RowTable,
         rows: Tensor,
         shape: TreeShape,
         first: First,
@@ -289,22 +284,22 @@ class RowGrowth:
         lookahead: int,
         target_ids: Tensor | None,
     ) -> None:
-        """As there. target_ids: as for `continuations`, whose results `add` takes."""
-        self._slots, self._rows, self._shape, self._first = slots, rows, shape, first
+        """See `ExpansionOps.expand`."""
+        self._table, self._rows, self._shape, self._first = table, rows, shape, first
         self._tail, self._lookahead, self._target_ids = tail, lookahead, target_ids
         size, candidates = rows.shape[0], capacity(shape.depth, shape.topk)
-        assert shape.nodes - 1 <= candidates, "more nodes than growth has candidates"
+        assert shape.nodes - 1 <= candidates, "more nodes than expansion has candidates"
         self._number = 0  # of the level that was chosen last
         self._ints = self._score = self._path = rows  # of that level; nothing yet
         self._fields: list[Tensor] = []
         self._feature: Tensor | None = None
-        self._added: tuple[tuple[Tensor, Tensor], Tensor] | None = None  # of that level's nodes
+        self._added: tuple[Continuations, Tensor] | None = None  # of that level's nodes
         self.root_at = torch.empty(size, dtype=torch.int64, device=rows.device)  # written with the first level
         self._candidate_ints = torch.empty(2, size, candidates, dtype=torch.int64, device=rows.device)  # ids, parents
         self._candidate_score = torch.empty(size, candidates, dtype=torch.float32, device=rows.device)
 
     def level(self) -> Level:
-        slots, rows, first, topk = self._slots, self._rows, self._first, self._shape.topk
+        table, rows, first, topk = self._table, self._rows, self._first, self._shape.topk
         self._number += 1
         size, features = rows.shape[0], first.feature.shape[1]
         ints, fields = int_fields(_FIELDS, rows, size, topk)
@@ -322,7 +317,7 @@ class RowGrowth:
         if self._added is None:
             _first_level_kernel[grid](
                 ints, score, path, feature, self.root_at, self._candidate_ints, self._candidate_score, rows,
-                slots.kv_len, slots.table, slots.table.stride(0), first.ids, first.logp, first.ids.stride(0),
+                table.kv_len, table.table, table.table.stride(0), first.ids, first.logp, first.ids.stride(0),
                 first.feature, **options,
             )  # fmt: skip
         else:
@@ -330,8 +325,8 @@ class RowGrowth:
             chunks = keys.shape[1]
             _next_level_kernel[grid](
                 ints, score, path, feature, self._candidate_ints, self._candidate_score, keys, sums, self._target_ids,
-                self._ints, self._score, self._path, hidden, hidden.stride(0), rows, self.root_at, slots.table,
-                slots.table.stride(0), self._number, CHUNKS=chunks, CP=triton.next_power_of_2(chunks), **options,
+                self._ints, self._score, self._path, hidden, hidden.stride(0), rows, self.root_at, table.table,
+                table.table.stride(0), self._number, CHUNKS=chunks, CP=triton.next_power_of_2(chunks), **options,
             )  # fmt: skip
         self._ints, self._fields = ints, fields
         self._score, self._path, self._feature = score, path, feature
@@ -351,8 +346,7 @@ class RowGrowth:
         assert self._feature is not None
         return self._feature
 
-    def add(self, following: tuple[Tensor, Tensor], hidden: Tensor) -> None:
-        """following: `Continuations` of the nodes of the level; hidden [B, K, width]."""
+    def add(self, following: Continuations, hidden: Tensor) -> None:
         hidden = hidden.flatten(0, 1)
         assert hidden.stride(1) == 1 or not self._first.feature.shape[1]
         self._added = following, hidden
@@ -368,7 +362,7 @@ class RowGrowth:
         alive = torch.empty(size, shape.nodes, dtype=torch.bool, device=rows.device)
         _draft_kernel[(size,)](
             ints, alive, self._candidate_ints, self._candidate_score, keys, sums, self._target_ids,
-            self._ints, self._score, rows, self._slots.last, NODES=shape.nodes, CANDIDATES=candidates,
+            self._ints, self._score, rows, self._table.last, NODES=shape.nodes, CANDIDATES=candidates,
             BLOCK=lanes(candidates), TILE=_TILE, CHUNKS=chunks, CP=triton.next_power_of_2(max(chunks, 1)),
             TOPK=shape.topk, KP=lanes(shape.topk), num_warps=8, **launch_options(rows.device),
         )  # fmt: skip

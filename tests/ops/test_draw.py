@@ -1,4 +1,5 @@
-"""Sampling kernels against sampling.sampler.sample and sampling.filters.keep_mask, on fresh random inputs."""
+"""`SamplingOps.draw`, what the rows of the table ask for, against the sampler in torch that is told by the host; and
+Triton's filters against `keep_mask`."""
 
 from __future__ import annotations
 
@@ -9,28 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
 from draftwing.ops.torch.filters import keep_mask
-from draftwing.ops.torch.sampling import SamplingRows, sample
-from draftwing.ops.triton import filters
-from draftwing.ops.triton.sampling import draw
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.torch.sampling import sample
+from draftwing.ops.types import Drawing, Rescoring, SamplingRows
 
 CUDA = torch.cuda.is_available()
 BANS = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def loops_to_computed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mends Triton 3.6's interpreter: it calls int() on an array of one element, which numpy 2.4 refuses."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 class Table(NamedTuple):
@@ -44,6 +31,13 @@ class Table(NamedTuple):
 
     def to(self, device: torch.device) -> Table:
         return Table(*(field.to(device) for field in self))
+
+    def sampling(self, rows: Tensor) -> SamplingRows:
+        floats = self.floats[rows]
+        return SamplingRows(
+            self.seed[rows], floats[:, 0], self.top_k[rows], floats[:, 1], floats[:, 2], self.ban_until[rows],
+            self.ban_ids[rows],
+        )  # fmt: skip
 
 
 def make_table(kinds: list[str], vocab: int, generator: torch.Generator) -> Table:
@@ -83,33 +77,35 @@ class Case(NamedTuple):
 
     def expected(self, settled: bool) -> Tensor:
         """By the torch sampler; bans that hit: the largest logit of a banned row is made one of its ban ids."""
-        rows, table = self.rows, self.table
-        floats, top_k = table.floats[rows], table.top_k[rows]
-        params = SamplingRows(
-            table.seed[rows], floats[:, 0], top_k, floats[:, 1], floats[:, 2], table.ban_until[rows],
-            table.ban_ids[rows],
-        )  # fmt: skip
-        noisy = floats[:, 0] > 0
-        chosen = noisy & ((top_k > 0) | (floats[:, 1] < 1) | (floats[:, 2] > 0))
+        hidden, weight = self.hidden.double(), self.weight.double()
 
         def exact(ids: Tensor, only: Tensor | None) -> Tensor:
-            hidden = self.hidden if only is None else self.hidden[only]
-            return (self.weight[ids].double() * hidden.unsqueeze(-2).double()).sum(-1).float()
+            chosen = hidden if only is None else hidden[only]
+            return (weight[ids] * chosen.unsqueeze(-2)).sum(-1).float()
 
         return sample(
-            self.logits, self.positions, self.depth, int(self.depth.max()), params, noisy.nonzero().flatten(),
-            chosen.nonzero().flatten(), (table.ban_until[rows] > 0).nonzero().flatten(), exact if settled else None,
+            self.logits, self.positions, self.depth, int(self.depth.max()), self.table.sampling(self.rows),
+            *self.drawing(), exact if settled else None,
         )  # fmt: skip
 
-    def drawn(self, settled: bool, filtered: bool, device: torch.device) -> Tensor:
-        out = torch.full(self.positions.shape, -7, device=device)
-        tokens = draw(
-            self.logits.to(device), self.positions.to(device), self.depth.to(device), self.rows.to(device),
-            self.table.to(device), filtered, self.hidden.to(device) if settled else None,
-            self.weight.to(device) if settled else None, out,
-        )  # fmt: skip
-        assert tokens is out
-        return tokens.cpu()
+    def drawing(self) -> Drawing:
+        """What the host knows of the rows."""
+        params = self.table.sampling(self.rows)
+        noisy = params.temperature > 0
+        filtered = noisy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+        return Drawing(*(which.nonzero().flatten() for which in (noisy, filtered, params.ban_until > 0)))
+
+    def drawn(self, ops: TorchOps, settled: bool, filtered: bool) -> Tensor:
+        case = Case(*(part.to(ops.device) for part in self))
+
+        def logits(hidden: Tensor, ids: Tensor) -> Tensor:
+            return (case.weight[ids].double() * hidden.unsqueeze(-2).double()).sum(-1).float()
+
+        return ops.draw(
+            case.logits, case.positions, case.depth, int(self.depth.max()), case.table, case.rows,
+            Drawing(*(which.to(ops.device) for which in self.drawing())), filtered,
+            Rescoring(case.hidden, case.weight, logits) if settled else None,
+        ).cpu()  # fmt: skip
 
 
 def make_case(
@@ -139,39 +135,39 @@ SIZES = [(1003, 3), (5, 2), (4096, 1)] + ([(128256, 1), (32000, 4), (50257, 3)] 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "nodes"), SIZES)
-def test_mixed_rows(device: torch.device, vocab: int, nodes: int, dtype: torch.dtype) -> None:
+def test_mixed_rows(ops: TorchOps, vocab: int, nodes: int, dtype: torch.dtype) -> None:
     case = make_case(MIXED, nodes, vocab, dtype, seed=vocab + nodes)
     settled = dtype.itemsize == 2
     expected = case.expected(settled)
-    assert torch.equal(case.drawn(settled, False, device), expected)
-    assert torch.equal(case.drawn(settled, True, device), expected)  # no row has a filter
+    assert torch.equal(case.drawn(ops, settled, False), expected)
+    assert torch.equal(case.drawn(ops, settled, True), expected)  # no row has a filter
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "nodes"), [(128256, 2), (32000, 7), (5003, 2)] if CUDA else [(5003, 1)])
-def test_filtered_rows(device: torch.device, vocab: int, nodes: int, dtype: torch.dtype) -> None:
+def test_filtered_rows(ops: TorchOps, vocab: int, nodes: int, dtype: torch.dtype) -> None:
     case = make_case(FILTERED, nodes, vocab, dtype, seed=vocab)
     settled = dtype.itemsize == 2
-    assert torch.equal(case.drawn(settled, True, device), case.expected(settled))
+    assert torch.equal(case.drawn(ops, settled, True), case.expected(settled))
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter would take minutes")
 @pytest.mark.parametrize("kinds", [["n", "", "nb", "b"] * 16, ["nk", "np", "n", ""] * 16])
-def test_a_tree_batch_of_real_size(device: torch.device, kinds: list[str]) -> None:
+def test_a_tree_batch_of_real_size(ops: TorchOps, kinds: list[str]) -> None:
     case = make_case(kinds, 16, 32000, torch.bfloat16, seed=3, size=128)
-    assert torch.equal(case.drawn(True, True, device), case.expected(True))
+    assert torch.equal(case.drawn(ops, True, True), case.expected(True))
 
 
-def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+def test_a_row_does_not_depend_on_its_batch(ops: TorchOps) -> None:
     case = make_case(FILTERED if CUDA else ["nkp", "n"], 2, 3001, torch.bfloat16, seed=12)
-    together = case.drawn(True, True, device)
+    together = case.drawn(ops, True, True)
     for place in range(len(case.rows) - 1):
         alone = Case(*(field[place : place + 1] for field in case[:2]), case.weight,
                      *(field[place : place + 1] for field in case[3:6]), case.table)  # fmt: skip
-        assert torch.equal(alone.drawn(True, True, device), together[place : place + 1])
+        assert torch.equal(alone.drawn(ops, True, True), together[place : place + 1])
 
 
-def test_exact_products_settle_what_rounding_hides(device: torch.device) -> None:
+def test_exact_products_settle_what_rounding_hides(ops: TorchOps) -> None:
     """Eight logits that round to one bfloat16: the true largest wins, and the lowest id among exact equals."""
     vocab, size = 2000, 64
     weight = torch.zeros(vocab, size)
@@ -186,11 +182,11 @@ def test_exact_products_settle_what_rounding_hides(device: torch.device) -> None
     table = make_table([""], vocab, torch.Generator())
     half = torch.bfloat16
     case = Case(logits.to(half), hidden.to(half), weight.to(half), zero, zero, torch.zeros(1, dtype=torch.int64), table)
-    assert case.drawn(True, False, device).item() == 900
-    assert case.drawn(False, False, device).item() == 3
+    assert case.drawn(ops, True, False).item() == 900
+    assert case.drawn(ops, False, False).item() == 3
 
 
-def test_ties_go_to_the_lowest_id(device: torch.device) -> None:
+def test_ties_go_to_the_lowest_id(ops: TorchOps) -> None:
     vocab = 3000
     logits = torch.full((4, 1, vocab), -1.0)
     logits[0, 0, [2999, 511, 140]] = 2.0
@@ -200,11 +196,11 @@ def test_ties_go_to_the_lowest_id(device: torch.device) -> None:
     zero = torch.zeros(4, 1, dtype=torch.int64)
     table = make_table(["", "", "", ""], vocab, torch.Generator())
     case = Case(logits, logits, logits, zero, zero, torch.arange(4), table)
-    assert case.drawn(False, False, device).flatten().tolist() == [140, 1999, 0, 0]
+    assert case.drawn(ops, False, False).flatten().tolist() == [140, 1999, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_broken_logits_give_valid_ids(device: torch.device, dtype: torch.dtype) -> None:
+def test_broken_logits_give_valid_ids(ops: TorchOps, dtype: torch.dtype) -> None:
     case = make_case(["", "npb", "nkm", "n"], 4, 2500, dtype, seed=9)
     case.logits[:, 0, ::3] = torch.nan
     case.logits[:, 0, 5] = math.inf
@@ -212,7 +208,7 @@ def test_broken_logits_give_valid_ids(device: torch.device, dtype: torch.dtype) 
     case.logits[:, 2] = -math.inf
     case.hidden[:, 1] = torch.nan
     for settled in (False, True) if CUDA else (dtype == torch.bfloat16,):
-        tokens = case.drawn(settled, True, device)
+        tokens = case.drawn(ops, settled, True)
         assert tokens.min() >= 0 and tokens.max() < 2500
 
 
@@ -220,8 +216,15 @@ def test_broken_logits_give_valid_ids(device: torch.device, dtype: torch.dtype) 
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize(("vocab", "nodes"), [(1003, 1), (5003, 1)] + ([(128256, 4)] if CUDA else []))
 def test_limits_keep_what_keep_mask_keeps(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab: int, nodes: int, listed: bool, dtype: torch.dtype
+    device: torch.device,
+    mended_interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
+    vocab: int,
+    nodes: int,
+    listed: bool,
+    dtype: torch.dtype,
 ) -> None:
+    filters = pytest.importorskip("draftwing.ops.triton.filters")
     if not listed:  # as for many rows with flat logits
         monkeypatch.setattr(filters, "_LIST_WORDS", 1)
         monkeypatch.setattr(filters, "_LIST_LEAST", 3)
@@ -250,13 +253,14 @@ def kept_by_mask(case: Case) -> Tensor:
     return (kept | greedy[:, None]).view(len(rows), nodes, vocab)
 
 
-def kept_by_limits(case: Case, found: filters.Limits) -> Tensor:
+def kept_by_limits(case: Case, found: Any) -> Tensor:
     gap = found.top.cpu()[:, None] - case.logits.float().view(len(found.top), -1)
     return (gap.view(torch.int32) <= found.limit.cpu()[:, None]).view(case.logits.shape)
 
 
-def test_limits_at_ties(device: torch.device) -> None:
+def test_limits_at_ties(device: torch.device, mended_interpreter: None) -> None:
     """Four equal probabilities, two of them asked for by top-k or top-p: all ties of the last one stay."""
+    filters = pytest.importorskip("draftwing.ops.triton.filters")
     vocab = 1003
     logits = torch.full((5, 1, vocab), -20.0)
     logits[:, 0, [3, 700, 701, 1002]] = 4.0

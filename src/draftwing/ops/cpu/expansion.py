@@ -1,0 +1,184 @@
+"""A drafter's work around its head in C (ops/cpu/csrc/tree.c and drafts.c): integers and scores as in torch, bit for
+bit, noise aside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.core import TreeShape
+from draftwing.ops.cpu.extension import DTYPES, MOST
+from draftwing.ops.cpu.tree import addresses, ints, with_rows
+from draftwing.ops.torch.expansion import ExpansionOps, capacity
+from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTable
+
+
+class CpuExpansionOps(ExpansionOps):
+    """Overrides all of `ExpansionOps`."""
+
+    raw: Any
+
+    def chain(self, table: RowTable, rows: Tensor, prefix: Tensor, width: int) -> Chain:
+        batch, rows, prefix = rows.shape[0], rows.contiguous(), prefix.contiguous()
+        ids, positions, write_slots = ints(batch * width), ints(batch * width), ints(batch * width)
+        path_len, path = ints(batch, width), ints(batch, width, width)
+        self.raw.chain(
+            table.tokens.data_ptr(), table.table.data_ptr(), table.table.shape[1], rows.data_ptr(), prefix.data_ptr(),
+            batch, width, *addresses((ids, positions, write_slots, path_len, path)),
+        )  # fmt: skip
+        return Chain(ids, positions, write_slots, path, path_len)
+
+    def newest_rows(self, hidden: Tensor, count: Tensor, lookahead: int, rows: Tensor, kept: Tensor | None) -> Tensor:
+        batch, width = rows.shape[0], hidden.shape[1]
+        newest, rows, count = hidden.new_empty(batch, width), rows.contiguous(), count.contiguous()
+        hidden, size = with_rows(hidden), hidden.element_size()
+        assert kept is None or (kept.shape[1] == width and kept.is_contiguous() and kept.dtype == hidden.dtype)
+        self.raw.newest(
+            newest.data_ptr(), hidden.data_ptr(), hidden.stride(0) * size, width * size, count.data_ptr(), lookahead,
+            hidden.shape[0] // batch, rows.data_ptr(), batch, 0 if kept is None else kept.data_ptr(),
+        )  # fmt: skip
+        return newest
+
+    def continuations(
+        self, logits: Tensor, table: RowTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
+        noisy: Tensor,
+    ) -> Continuations:  # fmt: skip
+        if logits.dtype not in DTYPES or topk > MOST:
+            return super().continuations(logits, table, rows, ahead, topk, target_ids, noisy)
+        key = (table.seed[rows], table.kv_len[rows] + ahead, table.floats[rows, 0]) if noisy.shape[0] else None
+        ids, logp = self.top_tokens(logits, rows.shape[0], topk, key, target_ids)
+        if target_ids is not None:
+            assert target_ids.is_contiguous()
+            self.raw.rename(ids.data_ptr(), ids.numel(), target_ids.data_ptr())
+        return Continuations(ids, logp)
+
+    def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
+        (batch, topk), rows = following.ids.shape, rows.contiguous()
+        ids, logp = following.ids.contiguous(), following.logp.contiguous()
+        assert first.ids.shape[1] == topk and first.ids.is_contiguous() and first.logp.is_contiguous()
+        self.raw.keep_first(
+            ids.data_ptr(), logp.data_ptr(), batch, topk, rows.data_ptr(), first.ids.data_ptr(), first.logp.data_ptr()
+        )
+
+    def expand(
+        self, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
+        target_ids: Tensor | None,
+    ) -> Expansion:  # fmt: skip
+        return CpuTreeExpansion(self.raw, table, rows, shape, first, tail, lookahead)
+
+    def top_tokens(
+        self,
+        logits: Tensor,
+        batch: int,
+        topk: int,
+        key: tuple[Tensor, Tensor, Tensor] | None,
+        target_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`ops.torch.expansion.top_tokens` with the noise of sampling.
+
+        logits [M, V] float32 or bfloat16, M / batch nodes of each row; topk: at most `MOST` and V; key: seed [B] int64,
+        position [B] int64 and temperature [B] float32 of the rows' noise, which all nodes of a row share, None where
+        all rows are greedy; target_ids [V]: what the noise takes the logits' tokens for, None for 0 .. V - 1. Returns
+        indices (not target ids) [M, topk] int64 and log probabilities [M, topk] float32, best first, of equals the
+        lower index.
+        """
+        nodes, vocab = logits.shape
+        assert nodes % batch == 0 and topk <= min(MOST, vocab)
+        assert key is None or [part.dtype for part in key] == [torch.int64, torch.int64, torch.float32]
+        logits = logits.contiguous()
+        own = [] if key is None else [part.contiguous() for part in key]
+        if key is not None and target_ids is not None:
+            own.append(target_ids.to(torch.int32).contiguous())
+        fields = [part.data_ptr() for part in own] + [0] * (4 - len(own))
+        threads = torch.get_num_threads()
+        scratch = torch.empty(threads, 2, vocab + 15, dtype=torch.float32)
+        ids, logp = ints(nodes, topk), torch.empty(nodes, topk, dtype=torch.float32)
+        self.raw.top_tokens(
+            ids.data_ptr(), logp.data_ptr(), topk, logits.data_ptr(), logits.dtype == torch.bfloat16,
+            batch, nodes // batch, vocab, *fields, scratch.data_ptr(), threads,
+        )  # fmt: skip
+        return ids, logp
+
+
+class CpuTreeExpansion:
+    """An `Expansion` in C: three calls a level, and one for the draft."""
+
+    def __init__(
+        self, raw: Any, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int
+    ) -> None:
+        """raw: the extension module; the others as for `ExpansionOps.expand`."""
+        size, topk = rows.shape[0], shape.topk
+        candidates = capacity(shape.depth, topk)
+        assert shape.nodes - 1 <= candidates, "more nodes than expansion has candidates"
+        assert topk <= first.ids.shape[1], "fewer continuations of the root than a level has nodes"
+        assert rows.dtype == first.ids.dtype == torch.int64
+        assert first.ids.stride() == first.logp.stride() and first.ids.stride(1) == 1
+        self._raw, self._table, self._rows, self._shape, self._first = raw, table, rows.contiguous(), shape, first
+        self._tail, self._lookahead = tail, lookahead
+        self._number = 0  # of the level that was chosen last
+        self.root_at = ints(size)  # written with the first level
+        # Of all candidates: ids, which one each follows. Of the level's nodes: candidate numbers. Then the scores.
+        self._ints = ints(2 * candidates + topk, size)
+        self._floats = torch.empty(candidates + topk, size, dtype=torch.float32)
+        at, scores, known = self._ints.data_ptr(), self._floats.data_ptr(), candidates * size
+        self._state = candidates, topk, at, at + 8 * known, scores, at + 16 * known, scores + 4 * known
+        self._parent = self._path = rows  # of that level; nothing yet
+        self._hidden: Tensor | None = None  # what the nodes of that level are fed to their children
+
+    def level(self) -> Level:
+        size, topk = self._rows.shape[0], self._shape.topk
+        self._number += 1
+        found = Level(ints(size, topk), ints(size, topk))
+        if self._number == 1:
+            first = self._first
+            self._raw.first_level(
+                *self._state, first.ids.data_ptr(), first.logp.data_ptr(), first.ids.stride(0), self._rows.data_ptr(),
+                size, *addresses(found), self._table.kv_len.data_ptr(), self.root_at.data_ptr(),
+            )  # fmt: skip
+        else:
+            self._raw.next_level(*self._state, self._number, size, *addresses(found))
+        self._parent = found.parent
+        return found
+
+    def level_rows(self) -> LevelRows:
+        (size,), topk, table = self._rows.shape, self._shape.topk, self._table
+        found = ints(size, topk), ints(size, topk), ints(size, topk), ints(size, topk, self._tail + self._number)
+        self._raw.level_rows(
+            self._number, size, topk, self._tail, self._lookahead, self._rows.data_ptr(), self.root_at.data_ptr(),
+            table.table.data_ptr(), table.table.stride(0), self._parent.data_ptr(), self._path.data_ptr(),
+            *addresses(found),
+        )  # fmt: skip
+        positions, write_slots, path_len, self._path = found
+        feature = self.level_feature() if self._first.feature.shape[1] else None
+        return LevelRows(positions, write_slots, self._path, path_len, feature)
+
+    def level_feature(self) -> Tensor:
+        size, topk = self._parent.shape
+        source = self._first.feature if self._hidden is None else self._hidden
+        source, width = with_rows(source), source.shape[1]
+        out, item = source.new_empty(size * topk, width), source.element_size()
+        self._raw.features(
+            out.data_ptr(), source.data_ptr(), source.stride(0) * item, width * item,
+            self._rows.data_ptr() if self._hidden is None else 0, self._parent.data_ptr(), size, topk,
+        )  # fmt: skip
+        return out
+
+    def add(self, following: Continuations, hidden: Tensor) -> None:
+        ids, logp = (part.contiguous() for part in following)
+        self._raw.add(*self._state, self._number, ids.data_ptr(), logp.data_ptr(), hidden.shape[0])
+        self._hidden = hidden.flatten(0, 1)
+
+    def draft(self) -> Draft:
+        (size,), shape = self._rows.shape, self._shape
+        if not self._number:
+            self.level()  # for its candidates
+        draft = Draft(
+            ints(size, shape.nodes), ints(size, shape.nodes), torch.empty(size, shape.nodes, dtype=torch.bool)
+        )
+        self._raw.draft(
+            *self._state, size, shape.nodes, self._rows.data_ptr(), self._table.last.data_ptr(),
+            *addresses(draft),
+        )  # fmt: skip
+        return draft

@@ -1,0 +1,187 @@
+"""Tree expansion of EAGLE-2 (Li et al. 2024, arXiv 2406.16858): a tree from any drafter that scores continuations.
+
+Level by level the best `topk` nodes are expanded by `topk` children each; a node's score is the sum of the log
+probabilities along its path. At the end the best nodes of all levels are kept. Scores never grow along a path and ties
+go to the earlier candidate, parents being earlier than their children, so what is kept is closed under parents.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.core import TreeShape
+from draftwing.ops.torch.argmax import first_argmax
+from draftwing.ops.torch.sampling import SamplingOps
+from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTable
+
+
+class ExpansionOps(SamplingOps):
+    """The operations of a drafter with a model: its pass over committed text, and the expansion of a tree."""
+
+    # Whether the root's continuations are to be read when a tree is wanted, rather than with every pass: a step without
+    # drafts then does without them.
+    reads_root_late = True
+
+    def chain(self, table: RowTable, rows: Tensor, prefix: Tensor, width: int) -> Chain:
+        """Tokens at the positions prefix[b] .. prefix[b] + width - 1 of rows [B], from the token history."""
+        step = torch.arange(width, device=rows.device)
+        column, positions = rows.unsqueeze(1), prefix.unsqueeze(1) + step  # [B, Q]
+        return Chain(
+            ids=table.tokens[column, positions].flatten(),
+            positions=positions.flatten(),
+            write_slots=table.table[column, positions].flatten(),
+            path=step.expand(rows.shape[0], width, width),
+            path_len=(step + 1).expand(rows.shape[0], width),
+        )
+
+    def newest_rows(self, hidden: Tensor, count: Tensor, lookahead: int, rows: Tensor, kept: Tensor | None) -> Tensor:
+        """hidden [B * Q, H], Q rows of each batch row -> its row count[b] - lookahead, [B, H]; also written into
+        kept [R + 1, H], at rows [B]."""
+        hidden = hidden.unflatten(0, (rows.shape[0], -1))
+        last = (count - lookahead).view(-1, 1, 1)
+        newest = hidden.gather(1, last.expand(-1, 1, hidden.shape[2])).squeeze(1)
+        if kept is not None:
+            kept.index_copy_(0, rows, newest)
+        return newest
+
+    def continuations(
+        self, logits: Tensor, table: RowTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
+        noisy: Tensor,
+    ) -> Continuations:  # fmt: skip
+        """The best `topk` next tokens at kv_len + ahead of logits [M, V], any float type, which may be overwritten; M a
+        multiple of the rows [B]: M / B nodes of each.
+
+        target_ids [V] int64: the target's id of each of the logits' tokens, None where they are the same. noisy: batch
+        indices of the rows with a temperature. These get the noise that the target will draw with at that position, so
+        that both pick the same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a
+        path.
+        """
+        z = logits.float()
+        if noisy.shape[0]:
+            drawn, vocab = rows[noisy], z.shape[1]
+            key = (table.seed[drawn], table.kv_len[drawn].unsqueeze(1) + ahead)
+            noise = self.gumbel(*key, vocab) if target_ids is None else self.gumbel_at(*key, target_ids)  # [Bn, 1, V]
+            noise = noise * table.floats[drawn, :1].unsqueeze(2)
+            z = z.view(rows.shape[0], -1, vocab)
+            z = z.index_add(0, noisy, noise.expand(-1, z.shape[1], -1)).flatten(0, 1)
+        ids, logp = top_tokens(z, topk)
+        return Continuations(ids if target_ids is None else target_ids[ids], logp)
+
+    def keep_first(self, following: Continuations, rows: Tensor, first: First, target_ids: Tensor | None) -> None:
+        """Writes the continuations of one node for each of rows [B] into `first`; target_ids: as they were made
+        with."""
+        first.ids.index_copy_(0, rows, following.ids)
+        first.logp.index_copy_(0, rows, following.logp)
+
+    def expand(
+        self, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
+        target_ids: Tensor | None,
+    ) -> Expansion:  # fmt: skip
+        """The expansion of a tree for each of rows [B], with the rows that a head of one layer per level runs for each
+        node. tail: 1 where the root has a row of its own, at page-table entry kv_len, else 0; lookahead: the head's;
+        target_ids: as continuations are made with."""
+        return TreeExpansion(table, rows, shape, first, tail, lookahead)
+
+
+def capacity(depth: int, topk: int) -> int:
+    """Candidates that an expansion produces, the root not counted."""
+    return topk + (depth - 1) * topk * topk
+
+
+class TreeExpansion:
+    """An `Expansion`, in torch."""
+
+    def __init__(
+        self, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int
+    ) -> None:
+        """See `ExpansionOps.expand`."""
+        assert shape.nodes - 1 <= capacity(shape.depth, shape.topk), "more nodes than expansion has candidates"
+        size, topk = rows.shape[0], shape.topk
+        self._table, self._rows, self._shape, self._tail, self._lookahead = table, rows, shape, tail, lookahead
+        self.root_at = table.kv_len[rows]  # [B]
+        self._number = 0  # of the level that was chosen last
+        first_ids, first_logp = first.ids[rows, :topk], first.logp[rows, :topk]
+        self._level = Level(first_ids, torch.zeros_like(first_ids))
+        self._score = first_logp  # [B, K] of the level's nodes
+        self._flat = torch.arange(topk, device=rows.device).expand_as(first_ids)  # their candidate numbers
+        self._ids, self._scores = [first_ids], [first_logp]  # of all candidates
+        self._parents = [torch.full_like(first_ids, -1)]  # candidate numbers, -1 the root
+        self._hidden = first.feature[rows].unsqueeze(1)  # [B, 1 or K, width] of the nodes above
+        self._has_features = first.feature.shape[1] > 0
+        # Page-table entries past kv_len that each node's path has: the root's, where it has one, then scratch entries.
+        self._path = torch.zeros(size, topk, tail, dtype=torch.int64, device=rows.device)
+        self._lane = torch.arange(topk, device=rows.device)
+
+    def level(self) -> Level:
+        self._number += 1
+        if self._number > 1:
+            topk = self._shape.topk
+            self._score, best = _best_first(self._scores[-1], topk)
+            ids = self._ids[-1].gather(1, best)
+            self._level = Level(ids, best.div(topk, rounding_mode="floor"))
+            self._flat = topk + (self._number - 2) * topk * topk + best
+        return self._level
+
+    def level_rows(self) -> LevelRows:
+        level, parent, size, topk = self._number, self._level.parent, self._rows.shape[0], self._shape.topk
+        own = (self._tail + (level - 1) * topk + self._lane).expand(size, topk)
+        above = of_parent(self._path, parent)  # the parent's, not the lane's
+        self._path = torch.cat((above, own.unsqueeze(2)), 2)  # [B, K, tail + level]
+        entries = self.root_at.unsqueeze(1) + own
+        return LevelRows(
+            # A row that is made of the token after its position stands one earlier than that token.
+            positions=(self.root_at + level - self._lookahead).unsqueeze(1).expand(size, topk),
+            write_slots=self._table.table[self._rows.unsqueeze(1), entries],
+            path=self._path,
+            path_len=torch.full_like(own, self._path.shape[2]),
+            feature=self.level_feature() if self._has_features else None,
+        )
+
+    def level_feature(self) -> Tensor:
+        return of_parent(self._hidden, self._level.parent).flatten(0, 1)
+
+    def add(self, following: Continuations, hidden: Tensor) -> None:
+        size, topk = self._score.shape
+        self._ids.append(following.ids.view(size, topk * topk))
+        self._scores.append((self._score.unsqueeze(2) + following.logp.view(size, topk, topk)).flatten(1))
+        self._parents.append(self._flat.repeat_interleave(topk, 1))
+        self._hidden = hidden
+
+    def draft(self) -> Draft:
+        nodes, column = self._shape.nodes, self._table.last[self._rows].unsqueeze(1)
+        _, chosen = _best_first(torch.cat(self._scores, 1), nodes - 1)
+        chosen = chosen.sort(1).values  # parents before children
+        above = torch.cat(self._parents, 1).gather(1, chosen)  # [B, N - 1]
+        place = torch.searchsorted(chosen, above) + 1
+        return Draft(
+            tokens=torch.cat((column, torch.cat(self._ids, 1).gather(1, chosen)), 1),
+            parent=torch.cat((torch.zeros_like(column), torch.where(above < 0, 0, place)), 1),
+            alive=torch.ones(column.shape[0], nodes, dtype=torch.bool, device=column.device),
+        )
+
+
+def of_parent(x: Tensor, parent: Tensor) -> Tensor:
+    """x [B, K', ...] of the nodes above, parent [B, K] -> [B, K, ...]"""
+    return x.gather(1, parent.unsqueeze(2).expand(-1, -1, x.shape[2]))
+
+
+def _best_first(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best `count` of scores [B, M] and their places, best first; of equals the lower place. For small M."""
+    ordered, places = scores.sort(dim=1, descending=True, stable=True)
+    return ordered[:, :count], places[:, :count]
+
+
+def top_tokens(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """logits [M, V] float32, overwritten -> (ids, log probabilities) [M, topk], best first, of equals the lower id.
+
+    `torch.topk` breaks ties as it likes, and in bfloat16 ties are common; a few masked argmax passes do not.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    ids, values = [], []
+    for _ in range(topk):
+        best = first_argmax(logits).unsqueeze(1)
+        ids.append(best)
+        values.append(logits.gather(1, best))
+        logits.scatter_(1, best, -torch.inf)
+    return torch.cat(ids, 1), torch.cat(values, 1) - total

@@ -1,0 +1,170 @@
+"""Token matches for drafts without a model: `NGramIndex`, what rows said and what requests of the same salt generated.
+
+The end of a step looks for earlier occurrences of each row's newest tokens (`outlook`) and keeps what followed them;
+the next step makes a tree of it (`propose`). Both work on device state alone, so the host may be a step behind.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftwing.core import MAX_HINT, TreeShape
+from draftwing.ops.torch.ngram_memory import CANDIDATES, NGramMemory
+from draftwing.ops.torch.ngram_tree import TreeBuilder
+from draftwing.ops.types import Draft, RowTable
+
+OWN: Final = 8  # matches kept from the row's own history
+STEADY: Final = 3  # a match this long is what the row is copying from
+
+# Matches are ranked by a key, the least first. Its level is 4 * (max_window - length), plus 0 for a match that goes on
+# where the row was copying from, 1 for any other of its own, 2 for one of the shared memory.
+_LEVEL: Final = 32
+_LOW: Final = (1 << _LEVEL) - 1
+_FAR: Final = (1 << _LEVEL + 8) - 1
+
+
+class NGramIndex:
+    """Searches in torch. Row-indexed state of R + 1 rows, the last one a dummy, and a memory that rows share.
+
+    Memory: 147 MB for 10 million tokens of `capacity`, about 15 bytes a token, taken on the CPU when it is first used
+    (`NGramMemory`), and 2.5 KB a row (8 * branch_length * 16 candidates).
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        device: torch.device,
+        min_window: int = 1,
+        max_window: int = 12,
+        min_breadth: int = 1,
+        max_breadth: int = 10,
+        branch_length: int = 18,
+        capacity: int = 10_000_000,
+    ) -> None:
+        """rows: R + 1, the rows of the slot table with its dummy. A match has min_window to max_window tokens (longer
+        ones count as max_window); a node has min_breadth to max_breadth children at most (`TreeBuilder`);
+        branch_length: tokens of a continuation; capacity: tokens of the shared memory's log."""
+        self.min_window, self.max_window = min_window, max_window
+        self.branch_length = branch_length
+        self.memory = NGramMemory(min_window, max_window, branch_length, capacity, rows, device)
+        kept = OWN + CANDIDATES
+        self.tree = TreeBuilder(kept, branch_length, max_window, min_breadth, max_breadth, device)
+        # Written by `outlook` and read by `propose`: candidates in rank order.
+        self.candidates = torch.full((rows, branch_length, kept), -1, dtype=torch.int64, device=device)
+        self.match = torch.zeros(rows, kept, dtype=torch.int64, device=device)
+        # What the row is copying from lies this many tokens before its newest token's predecessor; a copy goes on at
+        # the same gap. -1 = not copying.
+        self.gap = torch.full((rows, 1), -1, dtype=torch.int64, device=device)
+        self._constants(device)
+
+    def _constants(self, device: torch.device) -> None:
+        window = self.max_window
+        self.back = torch.arange(window - 1, -1, -1, device=device)
+        self.until = torch.arange(-1, -1 - self.branch_length, -1, device=device)[:, None]
+        self.missing = torch.arange(1, window + 1, dtype=torch.uint8, device=device)[:, None]
+        self.steady = (4 * (window - min(STEADY, window)) + 2) << _LEVEL  # keys of long enough matches lie below
+        self.shared = (2 << _LEVEL) + torch.arange(CANDIDATES, device=device)
+        self.position = torch.empty(0, dtype=torch.int64, device=device)
+        # By level: the length of the match, 0 if it is too short; and the outlook.
+        match = window - torch.arange((_FAR >> _LEVEL) + 4 * (window + 1)) // 4
+        match = torch.where(match >= self.min_window, match, 0)
+        source = (torch.arange(match.numel()) % 4 == 0) & (match > 0)
+        self.match_of = match.to(device)
+        self.hint_of = (match + source * window).clamp_max(MAX_HINT).to(device)
+
+    def flush(self) -> None:
+        """Forgets the shared memory; candidates found in it before are dropped too."""
+        self.memory.flush()
+        self.match.zero_()
+        self.candidates.fill_(-1)
+
+    def begin(self, table: RowTable, rows: Tensor) -> None:
+        """rows [B]: what these rows hold from now on is another request's."""
+        self.memory.begin(rows, table.salt.index_select(0, rows))
+        self.match.index_fill_(0, rows, 0)
+        self.candidates.index_fill_(0, rows, -1)
+        self.gap.index_fill_(0, rows, -1)
+
+    def insert(self, table: RowTable, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
+        """The newest count [B] tokens of rows that had prefix_len [B] enter the memory; limit: host bound of count."""
+        self.memory.insert(table.tokens, rows, prefix_len, count, limit)
+
+    def outlook(self, table: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
+        """Finds and keeps the next candidates. max_bound: host bound of the rows' kv_len now.
+
+        Returns [B] int64: the length m of the longest match, 1 to max_window, or max_window + m (at most `MAX_HINT`)
+        if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens. Written into `out`
+        if that is given, of any stride.
+        """
+        context = table.tokens.shape[1]
+        if self.position.numel() < context:  # once: the table's width is not known before
+            self.position = torch.arange(1, context + 1, device=rows.device)
+        length = min(max(max_bound + 1, OWN), context)
+        history = table.tokens[:, :length].index_select(0, rows)
+        newest = table.kv_len.index_select(0, rows)[:, None]  # [B, 1] index of the newest token
+        suffix = history.gather(1, (newest - self.back).clamp_min_(0))  # [B, max_window]; before the start, its first
+
+        source = self.gap.index_select(0, rows)
+        own = self._search(history, newest, suffix, source)
+        gap = torch.minimum(own & _LOW, newest)  # of those without a match: anything that can be read
+        steady = own[:, :1] < self.steady
+        self.gap.index_copy_(0, rows, torch.where(steady, gap[:, :1], source))
+        # What follows a match runs into the newest token after gap + 1 tokens; it goes on by repeating itself.
+        follow = newest[..., None] - self.until.remainder(gap[:, None] + 1)  # [B, branch_length, OWN]
+        copied = history.gather(1, follow.flatten(1)).view_as(follow)
+
+        missing, continued = self.memory.lookup(suffix, rows)
+        key = torch.cat((own, torch.add(self.shared, missing, alpha=4 << _LEVEL)), 1)
+        key, order = key.sort(dim=1)  # keys are distinct
+        found = torch.cat((copied, continued), 2)
+        level = key.bitwise_right_shift_(_LEVEL)
+        self.match.index_copy_(0, rows, self.match_of.take(level))
+        self.candidates.index_copy_(0, rows, found.gather(2, order[:, None].expand_as(found)))
+        return torch.take(self.hint_of, level[:, 0], out=out)
+
+    def _search(self, history: Tensor, newest: Tensor, suffix: Tensor, source: Tensor) -> Tensor:
+        """Exact search of the rows' own history [B, length]: keys of the `OWN` best matches, best first [B, OWN].
+        suffix [B, max_window]: the newest tokens; newest, source [B, 1]: index of the last of them, `gap` of the rows.
+
+        Longest first; among equals first the one that goes on where the row was copying from (a match longer than
+        max_window looks like any other of that length, and this one is), then the most recent. A key has the level in
+        the bits from `_LEVEL` on and the gap below.
+        """
+        length = history.shape[1]
+        # windows[:, i, e] is the token max_window - 1 - i before position e; -2 before the start matches nothing.
+        windows = pad(history, (self.max_window - 1, 0), value=-2).unfold(1, length, 1)  # [B, max_window, length]
+        differs = torch.empty(windows.shape, dtype=torch.bool, device=history.device)
+        torch.ne(windows, suffix[..., None], out=differs)  # `out` keeps rows contiguous
+        missing = differs.view(torch.uint8).mul_(self.missing).amax(1)
+        gap = newest - self.position[:length]  # below 0 from the newest token on: the highest levels
+        key = (gap & _FAR).add_(missing, alpha=4 << _LEVEL)
+        key.add_(gap != source, alpha=1 << _LEVEL)
+        return key.topk(OWN, dim=1, largest=False).values  # keys are distinct
+
+    def propose(self, table: RowTable, rows: Tensor, shape: TreeShape) -> Draft:
+        """A tree of the candidates that the last `outlook` kept; dead nodes where they are fewer than shape.nodes."""
+        depth = min(shape.depth, self.branch_length)
+        if shape.nodes > 1 and depth > 0:
+            return self.build(table, rows, depth, shape.nodes)
+        root = torch.zeros(rows.numel(), shape.nodes, dtype=torch.int64, device=rows.device)
+        alive = (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(root)
+        return Draft(table.last.index_select(0, rows)[:, None].expand_as(root), root, alive)
+
+    def build(self, table: RowTable, rows: Tensor, depth: int, nodes: int) -> Draft:
+        """The same: 1 <= depth <= branch_length, nodes > 1."""
+        candidates, match = self.candidates[:, :depth].index_select(0, rows), self.match.index_select(0, rows)
+        return self.tree.build(candidates, match, table.last.index_select(0, rows), nodes)
+
+
+class NGramOps:
+    """The operations of the n-gram drafter: those of its index."""
+
+    device: torch.device
+
+    def ngram_index(self, rows: int, **settings: int) -> NGramIndex:
+        """An index for the rows of a slot table, its dummy included; settings: keyword arguments of `NGramIndex`."""
+        return NGramIndex(rows, self.device, **settings)

@@ -1,0 +1,234 @@
+"""What operations take and give: trees of drafts, what is committed of them, rows of the slot table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from draftwing.core import IntArray, TreeShape
+
+# -- the slot table ---------------------------------------------------------------------------------------------------
+
+
+class RowTable(Protocol):
+    """Row-indexed device state of R rows and a dummy, the last one (`engine.row_table.SlotTable`). All int64 but
+    `floats`; L entries a row. Operations that commit write `table`, `tokens`, `kv_len` and `last`."""
+
+    rows: int  # R
+    length: int  # L
+    table: Tensor  # [R + 1, L] page tables: the KV slot of each position
+    tokens: Tensor  # [R + 1, L] token at each position up to kv_len
+    kv_len: Tensor  # [R + 1]
+    last: Tensor  # [R + 1] tokens[r, kv_len[r]]
+    seed: Tensor  # [R + 1]
+    salt: Tensor  # [R + 1] 0: none
+    top_k: Tensor  # [R + 1]
+    ban_until: Tensor  # [R + 1]
+    ban_ids: Tensor  # [R + 1, S] padded with -1
+    floats: Tensor  # [R + 1, 3] float32: temperature, top_p, min_p
+    dummy_len: Tensor  # [1] kv_len of the dummy, a view
+    steps: Tensor  # [L] 0, 1, ...
+
+    def sampling(self, rows: Tensor) -> SamplingRows:
+        """What the sampler needs to know of rows [B]."""
+        ...
+
+
+class SamplingRows(NamedTuple):
+    """What the sampler needs to know of each row of a batch."""
+
+    seed: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32, 0 = greedy
+    top_k: Tensor  # [B] int64, <= 0 = off
+    top_p: Tensor  # [B] float32, 1 = off
+    min_p: Tensor  # [B] float32, 0 = off
+    ban_until: Tensor  # [B] int64: tokens at positions below it may not be in ban_ids
+    ban_ids: Tensor  # [B, S] int64, padded with -1
+
+
+class Drawing(NamedTuple):
+    """Which rows of a batch need what of the sampler: distinct batch indices, whose numbers are known to the host."""
+
+    noisy: Tensor  # [Bn] with temperature > 0
+    filtered: Tensor  # [Bf] of those, with top-k, top-p or min-p
+    banning: Tensor  # [Bb] that may still be below min_new_tokens
+
+
+class Rescoring(NamedTuple):
+    """How the logits of a few ids are computed again in float32, where a half type has rounded them."""
+
+    hidden: Tensor  # [B, N, H]
+    weight: Tensor  # [V, H]: what the logits are the product of
+    logits: Callable[[Tensor, Tensor], Tensor]  # (hidden [..., H], ids [..., K]) -> [..., K] float32
+
+    def exact(self, ids: Tensor, rows: Tensor | None) -> Tensor:
+        """ids [B, N, K] -> their logits [B, N, K] float32; rows: batch indices of those B rows, None for all."""
+        return self.logits(self.hidden if rows is None else self.hidden.index_select(0, rows), ids)
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+
+class Draft(NamedTuple):
+    """A tree of draft tokens per row, parents before children, node 0 the root (the row's last token).
+
+    Siblings are distinct. A dead node has a valid token id and a valid parent, is never accepted and never counted
+    as proposed; the children of a dead node are dead.
+    """
+
+    tokens: Tensor  # [B, N] int64
+    parent: Tensor  # [B, N] int64, parent[:, 0] = 0, parent[:, i] < i
+    alive: Tensor  # [B, N] bool, alive[:, 0] is True
+
+
+class Tree(NamedTuple):
+    """Geometry of a batch of trees; D is the shape's depth.
+
+    A dead node stands alone: depth 0, itself as its whole path. So its position is a valid one (the root's) and its
+    attention reads nothing but committed tokens and itself.
+    """
+
+    depth: Tensor  # [B, N] int64, 0 for the root
+    path: Tensor  # [B, N, D + 1] int64: the ancestor at depth 0, 1, ...; the node itself from its own depth on
+    path_len: Tensor  # [B, N] int64, depth + 1
+
+
+class TargetInputs(NamedTuple):
+    """Where the nodes of a tree step stand, as in `ops.attention.Batch`."""
+
+    positions: Tensor  # [B * N] int64
+    write_slots: Tensor  # [B * N] int64
+    prefix_len: Tensor  # [B] int64, kv_len of the rows
+
+
+class Chain(NamedTuple):
+    """Q known tokens in each row of a batch, as `ops.attention.Batch` has them."""
+
+    ids: Tensor  # [B * Q] int64
+    positions: Tensor  # [B * Q] int64
+    write_slots: Tensor  # [B * Q] int64
+    path: Tensor  # [B, Q, Q] int64
+    path_len: Tensor  # [B, Q] int64
+
+
+# -- what a step commits ----------------------------------------------------------------------------------------------
+
+
+class AcceptedPath(NamedTuple):
+    """The accepted path of each row, a chain of D + 1 tokens that starts with the root; garbage past `count`."""
+
+    ids: Tensor  # [B * (D + 1)] int64
+    positions: Tensor  # [B * (D + 1)] int64
+    write_slots: Tensor  # [B * (D + 1)] int64
+    nodes: Tensor  # [B * (D + 1)] int64: which of the step's B * N nodes stands there
+
+
+class Committed(NamedTuple):
+    """What `TreeOps.commit` has written to the slot table."""
+
+    packed: Tensor  # [B, 2 + (D + 1) + N + N] int64: hint, count, tokens, order, depth of the nodes; see `unpack`
+    tokens: Tensor  # [B, D + 1] int64: the accepted drafts and the target's token after them; 0 past count
+    count: Tensor  # type: ignore[assignment]  # [B] int64: tokens committed, 1 .. D + 1; hides tuple.count
+    path: AcceptedPath | None
+
+
+HINT, COUNT, HEAD = range(3)  # columns of a packed result; the tokens begin at HEAD, also in ops/cpu/csrc/tree.c
+
+
+class Unpacked(NamedTuple):
+    """Views of a packed result on the host, see `StepResult`."""
+
+    hint: IntArray  # [B]
+    count: IntArray  # type: ignore[assignment]  # [B]; hides tuple.count
+    tokens: IntArray  # [B, D + 1]
+    order: IntArray  # [B, N]
+    depth: IntArray  # [B, N]
+
+
+def packed_width(depth_max: int, nodes: int) -> int:
+    """Columns of a packed result of trees no deeper than `depth_max`."""
+    return HEAD + depth_max + 1 + 2 * nodes
+
+
+def unpack(packed: IntArray, shape: TreeShape) -> Unpacked:
+    """packed [B, W] on the host, of a step of this shape."""
+    commit, nodes = HEAD + shape.max_commit, shape.nodes
+    assert packed.shape[1] == commit + 2 * nodes, f"a result of {shape} with {packed.shape[1]} columns"
+    return Unpacked(
+        packed[:, HINT],
+        packed[:, COUNT],
+        packed[:, HEAD:commit],
+        packed[:, commit : commit + nodes],
+        packed[:, commit + nodes :],
+    )
+
+
+# -- tree expansion ---------------------------------------------------------------------------------------------------
+
+
+class First(NamedTuple):
+    """What expansion starts from, kept with the rows of the slot table: the root's best continuations and its
+    output."""
+
+    ids: Tensor  # [R + 1, topk] int64
+    logp: Tensor  # [R + 1, topk] float32
+    feature: Tensor  # [R + 1, width]; width 0 where the head needs none
+
+
+class Level(NamedTuple):
+    """The K nodes of a level that are expanded next."""
+
+    ids: Tensor  # [B, K] int64
+    parent: Tensor  # [B, K] int64, the node of the level before; of level 1: 0, the root
+
+
+class LevelRows(NamedTuple):
+    """Where a level's nodes stand, one row of the head for each (`ops.attention.Batch`)."""
+
+    positions: Tensor  # [B, K] int64
+    write_slots: Tensor  # [B, K] int64
+    path: Tensor  # [B, K, D] int64, page-table entries past kv_len
+    path_len: Tensor  # [B, K] int64
+    feature: Tensor | None  # [B * K, width]: the parents' outputs
+
+
+class Continuations(NamedTuple):
+    """The best `topk` continuations of M nodes, on their way to `Expansion.add` and `ExpansionOps.keep_first`.
+
+    In torch and C: ids [M, topk] int64 of the target, log probabilities [M, topk] float32, best first. In Triton:
+    chunk by chunk of the vocabulary, keys [M, chunks, topk] int64 and sums [M, chunks, 2] float32, which their reader
+    merges (`ops.triton.continuations`).
+    """
+
+    ids: Tensor
+    logp: Tensor
+
+
+class Expansion(Protocol):
+    """One tree of candidates per row. `level` gives the nodes to expand, `add` takes what follows them: in turns, for
+    the levels 1 .. depth - 1. Then `draft`."""
+
+    root_at: Tensor  # [B] int64, kv_len of the rows; known from the first level on
+
+    def level(self) -> Level:
+        """Chooses the nodes of the next level."""
+        ...
+
+    def level_rows(self) -> LevelRows:
+        """Of the level that was chosen last; to be asked for once."""
+        ...
+
+    def level_feature(self) -> Tensor:
+        """The outputs of the parents of the level that was chosen last: [B * K, width]."""
+        ...
+
+    def add(self, following: Continuations, hidden: Tensor) -> None:
+        """following: the best K of each of the level's B * K nodes; hidden [B, K, width]: what their children are
+        fed."""
+        ...
+
+    def draft(self) -> Draft:
+        """The best nodes of all levels."""
+        ...

@@ -1,0 +1,367 @@
+"""A drafter's work around its head: tree expansion against the reference's, continuations against float64, and what is
+read and kept of committed text."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from reference import draft_heads
+from reference.noise import gumbel64
+from torch import Tensor
+
+from draftwing.core import TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.row_table import SlotTable
+from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Continuations, Draft, First, RowTable
+from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.mtp_drafter import MTPDrafter
+
+LogProbs = Callable[[tuple[int, ...]], list[float]]
+CLOSE = 2e-5
+
+
+def make_table(ops: TorchOps, rows: int, length: int, vocab: int, seed: int, noisy: bool = False) -> SlotTable:
+    """Rows of garbage, every other one of them with a temperature if noisy."""
+    g, slots = torch.Generator().manual_seed(seed), SlotTable(rows, length, Device(ops.device, ops))
+    slots.table[:rows] = torch.randint(1, 1 << 40, (rows, length), generator=g)
+    slots.tokens[:] = torch.randint(0, vocab, (rows + 1, length), generator=g)
+    slots.kv_len[:rows] = torch.randint(0, length - 64, (rows,), generator=g)
+    slots.last[:] = torch.randint(0, vocab, (rows + 1,), generator=g)
+    slots.seed[:] = torch.randint(-(1 << 62), 1 << 62, (rows + 1,), generator=g)
+    if noisy:
+        slots.floats[1::2, 0] = torch.rand(slots.floats[1::2, 0].shape, generator=g).mul(1.5).add(0.2).to(ops.device)
+    return slots
+
+
+# -- tree expansion ---------------------------------------------------------------------------------------------------
+
+
+def quantised(seed: int) -> LogProbs:
+    """Log probabilities that are multiples of a quarter, many of them zero: exact in float32, and full of ties."""
+
+    def log_probs(path: tuple[int, ...]) -> list[float]:
+        rng = random.Random(f"{seed} {path}")
+        return [-0.25 * max(0, rng.randrange(-3, 5)) for _ in range(10)]
+
+    return log_probs
+
+
+def partly_impossible(seed: int) -> LogProbs:
+    """The same, where some tokens cannot follow."""
+
+    def log_probs(path: tuple[int, ...]) -> list[float]:
+        rng = random.Random(f"{seed} {path} possible")
+        return [-math.inf if rng.random() < 0.3 else value for value in quantised(seed)(path)]
+
+    return log_probs
+
+
+def worked_example(path: tuple[int, ...]) -> list[float]:
+    table = {(): (0.6, 0.3), (0,): (0.5, 0.35), (1,): (0.9, 0.05), (0, 0): (0.8, 0.1), (1, 0): (0.7, 0.2)}
+    return [math.log(p) for p in table[path]]
+
+
+def continuations_of(ops: TorchOps, ids: Tensor, logp: Tensor) -> Continuations:
+    """Of ids and log probabilities [M, topk], best first, as the implementation has them."""
+    if ops.name == "triton":  # one chunk, whose sum of exponentials is 1
+        bits = (logp + 0.0).view(torch.int32)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        keys = (bits.long() << 32) | (0x7FFFFFFF - ids)
+        sums = torch.tensor([0.0, 1.0]).expand(len(ids), 1, 2)
+        ids, logp = keys.unsqueeze(1), sums.contiguous()
+    return Continuations(ids.to(ops.device), logp.to(ops.device))
+
+
+def best_of(table: LogProbs, path: tuple[int, ...], topk: int) -> tuple[list[int], list[float]]:
+    row = table(path)
+    ids, _ = draft_heads.best(row, topk)
+    return ids, [row[i] for i in ids]
+
+
+def expand(
+    ops: TorchOps, tables: list[LogProbs], shape: TreeShape, tail: int = 0, lookahead: int = 1, width: int = 3
+) -> tuple[Draft, SlotTable, Tensor]:
+    """A tree for each of the tables, whose nodes stand where they should all along; with the table and its rows."""
+    size, topk, length = len(tables), shape.topk, 200
+    slots = make_table(ops, size + 2, length, 50, size * 100 + topk)
+    rows = torch.arange(size - 1, -1, -1)
+    first_best = [best_of(table, (), topk) for table in tables]
+    first = First(
+        torch.full((size + 3, topk + 2), -5), torch.full((size + 3, topk + 2), -99.0), torch.randn(size + 3, width)
+    )
+    first.ids[rows, :topk] = torch.tensor([ids for ids, _ in first_best])
+    first.logp[rows, :topk] = torch.tensor([logp for _, logp in first_best])
+    hidden = first.feature[rows].unsqueeze(1)  # of the level above
+    on_device = First(*(part.to(ops.device) for part in first))
+    expansion = ops.expand(slots, rows.to(ops.device), shape, on_device, tail, lookahead, None)
+    paths: list[list[tuple[int, ...]]] = [[()] for _ in tables]  # of each row's level before
+    entries: list[list[tuple[int, ...]]] = [[tuple(range(tail))] for _ in tables]  # page-table entries past kv_len
+    kv_len, page = slots.kv_len.tolist(), slots.table.tolist()
+    for level in range(1, shape.depth):
+        ids, parent = (part.cpu() for part in expansion.level())
+        at = expansion.level_rows()
+        assert expansion.root_at.tolist() == [kv_len[row] for row in rows.tolist()]
+        for b, row in enumerate(rows.tolist()):
+            above, own = paths[b], [tail + (level - 1) * topk + k for k in range(topk)]
+            chosen = list(zip(ids[b].tolist(), parent[b].tolist(), strict=True))
+            paths[b] = [(*above[p], i) for i, p in chosen]
+            entries[b] = [(*entries[b][p], own[k]) for k, (_, p) in enumerate(chosen)]
+            assert at.positions[b].tolist() == [kv_len[row] + level - lookahead] * topk
+            assert at.write_slots[b].tolist() == [page[row][kv_len[row] + entry] for entry in own]
+            assert at.path_len[b].tolist() == [tail + level] * topk
+            assert at.path[b, :, : tail + level].tolist() == [list(entry) for entry in entries[b]]
+            assert not at.path[b, :, tail + level :].any()
+        fed = torch.stack([hidden[b, parent[b]] for b in range(size)]).flatten(0, 1)
+        assert at.feature is None if not width else torch.equal(at.feature.cpu(), fed)
+        found = [best_of(table, path, topk) for table, row in zip(tables, paths, strict=True) for path in row]
+        following = torch.tensor([ids for ids, _ in found]), torch.tensor([logp for _, logp in found])
+        hidden = torch.randn(size, topk, 3, width + 1)[:, :, 2, :width]  # rows apart, as of several MTP layers
+        expansion.add(continuations_of(ops, *following), hidden.to(ops.device))
+    return Draft(*(part.cpu() for part in expansion.draft())), slots, rows
+
+
+def test_expansion_of_the_worked_example(ops: TorchOps) -> None:
+    """K = 2, S = 3, N = 6, flat scores .6 .3 | .30 .21 .27 .015 | .24 .03 .189 .054."""
+    draft, slots, rows = expand(ops, [worked_example] * 2, TreeShape(3, 2, 6))
+    assert draft.tokens[:, 0].tolist() == slots.last[rows].tolist()
+    assert draft.tokens[:, 1:].tolist() == [[0, 1, 0, 0, 0]] * 2
+    assert draft.parent.tolist() == [[0, 0, 0, 1, 2, 3]] * 2
+    assert draft.alive.all() and draft.alive.dtype == torch.bool
+
+
+SHAPES = [(1, 4, 5), (2, 2, 7), (3, 3, 9), (5, 4, 8), (5, 1, 6), (4, 5, 40), (6, 3, 49), (4, 10, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("tail", "lookahead", "width"), [(0, 1, 40), (1, 0, 0)])
+def test_expansion_with_ties(ops: TorchOps, shape: tuple[int, int, int], tail: int, lookahead: int, width: int) -> None:
+    torch.manual_seed(0)
+    makers = [quantised, partly_impossible]
+    tables = [makers[seed % 2](seed) for seed in range(2 if ops.name == "triton" else 6)]
+    draft, slots, rows = expand(ops, tables, TreeShape(*shape), tail, lookahead, width)
+    for b, table in enumerate(tables):
+        tree = draft_heads.grow(table, range(10), int(slots.last[rows[b]]), 0, *shape)
+        assert draft.tokens[b].tolist() == tree.tokens
+        assert draft.parent[b].tolist() == tree.parents
+    assert draft.alive.all()
+
+
+# -- continuations ----------------------------------------------------------------------------------------------------
+
+
+def read(ops: TorchOps, following: Continuations, topk: int, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids and log probabilities of M nodes, by way of rows M - 1, ..., 0 that keep them."""
+    nodes = following.ids.shape[0]
+    first = First(
+        torch.full((nodes + 1, topk), -7, device=ops.device), torch.full((nodes + 1, topk), 9.0, device=ops.device),
+        torch.zeros(nodes + 1, 0, device=ops.device),
+    )  # fmt: skip
+    rows = torch.arange(nodes, device=ops.device).flip(0)
+    ops.keep_first(following, rows, first, target_ids)
+    assert (first.ids[-1] == -7).all() and (first.logp[-1] == 9.0).all()
+    return first.ids[rows].cpu(), first.logp[rows].cpu()
+
+
+def expected_continuations(
+    logits: Tensor, table: RowTable, rows: Tensor, ahead: int, target_ids: Tensor | None
+) -> Tensor:
+    """Noisy logits [M, V] in float64."""
+    z = logits.double().cpu()
+    each = rows.cpu().repeat_interleave(len(z) // len(rows))
+    seed, position = table.seed.cpu()[each], table.kv_len.cpu()[each] + ahead
+    ids = np.arange(z.shape[1]) if target_ids is None else target_ids.cpu().numpy()
+    noise = torch.from_numpy(gumbel64(seed.numpy(), position.numpy(), ids))
+    return z + noise * table.floats.cpu()[each, :1].double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("vocab", "topk", "mapped"), [(11, 1, False), (1003, 3, True), (4096, 8, False), (5000, 10, True)]
+)
+def test_continuations(ops: TorchOps, dtype: torch.dtype, vocab: int, topk: int, mapped: bool) -> None:
+    g = torch.Generator().manual_seed(vocab)
+    table = make_table(ops, 6, 200, vocab, vocab, noisy=True)
+    rows = torch.tensor([4, 1, 3, 6], device=ops.device)
+    noisy = (table.floats[rows, 0] > 0).nonzero().flatten()
+    assert 0 < len(noisy) < 4
+    # Padding past the vocabulary, as a head's logits have it, larger than all that counts.
+    wide = (torch.randn(8, vocab + 9, generator=g) * 3).to(dtype)
+    wide[:, vocab:] = 60.0
+    logits = wide.to(ops.device)[:, :vocab]
+    target_ids = torch.randperm(4 * vocab, generator=g)[:vocab].sort().values.to(ops.device) if mapped else None
+    z = expected_continuations(logits, table, rows, 3, target_ids)
+    ids, logp = read(ops, ops.continuations(logits, table, rows, 3, topk, target_ids, noisy), topk, target_ids)
+    wanted = z.sort(dim=-1, descending=True, stable=True)
+    gap = wanted.values.diff(dim=-1).abs()
+    clear = torch.nn.functional.pad(gap, (1, 1), value=1.0)
+    clear = torch.minimum(clear[:, :-1], clear[:, 1:])[:, :topk] > 1e-4  # of either neighbour
+    places = wanted.indices[:, :topk]
+    named = places if target_ids is None else target_ids.cpu()[places]
+    assert torch.equal(ids[clear], named[clear]) and clear.double().mean() > 0.4
+    expected = (wanted.values - z.logsumexp(-1, keepdim=True))[:, :topk]
+    torch.testing.assert_close(logp.double(), expected, atol=5 * CLOSE, rtol=CLOSE)
+
+
+def test_ties_go_to_the_lower_id(ops: TorchOps) -> None:
+    """Values from a handful, both zeros among them, and a row all alike; chunks meet in the middle of a tie."""
+    vocab, topk = 2500, 10
+    g = torch.Generator().manual_seed(1)
+    table = make_table(ops, 4, 200, vocab, 1)
+    values = torch.tensor([-1.5, -0.0, 0.0, 0.0])
+    logits = values[torch.randint(0, 4, (4, vocab), generator=g)]
+    logits[1] = -3.0
+    logits[2, :2045] = -1.0
+    rows, none = torch.arange(4, device=ops.device), torch.empty(0, dtype=torch.int64, device=ops.device)
+    wanted = [draft_heads.best((row + 0.0).tolist(), topk)[0] for row in logits]
+    expected = logits.double().log_softmax(-1).gather(1, torch.tensor(wanted))
+    following = ops.continuations(logits.to(ops.device), table, rows, 1, topk, None, none)
+    ids, logp = read(ops, following, topk, None)
+    assert ids.tolist() == wanted and wanted[1] == list(range(topk))
+    torch.testing.assert_close(logp.double(), expected, atol=CLOSE, rtol=CLOSE)
+
+
+def test_masked_logits(ops: TorchOps) -> None:
+    """A head may rule tokens out: whole chunks of -inf."""
+    vocab = 5000
+    table = make_table(ops, 2, 200, vocab, 2)
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(2))
+    logits[:, :2200] = -torch.inf
+    wanted = logits.double().log_softmax(-1).topk(4)
+    rows, none = torch.arange(2, device=ops.device), torch.empty(0, dtype=torch.int64, device=ops.device)
+    ids, logp = read(ops, ops.continuations(logits.to(ops.device), table, rows, 1, 4, None, none), 4, None)
+    assert torch.equal(ids, wanted.indices)
+    torch.testing.assert_close(logp.double(), wanted.values, atol=CLOSE, rtol=CLOSE)
+
+
+# -- committed text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "width", "apart"), [(torch.bfloat16, 1050, False), (torch.float32, 33, True)])
+def test_newest_rows(ops: TorchOps, dtype: torch.dtype, width: int, apart: bool) -> None:
+    hidden = torch.randn(12, width * 2, generator=torch.Generator().manual_seed(0)).to(dtype).to(ops.device)
+    hidden = hidden[:, :width] if apart else hidden[:, :width].contiguous()
+    rows, count = torch.tensor([5, 0, 2], device=ops.device), torch.tensor([4, 1, 3], device=ops.device)
+    kept = torch.full((7, width), 9.0, dtype=dtype, device=ops.device)
+    wanted = hidden[torch.tensor([3, 4, 10], device=ops.device)]
+    assert torch.equal(ops.newest_rows(hidden, count, 1, rows, kept), wanted)
+    assert torch.equal(kept[rows], wanted) and (kept[[1, 3, 4, 6]] == 9).all()
+    assert torch.equal(ops.newest_rows(hidden, count - 1, 0, rows, None), wanted)
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_chain(ops: TorchOps, width: int) -> None:
+    table = make_table(ops, 5, 200, 1000, width)
+    rows = [3, 4, 0, 5]
+    at = torch.tensor(rows, device=ops.device)
+    found = ops.chain(table, at, table.kv_len[at], width)
+    tokens, pages, kv_len = table.tokens.tolist(), table.table.tolist(), table.kv_len.tolist()
+    spans = [slice(kv_len[row], kv_len[row] + width) for row in rows]
+    assert found.ids.tolist() == [x for row, span in zip(rows, spans, strict=True) for x in tokens[row][span]]
+    assert found.write_slots.tolist() == [x for row, span in zip(rows, spans, strict=True) for x in pages[row][span]]
+    assert found.positions.tolist() == [kv_len[row] + i for row in rows for i in range(width)]
+    assert found.path.tolist() == [[list(range(width))] * width] * 4
+    assert found.path_len.tolist() == [list(range(1, width + 1))] * 4
+
+
+# -- whole drafters ---------------------------------------------------------------------------------------------------
+
+
+class PathHead:
+    """A `DraftHead` whose output tells of everything that a row is made of and attends to: a wrong one changes what is
+    drafted. `run` is given the batch in place of attention."""
+
+    taps, kv_layers = (0,), ()
+    top_k = None
+
+    def __init__(self, lookahead: int, width: int, vocab: int, device: torch.device) -> None:
+        g = torch.Generator().manual_seed(lookahead)
+        self.lookahead, self.width, self.vocab = lookahead, width, vocab
+        self.size = width or 24
+        self.embed = torch.randn(vocab, self.size, generator=g).to(device)
+        self.mix = torch.randn(self.size, self.size, generator=g).to(device) * self.size**-0.5
+        self.out = torch.randn(self.size, vocab, generator=g).to(device)
+        self.target_ids: Tensor | None = None
+
+    def set_max_positions(self, positions: int) -> None: ...
+
+    def features(self, taps: Tensor) -> Tensor:
+        return taps * 0.5
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Batch) -> Tensor:
+        x = self.embed[ids] + 0.01 * positions.unsqueeze(1) + (attend.write_slots % 31).unsqueeze(1) * 0.05
+        if attend.path is not None:
+            weights = torch.arange(1, attend.path.shape[2] + 1, device=ids.device)
+            own = torch.where(weights <= attend.path_len.unsqueeze(2), attend.path * weights, 0).sum(2)
+            x = x + 0.1 * (own + 3 * attend.prefix_len.unsqueeze(1)).view(-1, 1) % 17
+        if features is not None:
+            x = x + features @ self.mix
+        return torch.tanh(x)
+
+    run_layer = run
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.out
+
+
+class BatchAttention:
+    def bind(self, batch: Batch, first_layer: int) -> Batch:
+        return batch
+
+
+def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Tensor]:
+    """Two prompts' last chunks, a tree, the accepted path, and a tree again."""
+    vocab, width = 301, 40 * min(lookahead, 1)
+    slots, device = make_table(ops, 4, 120, vocab, lookahead, noisy=True), ops.device
+    head = PathHead(lookahead, width, vocab, device)
+    make = ModelDrafter if lookahead < 2 else MTPDrafter
+    drafter: Any = make(cast(Any, head), 5, shape.topk, torch.float32, ops)
+    drafter.attach(cast(Any, BatchAttention()), 0, 200)
+    taps = torch.randn(9, width, generator=torch.Generator().manual_seed(1)).to(device)
+    rows, noisy = torch.tensor([3, 2], device=device), torch.tensor([0], device=device)
+    slots.kv_len[rows] = torch.tensor([20, 33], device=device)
+    assert (slots.floats[rows, 0] > 0).tolist() == [True, False]
+    token_rows = torch.tensor([3] * 4 + [2] * 5, device=device)
+    positions = torch.tensor([*range(16, 20), *range(28, 33)], device=device)
+    batch = Batch(
+        rows, slots.tokens[token_rows, positions], positions, slots.table[token_rows, positions], slots.table,
+        slots.kv_len[rows], chunks=(ChunkSpan(0, 0, 16, 4), ChunkSpan(1, 4, 28, 5)), bound=40,
+    )  # fmt: skip
+    fed = taps if width else None
+    drafter.observe(slots, batch, fed, slots.tokens[token_rows, positions + 1], None, noisy)
+    slots.last[rows] = slots.tokens[rows, slots.kv_len[rows]]
+    found = [*drafter.propose(slots, rows, shape, 40, noisy)]
+    before, count = slots.kv_len[rows], torch.tensor([2, 1], device=device)
+    step = torch.arange(3, device=device)
+    at, column = before.unsqueeze(1) + step, rows.unsqueeze(1)
+    slots.kv_len[rows] += count
+    slots.last[rows] = slots.tokens[rows, slots.kv_len[rows]]
+    batch = Batch(
+        rows, slots.tokens[column, at].flatten(), at.flatten(), slots.table[column, at].flatten(), slots.table, before,
+        step.expand(2, 3, 3), (step + 1).expand(2, 3), 3, bound=44,
+    )  # fmt: skip
+    fed = taps[:6] if width else None
+    drafter.observe(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy)
+    found += drafter.propose(slots, rows, shape, 44, noisy)
+    return [*found, *drafter._first]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("shape", [TreeShape(4, 1, 5), TreeShape(5, 3, 14)])
+def test_drafters(ops: TorchOps, lookahead: int, shape: TreeShape) -> None:
+    """The same drafter by torch and by the others."""
+    if ops.name == "torch":
+        pytest.skip("it is what the others are compared with")
+    expected = drafts_and_state(TorchOps(torch.device("cpu")), lookahead, shape)
+    for found, wanted in zip(drafts_and_state(ops, lookahead, shape), expected, strict=True):
+        if found.dtype.is_floating_point:
+            torch.testing.assert_close(found.cpu(), wanted, atol=CLOSE, rtol=CLOSE)
+        else:
+            assert torch.equal(found.cpu(), wanted)

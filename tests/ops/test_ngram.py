@@ -1,0 +1,357 @@
+"""The n-gram index of every implementation against torch's: the same memory, candidates, hints and trees all along.
+
+What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/ngram."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.core import MAX_HINT, PLAIN, TreeShape
+from draftwing.ops.torch import ngram, ngram_memory
+from draftwing.ops.torch.ngram import NGramIndex
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Draft
+
+CPU = torch.device("cpu")
+SHAPES = [TreeShape(5, 3, 8), TreeShape(3, 1, 4), TreeShape(9, 4, 40), TreeShape(2, 2, 64), TreeShape(1, 2, 2), PLAIN]
+WINDOWS = [(1, 12), (2, 5), (4, 7), (1, 1), (1, MAX_HINT)]
+
+
+@pytest.fixture(autouse=True)
+def only_the_others(ops: TorchOps) -> None:
+    if ops.name == "torch":
+        pytest.skip("it is what the others are compared with")
+
+
+@pytest.fixture
+def few(ops: TorchOps) -> int:
+    """By how much tests of this implementation are shorter: the interpreter takes its time."""
+    return 8 if ops.name == "triton" and ops.device.type == "cpu" else 1
+
+
+@pytest.fixture
+def small_chunks(ops: TorchOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short context is searched by several programs, each with several chunks."""
+    if ops.name == "triton":
+        from draftwing.ops.triton import ngram as kernels
+
+        monkeypatch.setattr(kernels, "CHUNK", 32)
+        monkeypatch.setattr(kernels, "MAX_SPLITS", 4)
+
+
+class Slots(NamedTuple):
+    """What is read of the slot table."""
+
+    tokens: Tensor
+    kv_len: Tensor
+    last: Tensor
+    salt: Tensor
+
+
+def slots_on(device: torch.device, rows: int, context: int) -> Slots:
+    """Garbage; the dummy row is empty."""
+    garbage = torch.randint(0, 5, (rows + 1, context), generator=torch.Generator().manual_seed(1))
+    garbage[rows] = 0
+    return Slots(garbage.to(device), *torch.zeros(3, rows + 1, dtype=torch.int64, device=device))
+
+
+class Pair:
+    """Torch's index and another, with a slot table each, shown the same."""
+
+    def __init__(self, ops: TorchOps, rows: int, context: int, **options: int) -> None:
+        self.rows, self.context = rows, context
+        self.sides: list[tuple[NGramIndex, Slots]] = [
+            (there.ngram_index(rows + 1, **options), slots_on(there.device, rows, context))
+            for there in (TorchOps(CPU), ops)
+        ]
+        self.history: list[list[int]] = [[] for _ in range(rows + 1)]
+
+    def write(self, row: int, history: list[int], salt: int) -> None:
+        self.history[row] = history
+        for _, s in self.sides:
+            s.tokens[row, : len(history)] = torch.tensor(history)
+            s.kv_len[row], s.last[row], s.salt[row] = len(history) - 1, history[-1], salt
+
+    def begin(self, row: int, prompt: list[int], salt: int) -> None:
+        self.write(row, prompt, salt)
+        for index, s in self.sides:
+            index.begin(s, torch.tensor([row], device=s.tokens.device))
+
+    def step(self, rows: list[int], new: dict[int, list[int]], limit: int, salts: list[int], shape: TreeShape) -> int:
+        """A step that generated `new`, then the outlook and the next draft; returns live draft nodes."""
+        prefix = [len(self.history[r]) - 1 if r < self.rows else 0 for r in rows]
+        for row, tokens in new.items():
+            self.write(row, self.history[row] + tokens, salts[row])
+        counts = [len(new.get(r, [1])) for r in rows]
+        bound = max(len(self.history[r]) - 1 for r in new)
+        results = []
+        for index, s in self.sides:
+            at, before, count = (torch.tensor(x, device=s.tokens.device) for x in (rows, prefix, counts))
+            index.insert(s, at, before, count, limit)
+            hint = index.outlook(s, at, bound)
+            results.append((hint.cpu(), Draft(*(x.cpu() for x in index.propose(s, at, shape)))))
+        real = len(new)
+        (hint, draft), (got_hint, got) = results
+        assert torch.equal(got_hint[:real], hint[:real])
+        for one, two in zip(got, draft, strict=True):
+            assert one.dtype == two.dtype and torch.equal(one[:real], two[:real])
+        assert not got_hint[real:].any() and (got.alive[real:].sum(1) == 1).all()  # the dummy row proposes nothing
+        self.check()
+        return int(got.alive[:real].sum()) - real
+
+    def check(self) -> None:
+        """All state but the dummy row's, which nobody reads, and candidates behind the last match."""
+        (expected, _), (got, _) = self.sides
+        a, b, rows = expected.memory, got.memory, self.rows
+        end = int(a.row[rows, 0])  # the dummy row's own ring
+        assert torch.equal(b.log[:end].cpu(), a.log[:end]) and not b.log[end:].any()
+        assert torch.equal(b.table.cpu(), a.table) and torch.equal(b.clock.cpu(), a.clock)
+        assert torch.equal(b.row[:rows].cpu(), a.row[:rows])
+        for name in ("ticket", "tickets"):  # of Triton's kernels, between launches
+            assert not getattr(got, name, b.clock[:0]).any()
+        assert torch.equal(got.gap[:rows].cpu(), expected.gap[:rows])
+        match = expected.match[:rows]
+        assert torch.equal(got.match[:rows].cpu(), match)
+        found = (match > 0)[:, None]
+        assert torch.equal(got.candidates[:rows].cpu() * found, expected.candidates[:rows] * found)
+
+
+def live(pair: Pair, seed: int, steps: int, vocab: int, limit: int, copies: float) -> float:
+    """Random requests that come and go, some of them copying from what was said before; drafts per step."""
+    rng = random.Random(seed)
+    salts = [0] * (pair.rows + 1)
+    drafts = 0
+    for row in range(pair.rows):
+        pair.begin(row, [rng.randrange(vocab) for _ in range(rng.randint(1, 12))], 0)
+    for at in range(steps):
+        running = rng.sample(range(pair.rows), rng.randint(1, pair.rows))
+        new = {}
+        for row in running:
+            if rng.random() < 0.05 or len(pair.history[row]) + limit >= pair.context - 1:
+                salts[row] = rng.choice((0, 0, 7, 2**62 + 1))
+                source = rng.choice(pair.history[: pair.rows])
+                pair.begin(row, source[-rng.randint(1, 30) :], salts[row])
+            history = pair.history[row]
+            new[row] = [rng.randrange(vocab) for _ in range(rng.randint(1, limit))]
+            if rng.random() < copies and len(history) > 20:
+                start = rng.randrange(len(history) - 10)
+                new[row] = history[start : start + rng.randint(1, limit)]
+        rows = running + [pair.rows] * rng.randint(0, 2)
+        drafts += pair.step(rows, new, limit, salts, SHAPES[at % len(SHAPES)])
+        if at == steps // 2:
+            for index, _ in pair.sides:
+                index.flush()
+    return drafts / steps
+
+
+@pytest.mark.parametrize("low, high", WINDOWS)
+def test_lives_agree(ops: TorchOps, few: int, small_chunks: None, low: int, high: int) -> None:
+    pair = Pair(ops, 5 if few == 1 else 3, 300, min_window=low, max_window=high, branch_length=9, capacity=10_000)
+    assert live(pair, seed=low * 100 + high, steps=120 // few, vocab=4, limit=6, copies=0.4) > 0.8
+
+
+def test_long_branches_and_defaults(ops: TorchOps, few: int) -> None:
+    assert live(Pair(ops, 3, 500, capacity=10_000), seed=5, steps=80 // few, vocab=30, limit=19, copies=0.8) > 1
+
+
+def test_rings_wrap(ops: TorchOps, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_memory.NGramMemory.__init__, "__defaults__", (20,))
+    pair = Pair(ops, 2, 200, max_window=6, branch_length=7, capacity=1)
+    live(pair, seed=6, steps=160 // few, vocab=3, limit=5, copies=0.3)
+    assert int(pair.sides[1][0].memory.row[:-1, -1].min()) > 40  # twice around
+
+
+def test_everything_collides(ops: TorchOps, few: int) -> None:
+    """A table of four buckets: places of other windows and of overwritten ones fill it."""
+    pair = Pair(ops, 4, 300, max_window=8, branch_length=5, capacity=1)
+    for index, _ in pair.sides:
+        index.memory.mask = 12
+    assert live(pair, seed=7, steps=120 // few, vocab=5, limit=4, copies=0.3) > 0.5
+
+
+def test_many_rows_meet_in_one_bucket(ops: TorchOps, few: int) -> None:
+    """Every row says the same in the same step: their windows fight for the same entries."""
+    rows = 25 if few == 1 else 5
+    pair = Pair(ops, rows, 64, capacity=1)
+    for row in range(rows):
+        pair.begin(row, [1, 2, 3], 0)
+    text = [5, 6, 7, 8, 5, 6, 7, 9, 5, 6]
+    drafts = 0
+    for at in range(0, 10, 2):
+        new = dict.fromkeys(range(rows), text[at : at + 2])
+        drafts += pair.step([*new, rows, rows], new, 3, [0] * (rows + 1), SHAPES[0])
+    assert drafts > 4 * rows
+
+
+def histories(rng: random.Random, rows: int, longest: int) -> list[list[int]]:
+    """Random, periodic and constant ones, and those that copy their own beginning."""
+    found = []
+    for _ in range(rows):
+        vocab, length = rng.choice((1, 2, 3, 5, 40)), rng.randint(1, longest)
+        text = [rng.randrange(vocab) for _ in range(length)]
+        kind = rng.randrange(4)
+        if kind == 1:
+            period = rng.randint(1, 20)
+            text = (text[:period] * length)[:length]
+        elif kind == 2:
+            start = rng.randrange(length)
+            text = (text + text[start : start + rng.randint(1, 40)])[:longest]
+        found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("low, high", WINDOWS)
+@pytest.mark.parametrize("longest", [14, 99, 400])
+def test_search(ops: TorchOps, few: int, small_chunks: None, low: int, high: int, longest: int) -> None:
+    """Many histories, each searched from where its row may have been copying from."""
+    rng, rows, total = random.Random(longest + high), 300 if few == 1 else 5, 0
+    pair = Pair(ops, rows, longest + 1, min_window=low, max_window=high, branch_length=7, capacity=1)
+    for _ in range(3 if few == 1 else 1):
+        source = torch.tensor([[rng.randint(-1, longest)] for _ in range(rows + 1)])
+        hints = []
+        for row, text in enumerate(histories(rng, rows, longest)):
+            pair.write(row, text, 0)
+        for index, s in pair.sides:
+            index.gap.copy_(source)
+            hints.append(index.outlook(s, torch.arange(rows, device=s.tokens.device), longest - 1).cpu())
+        assert torch.equal(*hints)
+        pair.check()
+        total += int((hints[0] > 0).sum())
+    assert total > rows // 3
+
+
+def test_long_context(ops: TorchOps) -> None:
+    """8000 tokens: nothing to find, the same token all along, and a copy from far away."""
+    pair, rng = Pair(ops, 4, 8001, capacity=1), random.Random(3)
+    new = [rng.randrange(100) for _ in range(8000)]
+    far = list(range(8000))
+    far[-6:] = far[:6]
+    for row, text in enumerate((list(range(8000)), [7] * 8000, new, far)):
+        pair.begin(row, text[:-1], 0)
+    last = {0: [7999], 1: [7], 2: new[-1:], 3: far[-1:]}
+    assert pair.step([0, 1, 2, 3], last, 1, [0] * 5, TreeShape(4, 4, 12)) > 15
+    assert pair.sides[1][0].gap.flatten().tolist() == [-1, 0, -1, 7993, -1]
+
+
+def random_candidates(rng: random.Random, rows: int, depth: int, window: int) -> tuple[Tensor, Tensor]:
+    """Ranked by match, sharing prefixes, ending early, with garbage behind the last match."""
+    ways = ngram.OWN + ngram_memory.CANDIDATES
+    candidates = torch.randint(-1, 3, (rows, depth, ways), generator=torch.Generator().manual_seed(rows))
+    match = torch.zeros(rows, ways, dtype=torch.int64)
+    for row in range(rows):
+        found = rng.randint(0, ways)
+        lengths = sorted((rng.randint(1, window) for _ in range(found)), reverse=True)
+        if rng.random() < 0.3:
+            lengths = lengths[:1] * found  # many ties
+        match[row, :found] = torch.tensor(lengths, dtype=torch.int64)
+        names = rng.choice((1, 2, 5, 1000))
+        for c in range(found):
+            size = rng.randint(1, depth)
+            candidates[row, :, c] = -1
+            candidates[row, :size, c] = torch.tensor([rng.randrange(names) for _ in range(size)])
+    return candidates, match
+
+
+@pytest.mark.parametrize("depth, nodes", [(1, 2), (1, 20), (4, 6), (5, 8), (8, 16), (9, 64), (7, 130), (9, 200)])
+def test_build(ops: TorchOps, few: int, depth: int, nodes: int) -> None:
+    rng, rows = random.Random(nodes), 200 // few
+    for low, high in ((1, 10), (1, 1), (3, 16), (16, 16))[: 4 if few == 1 else 3]:
+        pair = Pair(ops, rows, 20, min_breadth=low, max_breadth=high, branch_length=9, capacity=1)
+        candidates, match = random_candidates(rng, rows + 1, 9, 12)
+        last = torch.randint(0, 1000, (rows + 1,), generator=torch.Generator().manual_seed(nodes))
+        picked, drafts = torch.tensor(rng.sample(range(rows), rows * 3 // 4)), []
+        for index, s in pair.sides:
+            index.candidates.copy_(candidates), index.match.copy_(match), s.last.copy_(last)
+            drafts.append(index.build(s, picked.to(s.last.device), depth, nodes))
+        for one, two in zip(*drafts, strict=True):
+            assert one.dtype == two.dtype and torch.equal(one, two.cpu())
+
+
+def test_strided_arguments(ops: TorchOps) -> None:
+    """A column of a packed result takes the hints; others may come from one."""
+    index = ops.ngram_index(3, capacity=1)
+    tokens = torch.tensor([[1, 2, 3, 1, 2, 0], [4, 4, 4, 0, 0, 0], [0] * 6], device=ops.device)
+    kv_len, last = torch.tensor([[4, 2, 0], [2, 4, 0]], device=ops.device)
+    slots = Slots(tokens, kv_len, last, torch.zeros_like(last))
+    packed = torch.full((3, 5), -1, dtype=torch.int64, device=ops.device)
+    index.outlook(slots, torch.arange(3, device=ops.device), 4, packed[:, 2])
+    assert packed[:, 2].tolist() == [2, 2, 0]
+    assert (packed[:, [0, 1, 3, 4]] == -1).all()
+
+    numbers = torch.tensor([[0, 3, 1], [1, 1, 1]], device=ops.device)  # row, prefix, count
+    columns = numbers.unbind(1) if ops.name == "cpu" else numbers.t().contiguous().unbind(0)
+    index.insert(slots, *columns, 2)
+    assert index.memory.row[:, 3:].tolist() == [[4, 2], [2, 2], [-1, -1]]
+
+
+def test_length_grows_past_a_chunk(ops: TorchOps) -> None:
+    """The number of programs that take part follows the text, at the chunk's own size."""
+    chunk = 1024
+    if ops.name == "triton":
+        from draftwing.ops.triton.ngram import CHUNK as chunk
+    pair, rng = Pair(ops, 1, 2 * chunk + 100, capacity=1), random.Random(2)
+    for length in (chunk - 2, 2 * chunk - 1):
+        prompt = [rng.randrange(200) for _ in range(length)]
+        prompt[-5:] = prompt[10:15]
+        pair.begin(0, prompt, 0)
+        for at in range(3):
+            pair.step([0], {0: prompt[15 + at : 16 + at]}, 2, [0, 0], SHAPES[0])
+        assert int(pair.sides[1][0].gap[0]) > length - 30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a CUDA device")
+def test_captured_step_follows_the_device_lengths(ops: TorchOps) -> None:
+    """One graph, captured when the text was short, replayed while it grows past several chunks."""
+    if ops.device.type != "cuda":
+        pytest.skip("for the GPU")
+    limit, shape, rows = 700, SHAPES[0], [0, 1, 2, 2]
+    pair, rng = Pair(ops, 2, 5000, capacity=1), random.Random(3)
+    for row in range(2):
+        pair.begin(row, [rng.randrange(50) for _ in range(4)], 0)
+    (expected, reference), (index, slots) = pair.sides
+    at = torch.tensor(rows, device=ops.device)
+    before, count = torch.zeros_like(at), torch.ones_like(at)
+
+    def step() -> tuple[Tensor, Draft]:
+        index.insert(slots, at, before, count, limit)
+        return index.outlook(slots, at, 10), index.propose(slots, at, shape)
+
+    state = index.memory.row, index.memory.log, index.memory.table, index.gap
+    kept = [x.clone() for x in state]
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        hint, draft = step()
+    for x, old in zip(state, kept, strict=True):
+        x.copy_(old)
+    index.memory.clock.zero_()
+    found = 0
+    for _ in range(6):
+        prefix = [len(pair.history[r]) - 1 if r < 2 else 0 for r in rows]
+        for row in range(2):
+            history = pair.history[row]
+            new = history[: rng.randint(1, 30)] + [rng.randrange(50) for _ in range(rng.randint(1, 600))]
+            pair.write(row, history + new, 0)
+        counts = [len(pair.history[r]) - 1 - p if r < 2 else 1 for r, p in zip(rows, prefix, strict=True)]
+        before.copy_(torch.tensor(prefix))
+        count.copy_(torch.tensor(counts))
+        graph.replay()
+        here = torch.tensor(rows)
+        expected.insert(reference, here, torch.tensor(prefix), torch.tensor(counts), limit)
+        want_hint = expected.outlook(reference, here, max(len(history) for history in pair.history))
+        want = expected.propose(reference, here, shape)
+        assert torch.equal(hint[:2].cpu(), want_hint[:2]) and not hint[2:].any()
+        for one, two in zip(draft, want, strict=True):
+            assert torch.equal(one[:2].cpu(), two[:2])
+        pair.check()
+        found += int(want.alive[:2].sum()) - 2
+    assert found > 10
