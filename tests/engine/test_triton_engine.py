@@ -49,8 +49,8 @@ def test_the_text_is_the_same(harness, request, drafter, graph_size):
         drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
     shapes = (TREE, PLAIN) if drafter else (PLAIN,)
     rig = harness.Rig(
-        model, shapes=shapes, drafter=drafter, rows=2, lag=1, attn=partial(device.ops.attention, exact=True), fake_device=device,
-        graph_size=graph_size,
+        model, shapes=shapes, drafter=drafter, rows=2, lag=1, graph_size=graph_size,
+        attn=partial(device.ops.attention, exact=True), fake_device=device,
     )  # fmt: skip
     calls, run = [], rig.executor.run_stage
     rig.executor.run_stage = lambda stage, key, *args, **kw: (calls.append(key), run(stage, key, *args, **kw))[1]
