@@ -81,7 +81,7 @@ def steady_step(harness, shape, drafter):
     executor._sample = unseen(executor._sample)
     with count:
         rig.loop.turn()
-    plan = rig.loop._flying.plan
+    plan = rig.loop._flying[0].plan
     assert plan.shape == shape and len(plan.rows) == 2 and not plan.new_slots and not plan.admits
     return count
 
