@@ -1,16 +1,31 @@
-"""The scripts in examples/, run on a small random checkpoint; custom_drafter.py: tests/spec/test_own_drafter.py."""
+"""The scripts in examples/ and the worked examples of CONTRIBUTING.md, on small random checkpoints.
+
+examples/custom_drafter.py has tests of its own, in tests/spec/test_own_drafter.py.
+"""
 
 from __future__ import annotations
 
 import builtins
 import importlib.util
+import json
+import re
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from fake_engine import FakeEngine
+from safetensors.torch import load_file, save_file
 from scripted import serving
 from tiny_checkpoint import write_checkpoint
+from torch import nn
+
+from draftwing import LLM, Completion
+from draftwing.layers.linear_ops import base, formats
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -60,6 +75,56 @@ def test_streaming_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         example("streaming_chat").main(url)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "chatting with echo" and "user:Hello?" in out and "user:And then?" in out
+
+
+def blocks(section: str) -> list[str]:
+    """The Python of a section of CONTRIBUTING.md."""
+    page = (EXAMPLES.parent / "CONTRIBUTING.md").read_text(encoding="utf8")
+    return re.findall(r"^```python\n(.*?)^```", page.split(f"\n## {section}\n")[1].split("\n## ")[0], re.M | re.S)
+
+
+def answer(model: str, **options: Any) -> Completion:
+    with LLM(model, **options) as llm:
+        return llm.generate("abcabc", {"temperature": 1, "sampling_seed": 1, "max_new_tokens": 40})[0]
+
+
+def test_contributing_add_a_drafter(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_drafter.py").write_text(blocks("Add a drafter")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    drafted = answer(model, speculative_algorithm="my_drafter:Again")
+    assert drafted.token_ids == answer(model, speculative_algorithm="none").token_ids
+    assert drafted.meta_info["spec_num_proposed_drafts"] > 0
+
+
+def test_contributing_add_a_weight_format(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One checkpoint in 8 bits and one multiplied out: the text is the same."""
+    code, line = blocks("Add a weight format")
+    names = {name: getattr(base, name) for name in ("LinearOp", "ParamSlice", "WeightFormat")}
+    module = names | {"F": F, "nn": nn, "torch": torch, "dataclass": dataclass, "__name__": "int8_rows"}
+    exec("from __future__ import annotations\n" + code, module)
+    exec(line, module)
+    for name, make in module["FORMATS"].items():
+        monkeypatch.setitem(formats.FORMATS, name, make)
+    stored: dict[str, torch.Tensor] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(f"{model}/model.safetensors").items():
+        dense[name] = stored[name] = weight
+        if "proj.weight" in name:
+            scales = weight.abs().amax(1) / 127
+            qweight = (weight / scales[:, None]).round().to(torch.int8)
+            del stored[name]
+            stored |= {name.replace("weight", "qweight"): qweight, name.replace("weight", "scales"): scales}
+            dense[name] = qweight * scales[:, None]
+    texts = []
+    for folder, tensors in (("dense", dense), ("stored", stored)):
+        shutil.copytree(model, tmp_path / folder)
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        if folder == "stored":
+            config["quantization_config"] = {"quant_method": "int8_rows"}
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        texts.append(answer(str(tmp_path / folder)).token_ids)
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
 def test_they_are_short() -> None:
