@@ -24,8 +24,10 @@ SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves."""
+    interpreted = "TRITON_INTERPRET" in os.environ
     for item in items:
-        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & SLOW_FIXTURES or (interpreted and "triton" in item.nodeid):
             item.add_marker(pytest.mark.slow)
 
 

@@ -1,6 +1,6 @@
 """The scripts in examples/ and the worked examples of CONTRIBUTING.md, on small random checkpoints.
 
-examples/custom_drafter.py has tests of its own, in tests/spec/test_own_drafter.py.
+examples/custom_drafter.py has tests of its own, in tests/spec/test_drafter.py.
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ def test_modules_are_the_command(module: str) -> None:
     assert run.returncode == 2 and run.stderr == "draftwing: error: port must be at least 0; found -1\n"
 
 
+@pytest.mark.slow
 def test_serve_says_where_it_is_answers_and_ends() -> None:
     code = script()
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -201,6 +202,7 @@ class Streamed(threading.Thread):
             self.error = error
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_requests_end() -> None:
     with serving() as (process, url):
         (engine,) = children(process.pid)
@@ -211,6 +213,7 @@ def test_sigterm_lets_running_requests_end() -> None:
     assert '"finish_reason":"length"' in client.text and client.text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.slow
 def test_the_drain_ends_with_an_abort() -> None:
     with serving("--drain-timeout", "0.2") as (process, url):
         client = Streamed(url, 1900)
@@ -220,6 +223,7 @@ def test_the_drain_ends_with_an_abort() -> None:
     assert '"finish_reason":"abort"' in client.text and client.text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_at_once() -> None:
     with serving() as (process, url):
         (engine,) = children(process.pid)
@@ -232,6 +236,7 @@ def test_the_second_signal_ends_at_once() -> None:
     assert client.error is not None
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_server_and_engine() -> None:
     with serving() as (process, _):
         (engine,) = children(process.pid)
@@ -240,6 +245,7 @@ def test_ctrl_c_ends_server_and_engine() -> None:
         assert process.returncode == 130 and gone(engine) and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_killed_server_takes_its_engine_along() -> None:
     with serving() as (process, _):
         (engine,) = children(process.pid)
@@ -248,6 +254,7 @@ def test_a_killed_server_takes_its_engine_along() -> None:
         assert gone(engine, 2)
 
 
+@pytest.mark.slow
 def test_the_server_ends_when_its_engine_died_twice() -> None:
     with serving() as (process, url):
         for deaths in (1, 2):
@@ -266,6 +273,7 @@ def test_the_server_ends_when_its_engine_died_twice() -> None:
     assert "is not restarted again: the server ends" in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_the_key_is_in_no_log_and_no_answer() -> None:
     key = "it's $secret"  # which a shell has to quote
     code = script("--api-key", key)
@@ -283,6 +291,7 @@ def test_the_key_is_in_no_log_and_no_answer() -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_while_the_engine_loads(number: int) -> None:
     code = script(worker="endless_start")

@@ -19,6 +19,8 @@ from draftwing.ops import make_ops
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
+pytestmark = pytest.mark.slow
+
 CHAIN = TreeShape(3, 1, 4)
 
 

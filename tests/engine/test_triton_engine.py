@@ -13,6 +13,8 @@ from draftwing.engine.device import Device
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 TREE = TreeShape(3, 2, 5)
 

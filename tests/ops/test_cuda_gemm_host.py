@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shape, read_source, shapes_for
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 KINDS = ("plain", "add", "silu")
 # Kernels of devices with clusters, and those of devices without that are others, by name.
 SHAPES = {f"{kind}_{tile}": shape for (kind, tile), shape in shapes_for((9, 0)).items()}

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # Compute capability, and bytes of a block there: 8.6 has the least of those that Triton kernels run on.
 TARGETS = {"TILING_HOPPER": (90, 227 << 10), "TILING": (86, 99 << 10)}
 CODE = """

@@ -15,6 +15,8 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
+pytestmark = pytest.mark.slow
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -29,6 +29,8 @@ from draftwing.cli.main import main
 from draftwing.train import stages
 from draftwing.train.settings import open_run
 
+pytestmark = pytest.mark.slow
+
 UNTRAINED, TRAINED = 1.25, 2.5  # accept lengths at (3, 1, 4), greedy: at most, at least
 LEARN = ("--steps", "250", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", "16",

@@ -21,6 +21,8 @@ from reference.fit_run import config, run
 from draftwing.train import fit as fit_module
 from draftwing.train.fit import STATE_FILE
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(fit_run.__file__)
 
 

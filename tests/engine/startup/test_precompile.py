@@ -15,6 +15,8 @@ import torch
 from draftwing.config.options import Options
 from draftwing.engine.startup import precompile
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2,
