@@ -98,6 +98,18 @@ def test_names(name: str) -> None:
     assert named <= words | PLANNED | {"my_module", "MyDrafter"}
 
 
+def test_nouns() -> None:
+    """The classes of architecture.md's table are defined in the file or folder beside them."""
+    section = text_of(ROOT / "docs" / "architecture.md").split("## Nouns")[1].split("\n## ")[0]
+    rows = [row for row in table_rows(section) if row[1].startswith("`")]
+    assert len(rows) > 20
+    for nouns, where, *_ in rows:
+        place = CODE / where.strip("`")
+        code = "".join(map(text_of, place.rglob("*.py") if place.is_dir() else [place]))
+        for noun in re.findall(r"`(\w+)", nouns):
+            assert re.search(rf"^class {noun}\b", code, re.MULTILINE), f"{noun} is not in {where}"
+
+
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
     """Of all commands and of the benchmarks' scripts."""
