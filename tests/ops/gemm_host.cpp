@@ -1,5 +1,5 @@
 // Runs the kernels of gemm.cu on the CPU: a thread of a cluster is a fiber, and what is PTX there is a function here.
-// SOURCE, given on the command line, is what skinny.py compiles from where its PTX ends.
+// SOURCE, given on the command line, is what gemm.py compiles from where its PTX ends.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -112,7 +112,7 @@ static void meet(int& arrived, int count) {
 static void __syncthreads() { meet(block_arrived[me / threads], threads); }
 static void sync_cluster() { meet(cluster_arrived, fibers.size()); }
 
-// The sum is made in the order of k, so that a product that is given its k in another order gives other bits.
+// The sum is made in the order of k, so that a GEMM that is given its k in another order gives other bits.
 static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const int first = me / 32 * 32, g = me % 32 / 4, t = me % 4;
     lanes[me] = {{a0, a1, a2, a3}, {b0, b1}, d};

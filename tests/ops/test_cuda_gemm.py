@@ -1,6 +1,6 @@
-"""Skinny products on a GPU: against float64, a row's bits in any batch, and what overlaps with the kernels before.
+"""Skinny GEMMs on a GPU: against float64, a row's bits in any batch, and what overlaps with the kernels before.
 
-How the kernels cut their work is tested without one; what they compute, in test_skinny_host.py, too."""
+How the kernels cut their work is tested without one; what they compute, in test_cuda_gemm_host.py, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tiles() -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_shapes(capability: tuple[int, int]) -> None:
-    """There is a kernel for every product, there is room for it, and its grid has all results and whole clusters."""
+    """There is a kernel for every GEMM, there is room for it, and its grid has all results and whole clusters."""
     shapes = shapes_for(capability)
     assert {(kind, tile) for kind in ("plain", "add", "silu") for tile in TILES} <= shapes.keys()
     for (kind, tile), shape in shapes.items():
@@ -65,7 +65,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -
     return (torch.randn(shape, device="cuda", generator=generator) * scale).to(dtype)
 
 
-def products(dtype: torch.dtype):
+def GEMMs(dtype: torch.dtype):
     from draftwing.ops.cuda.gemm import small_m_gemm
 
     return small_m_gemm(torch.device("cuda", torch.cuda.current_device()), dtype)
@@ -76,7 +76,7 @@ def products(dtype: torch.dtype):
 @pytest.mark.parametrize("width, depth", [(37, 64), (200, 576), (4096, 4096), (300, LONG), (1000, 14336)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_against_float64(dtype: torch.dtype, width: int, depth: int, with_bias: bool) -> None:
-    ours = products(dtype)
+    ours = GEMMs(dtype)
     x, w = random(MOST, depth, dtype=dtype), random(width, depth, dtype=dtype, seed=1, scale=depth**-0.5)
     bias = random(width, dtype=dtype, seed=2) if with_bias else None
     extra = random(MOST, width, dtype=dtype, seed=3)
@@ -97,7 +97,7 @@ def test_gated_against_float64(dtype: torch.dtype, ffn: int, depth: int, with_bi
     bias = random(2 * ffn, dtype=dtype, seed=2) if with_bias else None
     gate, up = (x.double() @ w.double().T + (bias.double() if bias is not None else 0)).chunk(2, 1)
     for rows in ROWS:
-        got = products(dtype).gated(x[:rows], w, bias)
+        got = GEMMs(dtype).gated(x[:rows], w, bias)
         expected = (torch.nn.functional.silu(gate) * up)[:rows]
         torch.testing.assert_close(got.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
@@ -109,7 +109,7 @@ def test_gated_against_float64(dtype: torch.dtype, ffn: int, depth: int, with_bi
 def test_bits_do_not_depend_on_the_batch(
     dtype: torch.dtype, processors: int, features: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = products(dtype)
+    ours = GEMMs(dtype)
     monkeypatch.setattr(ours, "_processors", processors)
     x, extra = random(MOST, depth, dtype=dtype), random(MOST, features, dtype=dtype, seed=3)
     w = random(features, depth, dtype=dtype, seed=1, scale=depth**-0.5)
@@ -132,7 +132,7 @@ def test_a_chain_that_overlaps(rows: int) -> None:
     from draftwing.ops.triton.layers import add_rms_norm, rms_norm, silu_mul
 
     dtype, hidden, ffn = torch.bfloat16, 4096, 14336
-    ours = products(dtype)
+    ours = GEMMs(dtype)
     scale = hidden**-0.5
     layers = [
         [random(n, k, dtype=dtype, seed=4 * i + j, scale=scale)

@@ -1,5 +1,5 @@
-"""The kernels of gemm.cu in C++ on the CPU (skinny_host.cpp): right, and a row's bits are those of the smallest tile
-whatever tile and batch it is in. What only a GPU can tell is in test_skinny.py."""
+"""The kernels of gemm.cu in C++ on the CPU (gemm_host.cpp): right, and a row's bits are those of the smallest tile
+whatever tile and batch it is in. What only a GPU can tell is in test_cuda_gemm.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    folder = tmp_path_factory.mktemp("skinny")
+    folder = tmp_path_factory.mktemp("gemm")
     _, begin, source = read_source((9, 0)).partition("enum { PLAIN")
     assert source.count("extern __shared__ float sums[];") == 3
     source = source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
@@ -60,11 +60,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
         name, _, rest = line.removeprefix("KERNEL(").partition(",")
         if line.startswith("KERNEL(") and name in OLDER:
             source += f"KERNEL(older_{name},{rest}\n"
-    (folder / "skinny.inc").write_text(begin + source)
-    library = folder / "skinny.so"
+    (folder / "gemm.inc").write_text(begin + source)
+    library = folder / "gemm.so"
     subprocess.run(
         ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off",
-         f'-DSOURCE="{folder / "skinny.inc"}"', str(Path(__file__).with_name("gemm_host.cpp")), "-o", str(library)],
+         f'-DSOURCE="{folder / "gemm.inc"}"', str(Path(__file__).with_name("gemm_host.cpp")), "-o", str(library)],
         check=True,
     )  # fmt: skip
     return Host(ctypes.CDLL(str(library)))
@@ -94,7 +94,7 @@ def test_against_float64(run: Host, name: str) -> None:
 
 
 def cancelling(rows: int, features: int, depth: int) -> tuple[Tensor, Tensor]:
-    """x, w whose products are 0: what comes out is what rounding left, which shows any change of order."""
+    """x, w whose GEMMs are 0: what comes out is what rounding left, which shows any change of order."""
     pairs = torch.randperm(depth, generator=torch.Generator().manual_seed(depth)).view(2, -1)
     x, w = random(rows, depth, seed=0), random(features, depth, seed=1)
     x[:, pairs[1]], w[:, pairs[1]] = x[:, pairs[0]], -w[:, pairs[0]]

@@ -167,7 +167,7 @@ class DecoderModel(nn.Module):
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., hidden] after the final norm, ids [..., K] -> the logits of those ids, [..., K] float32.
 
-        A half-precision product rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
+        A half-precision GEMM rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
         as ties or reversed. A few candidates computed again from the same weights, summed in float32, settle them.
         """
         return self.lm_head.exact_logits(hidden, ids)

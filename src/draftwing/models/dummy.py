@@ -20,7 +20,7 @@ HEAD_SCALE = 16.0  # standard deviation of logits: the best of 128k tokens has a
 def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED) -> None:
     """Puts every parameter of a meta `module` on `device`, where its values are made.
 
-    A product of a normed row has a variance of about 1, so the residual stream grows by 1 or 2 a layer and stays far
+    A GEMM of a normed row has a variance of about 1, so the residual stream grows by 1 or 2 a layer and stays far
     from the end of float16. Heads are sharper, as trained ones are: of even distributions draft trees come out flat.
     """
     if torch.empty(0, device=device).is_meta:

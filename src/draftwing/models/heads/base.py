@@ -62,17 +62,17 @@ class FeatureHead(nn.Module):
         head.weight.data.copy_(rows)
         self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
 
-    def last_product(self) -> tuple[RMSNorm | None, Linear]:
+    def output_layer(self) -> tuple[RMSNorm | None, Linear]:
         """What `logits` is made of: perhaps a norm, and the target's head or the rows that were chosen of it."""
         return None, self.target.lm_head if self._head_rows is None else self._head_rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] of `run` -> [M, vocab]"""
-        norm, product = self.last_product()
-        return product(hidden if norm is None else norm(hidden))
+        norm, lm_head = self.output_layer()
+        return lm_head(hidden if norm is None else norm(hidden))
 
     def shared_readout(self) -> Tensor:
-        """[vocab, hidden]: the weight of the product that is shared with the target; of a packed target a copy."""
+        """[vocab, hidden]: the weight of the GEMM that is shared with the target; of a packed target a copy."""
         return (self.target.lm_head if self._head_rows is None else self._head_rows).dense_weight()
 
     def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,10 +95,10 @@ class FeatureHead(nn.Module):
         """
         self.ops = ops
         pack_layers(self, ops, PackMode(draft_8bit=True))  # the target decides, whatever is drafted
-        norm, product = self.last_product()
-        if product.out_features == self.vocab:
+        norm, lm_head = self.output_layer()
+        if lm_head.out_features == self.vocab:
             weight = None if norm is None else (norm.weight, norm.eps)
-            self.top_k = ops.head_top_k(product.op.few_rows, product.bias, weight, self.target_ids)
+            self.top_k = ops.head_top_k(lm_head.op.few_rows, lm_head.bias, weight, self.target_ids)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [M] -> cos, sin [M, 1, head_dim]"""

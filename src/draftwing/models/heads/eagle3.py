@@ -127,8 +127,8 @@ class Eagle3Head(FeatureHead):
             x = layer(x, cos, sin, attend)
         return self.norm(x) if self.eagle.norm_output else x
 
-    def last_product(self) -> tuple[RMSNorm | None, Linear]:
-        shared = super().last_product()[1]
+    def output_layer(self) -> tuple[RMSNorm | None, Linear]:
+        shared = super().output_layer()[1]
         return None if self.eagle.norm_output else self.norm, shared if self.lm_head is None else self.lm_head
 
     def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
 // Products of a few rows with a large weight: y[M, N] = x[M, K] @ w[N, K]^T, bound by the time to read w once.
 //
 // Compiled at run time (nvrtc.py), with TYPE_BF16 set to 1 or 0 (half) on the command line; gemm_shared.cu and the
-// kernels that skinny.py lists follow this file. K comes in chunks of 64; share v of it is chunks v, v + 8, v + 16, ...
+// kernels that gemm.py lists follow this file. K comes in chunks of 64; share v of it is chunks v, v + 8, v + 16, ...
 // A share is summed in order, and then the sums of the 8 shares are: the order of all additions depends on K alone, never
 // on M, so a row's result is the same bits in any batch. How the work is cut is free otherwise:
 //
-// - `product`: up to 8 rows, and more where it is not slower. A warp has a share, and x in registers.
-// - `shared_product`: up to 64 rows, whose x the warps of a block share by way of shared memory.
-// - `tiled_product`: more. Weights come by way of shared memory, too, and one read of a weight serves 128 rows.
+// - `gemm`: up to 8 rows, and more where it is not slower. A warp has a share, and x in registers.
+// - `shared_gemm`: up to 64 rows, whose x the warps of a block share by way of shared memory.
+// - `tiled_gemm`: more. Weights come by way of shared memory, too, and one read of a weight serves 128 rows.
 //
 // Weights are the first operand of mma.sync and, but for the last of these, go from global memory to registers without a
 // stop in shared memory: in the row of a weight the order of k within a chunk is permuted, the same way as in x, so that
@@ -123,7 +123,7 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 
 enum { PLAIN = 0, ADD = 1, SILU_MUL = 2 };
 
-// No two lanes of a warp that stores a tile meet in a bank; of 16 features, which skinny.py wants small, two do.
+// No two lanes of a warp that stores a tile meet in a bank; of 16 features, which gemm.py wants small, two do.
 __device__ constexpr int pitch_of(int rows) { return rows > 16 ? rows + 4 : rows + 2; }
 
 // d, sums of a warp -> sums [tokens][pitch_of(rows)].
@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
                                               const u16* __restrict__ extra, u16* __restrict__ y, int row0, int token0,
                                               int M, int N) {
     constexpr int PITCH = pitch_of(ROWS), OUT = KIND == SILU_MUL ? ROWS / 2 : ROWS;
-    // Left to itself, the compiler gives some of these products 8 to 15 registers more than they need, by dtype.
+    // Left to itself, the compiler gives some of these GEMMs 8 to 15 registers more than they need, by dtype.
     constexpr int UNROLL = KIND == SILU_MUL && OUT * TOKENS <= CLUSTER * THREADS ? 1 : 2;
     const int first = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
 #pragma unroll UNROLL
@@ -183,22 +183,22 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
     }
 }
 
-// With these skinny.py lists the kernels. PRODUCT: a template, and behind it what it is called with.
+// With these gemm.py lists the kernels. GEMM: a template, and behind it what it is called with.
 #define CLUSTER_1
 #define CLUSTER_2 __cluster_dims__(2, 1, 1)
 #define CLUSTER_4 __cluster_dims__(4, 1, 1)
 #define CLUSTER_8 __cluster_dims__(8, 1, 1)
-#define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, PRODUCT, ...)                                                         \
+#define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, GEMM, ...)                                                            \
     extern "C" __global__ void CLUSTER_##CLUSTER __launch_bounds__(THREADS, BLOCKS) NAME(                              \
         const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) {                  \
-        PRODUCT<__VA_ARGS__>(x, w, bias, extra, y, M, N, K);                                                           \
+        GEMM<__VA_ARGS__>(x, w, bias, extra, y, M, N, K);                                                              \
     }
 
 // PLAIN: y = x w^T (+ bias).  ADD: y = x w^T (+ bias) + extra.  SILU_MUL: w is [2 * N, K], gates before ups, and
 // y = silu(gate) * up.  TOKEN_TILES * 8 rows of x a block (blockIdx.y picks them), AHEAD chunks of weights and X_AHEAD of x
 // in flight.
 template <int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
-__device__ __forceinline__ void product(const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias,
+__device__ __forceinline__ void gemm(const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias,
                                         const u16* __restrict__ extra, u16* __restrict__ y, int M, int N, int K) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);

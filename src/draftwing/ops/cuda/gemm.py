@@ -19,7 +19,7 @@ _SHARES, _CHUNK = 8, 64  # of gemm.cu: K comes in chunks, of which each share ha
 _SMALL = (8, 16, 32, 64)  # rows of x that a block takes
 _LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
 _LONG = 8192  # K from which on `add` may be cut otherwise
-_BLOCKS = 2  # that `product` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
+_BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
 _CLUSTERS = (9, 0)  # compute capability that has them
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}  # and what gemm.cu calls them
 
@@ -45,26 +45,26 @@ class Shape:
         return (tokens, features) if self.tokens_first else (features, tokens)
 
 
-def _product(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
+def _gemm(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
     features = row_tiles * 16
-    call = f"product, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
+    call = f"gemm, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
     return Shape(tokens, features, _SHARES, blocks, _BLOCKS, _SHARES * _sums(tokens, features), call)
 
 
-def _shared_product(
+def _shared_gemm(
     tokens: int, warps: tuple[int, int], row_tiles: int, ahead: int, stages: int, blocks: int, cluster: int = 1
 ) -> Shape:
     """warps: by features and by K."""
     by_features, by_k = warps
     features = by_features * row_tiles * 16
-    call = f"shared_product, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {stages}, {cluster}"
+    call = f"shared_gemm, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {stages}, {cluster}"
     shared = by_k * max(stages * tokens * _CHUNK * 2, _sums(tokens, features))
     return Shape(tokens, features, by_features * by_k, blocks, blocks, shared, call, cluster)
 
 
-def _tiled_product() -> Shape:
+def _tiled_gemm() -> Shape:
     shared = max(_STAGES * 2 * _LARGE * _CHUNK * 2, _sums(_LARGE, _LARGE))
-    call = f"tiled_product, 2, 4, 4, 4, {_STAGES}"
+    call = f"tiled_gemm, 2, 4, 4, 4, {_STAGES}"
     # Blocks that run at the same time share weights, since x is the larger part of what they read.
     return Shape(_LARGE, _LARGE, 8, 1, _BLOCKS, shared, call, tokens_first=True)
 
@@ -78,27 +78,27 @@ def _sums(tokens: int, features: int) -> int:
 # By kind and rows of x that a block takes, as measured best on one H200: what needs no clusters, and what takes the
 # place of it, or is there beside it, where there are clusters.
 _ANYWHERE = {
-    ("plain", 8): _product(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
-    ("add", 8): _product(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
-    ("silu", 8): _product(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
-    ("plain", 16): _product(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
-    ("add", 16): _product(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
-    ("silu", 16): _product(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
-    ("plain", 32): _product(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
-    ("add", 32): _product(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
-    ("silu", 32): _shared_product(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
-    ("plain", 64): _product(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
-    ("add", 64): _product(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
-    ("silu", 64): _shared_product(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2),
-    ("plain", 128): _tiled_product(),
-    ("add", 128): _tiled_product(),
-    ("silu", 128): _tiled_product(),
+    ("plain", 8): _gemm(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("add", 8): _gemm(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
+    ("silu", 8): _gemm(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("plain", 16): _gemm(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
+    ("add", 16): _gemm(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
+    ("silu", 16): _gemm(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+    ("plain", 32): _gemm(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+    ("add", 32): _gemm(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+    ("silu", 32): _shared_gemm(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
+    ("plain", 64): _gemm(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("add", 64): _gemm(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("silu", 64): _shared_gemm(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2),
+    ("plain", 128): _tiled_gemm(),
+    ("add", 128): _tiled_gemm(),
+    ("silu", 128): _tiled_gemm(),
 }
 _WITH_CLUSTERS = _ANYWHERE | {
-    ("add_long", 16): _shared_product(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
-    ("silu", 16): _shared_product(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
-    ("add", 32): _shared_product(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
-    ("plain", 64): _shared_product(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
+    ("add_long", 16): _shared_gemm(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
+    ("silu", 16): _shared_gemm(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
+    ("add", 32): _shared_gemm(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
+    ("plain", 64): _shared_gemm(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
 }
 
 

@@ -1,12 +1,12 @@
-// Follows gemm.cu: the products whose rows of x the warps of a block share by way of shared memory.
+// Follows gemm.cu: the GEMMs whose rows of x the warps of a block share by way of shared memory.
 
-// As `product`, with the same bits, for more rows: x goes by way of shared memory, so that a block of more features, and
+// As `gemm`, with the same bits, for more rows: x goes by way of shared memory, so that a block of more features, and
 // with it fewer reads of x, needs no more registers. WARPS_F * ROW_TILES * 16 features a block, for each of WARPS_K parts
 // of K. A part is one share, and the blocks of a cluster have them all; or a block has one part, and its warps sum all
 // shares, one after the other. AHEAD chunks of weights in flight, in registers, and STAGES - 1 of x, in shared memory,
 // in units of 16 bytes in the order in which the lanes of a warp need them.
 template <int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int STAGES, int CLUSTER, int KIND>
-__device__ __forceinline__ void shared_product(const u16* __restrict__ x, const u16* __restrict__ w,
+__device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16* __restrict__ w,
                                                const u16* __restrict__ bias, const u16* __restrict__ extra,
                                                u16* __restrict__ y, int M, int N, int K) {
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
@@ -140,14 +140,14 @@ __device__ __forceinline__ void shared_product(const u16* __restrict__ x, const 
     if constexpr (CLUSTER > 1) sync_cluster();  // nobody ends while others read what it has
 }
 
-// As `product`, with the same bits, for more rows: WARPS_F * WF * 16 features and WARPS_T * WT * 8 rows of x a block, of
+// As `gemm`, with the same bits, for more rows: WARPS_F * WF * 16 features and WARPS_T * WT * 8 rows of x a block, of
 // which each warp has WF * 16 and WT * 8. A warp sums all shares, one after the other: chunks 0, 8, 16, ..., then 1, 9,
 // 17, ...
 //
 // A chunk in shared memory has 8 units of 16 bytes a row; odd rows have their halves swapped, so that the threads of a
 // quarter warp, which read 64 bytes of two rows each, meet no bank twice.
 template <int WARPS_F, int WARPS_T, int WF, int WT, int STAGES, int KIND>
-__device__ __forceinline__ void tiled_product(const u16* __restrict__ x, const u16* __restrict__ w,
+__device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const u16* __restrict__ w,
                                               const u16* __restrict__ bias, const u16* __restrict__ extra,
                                               u16* __restrict__ y, int M, int N, int K) {
     constexpr int ROWS = WARPS_F * WF * 16, TOKENS = WARPS_T * WT * 8, PITCH = pitch_of(ROWS);
