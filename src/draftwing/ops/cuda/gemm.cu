@@ -188,7 +188,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
 #define CLUSTER_2 __cluster_dims__(2, 1, 1)
 #define CLUSTER_4 __cluster_dims__(4, 1, 1)
 #define CLUSTER_8 __cluster_dims__(8, 1, 1)
-#define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, GEMM, ...)                                                            \
+#define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, GEMM, ...)                                                              \
     extern "C" __global__ void CLUSTER_##CLUSTER __launch_bounds__(THREADS, BLOCKS) NAME(                              \
         const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) {                  \
         GEMM<__VA_ARGS__>(x, w, bias, extra, y, M, N, K);                                                              \
