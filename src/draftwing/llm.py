@@ -12,8 +12,9 @@ from draftwing.config.options import Options
 from draftwing.engine.session import Session
 from draftwing.errors import RequestError
 from draftwing.requests.options import logprob_params
+from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
-from draftwing.requests.sampling_params import SamplingParams, check_text, show
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.answer import Answer
 from draftwing.text.continuation import render_continued
 from draftwing.text.token_text import TokenTexts

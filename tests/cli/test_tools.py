@@ -145,8 +145,8 @@ def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
             pytest.skip("this CPU has no kernels for few rows, and nothing is recorded")
         stages = measure(bench, [[4, 5, 6]], params, 1)["step_ms"]
         assert llm.engine.stats()["graph_replays"] > replays + 50
-    # Two forwards of a layer and three of lm_head, against four layers and lm_head.
-    assert 0.05 < stages["draft"] / sum(stages.values()) < 0.9
+    # Two forwards of a layer and three of lm_head, against four layers and lm_head: some 25 % of the stages.
+    assert 0.02 < stages["draft"] / (stages["draft"] + stages["verify"] + stages["settle"]) < 0.9
 
 
 def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:

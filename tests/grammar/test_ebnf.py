@@ -7,7 +7,7 @@ import pytest
 
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError, to_lark
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 
 
 def balanced(text):

@@ -9,7 +9,7 @@ import pytest
 
 from draftwing.errors import RequestError
 from draftwing.grammar.limits import checked_regex, schema_text
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 
 
 @pytest.mark.parametrize(

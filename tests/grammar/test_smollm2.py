@@ -3,7 +3,7 @@
 import json
 
 from draftwing.grammar import GrammarCompiler
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 from draftwing.text.tokenizer import load_tokenizer
 
 

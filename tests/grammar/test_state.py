@@ -13,7 +13,7 @@ import pytest
 
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 
 DATA = Path(__file__).parent / "data"
 CASES = [json.loads(line) for line in (DATA / "maskbench_sample.jsonl").read_text(encoding="utf8").splitlines()]

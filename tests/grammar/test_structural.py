@@ -5,7 +5,7 @@ import json
 import pytest
 
 from draftwing.errors import RequestError
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 
 INT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 LEGACY = {

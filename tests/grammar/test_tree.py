@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftwing.grammar import GrammarCompiler, Guided, guide
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 
 SCHEMA = {
     "type": "object",

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_STOPS,
-    Grammar,
     LogitsProcessorSpec,
     SamplingParams,
     field_schemas,

@@ -11,8 +11,9 @@ from fake_engine import EOS, FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.options import SpecLimits
-from draftwing.requests.sampling_params import Grammar, LogitsProcessorSpec
+from draftwing.requests.sampling_params import LogitsProcessorSpec
 from draftwing.server.app import create_app
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

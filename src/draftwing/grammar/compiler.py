@@ -19,7 +19,7 @@ from draftwing.grammar.ebnf import GrammarError, to_lark
 from draftwing.grammar.limits import MAX_CHARS, lark_regex, on_large_stack, schema_text
 from draftwing.grammar.state import GrammarState, Mask, Vocabulary
 from draftwing.grammar.structural import to_lark_grammar
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 
 if TYPE_CHECKING:
     from draftwing.config.options import Options

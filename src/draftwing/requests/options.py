@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from draftwing.errors import RequestError
-from draftwing.requests.sampling_params import check_text, show
+from draftwing.requests.refusals import check_text, show
 
 MAX_PREDICTED: Final = 16384  # tokens of a predicted output
 MOST_LOGPROBS: Final = 128  # best tokens, and further tokens, of a position

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import random
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,12 +18,12 @@ from pydantic import (
     ConfigDict,
     Field,
     InstanceOf,
-    TypeAdapter,
     ValidationError,
     WithJsonSchema,
 )
 
-from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import GRAMMARS, Grammar, as_json, grammar_schemas, inlined, read_grammar
+from draftwing.requests.refusals import UNKNOWN, Names, refusal, show
 from draftwing.requests.stop_regex import compile_stop
 
 MAX_ANSWERS: Final = 128
@@ -34,14 +33,6 @@ MAX_BAD_WORDS: Final = 128  # token sequences
 MAX_BAD_WORD_TOKENS: Final = 16  # of one sequence
 GREEDY_BELOW: Final = 1e-6  # a temperature that no float32 logit difference survives
 _INT32: Final = 2**31 - 1
-_UNKNOWN: Final = "is not a sampling parameter"
-
-
-class Grammar(NamedTuple):
-    """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON."""
-
-    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
-    text: str
 
 
 class LogitsProcessorSpec(NamedTuple):
@@ -49,24 +40,6 @@ class LogitsProcessorSpec(NamedTuple):
 
     name: str
     params: str
-
-
-def show(value: Any, limit: int = 80) -> str:
-    """A value for an error message: bounded, and safe for integers too long to print and for lone surrogates."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"a {type(value).__name__} too large to print"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def check_text(text: str, param: str) -> str:
-    """Refuses lone surrogates, which no tokenizer and no UTF-8 response can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{param} must be valid Unicode; found a lone surrogate", param) from None
-    return text
 
 
 # -- types of fields; a ValueError's text follows the field's name ----------------------------------------------------
@@ -171,7 +144,7 @@ class SamplingParams(BaseModel):
     logits_processor: InstanceOf[LogitsProcessorSpec] | None = None
 
     def __init__(self, /, **fields: Any) -> None:
-        self._read(fields, _Names({}, ""))
+        self._read(fields, Names({}, ""))
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], names: Mapping[str, str] | None = None, where: str = "") -> Self:
@@ -179,24 +152,24 @@ class SamplingParams(BaseModel):
 
         names: field -> the name by which the user knows it; where: a prefix of that name."""
         params = cls.__new__(cls)
-        params._read(fields, _Names(names or {}, where))
+        params._read(fields, Names(names or {}, where))
         return params
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values, which are not checked."""
         return self.model_copy(update=changes)
 
-    def _read(self, fields: Mapping[str, Any], names: _Names) -> None:
+    def _read(self, fields: Mapping[str, Any], names: Names) -> None:
         given = {name: value for name, value in fields.items() if value is not None and value != ()}
         if not all(isinstance(name, str) for name in given):
-            raise names.error(show(next(name for name in given if not isinstance(name, str))), _UNKNOWN)
+            raise names.error(show(next(name for name in given if not isinstance(name, str))), UNKNOWN)
         if fields.get("max_new_tokens", 0) is None:
             given["max_new_tokens"] = None
         _translate(given, names)
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise _refusal(error, names) from None
+            raise refusal(error, names, field_schemas()) from None
         longest = self.max_new_tokens
         if longest is not None and self.min_new_tokens > longest:
             limit = names.names.get("max_new_tokens", "max_new_tokens")
@@ -253,53 +226,10 @@ def answer_seed(seed: int, index: int) -> int:
 # -- fields that become others ----------------------------------------------------------------------------------------
 
 
-class _Format(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class _Free(_Format):
-    type: Literal["text", "json_object"]
-
-
-class _Schema(_Format):
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None
-
-
-class _SchemaFormat(_Format):
-    type: Literal["json_schema"]
-    json_schema: _Schema
-
-
-class _TagFormat(_Format):
-    type: Literal["structural_tag"]
-    structures: Any = None
-    triggers: Any = None
-    format: Any = None
-
-
-_FORMAT: TypeAdapter[Any] = TypeAdapter(Annotated[_Free | _SchemaFormat | _TagFormat, Field(discriminator="type")])
-GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")  # one may be given
 NOT_BUILT: Final = ("beam_width", "stream_interval")  # 1 asks for nothing
 
 
-class _Names:
-    """How the caller's API calls the fields."""
-
-    def __init__(self, names: Mapping[str, str], where: str) -> None:
-        self.names, self.where = dict(names), where
-
-    def error(self, field: str, message: str) -> RequestError:
-        name = self[field]
-        return RequestError(f"{name} {message}", name)
-
-    def __getitem__(self, field: str) -> str:
-        return self.where + self.names.get(field, field)
-
-
-def _translate(given: dict[str, Any], names: _Names) -> None:
+def _translate(given: dict[str, Any], names: Names) -> None:
     """Turns fields with other names into those of `SamplingParams`."""
     for name in NOT_BUILT:
         value = given.pop(name, 1)
@@ -315,110 +245,14 @@ def _translate(given: dict[str, Any], names: _Names) -> None:
     if len(found) > 1:
         raise names.error(found[1], f"and {names[found[0]]} cannot be given together")
     if found and found[0] != "grammar":
-        given["grammar"] = _grammar(found[0], given.pop(found[0]), names)
+        given["grammar"] = read_grammar(found[0], given.pop(found[0]), names)
     name, params = given.pop("custom_logit_processor", None), given.pop("custom_params", None)
     if name is not None:
         if not isinstance(name, str) or not name:
             raise names.error("custom_logit_processor", f"must be a name given at start; found {show(name)}")
-        given["logits_processor"] = LogitsProcessorSpec(name, _json("custom_params", params or {}, (Mapping,), names))
+        given["logits_processor"] = LogitsProcessorSpec(name, as_json("custom_params", params or {}, (Mapping,), names))
     elif params:
         raise names.error("custom_params", "is for a custom_logit_processor; name one")
-
-
-def _grammar(kind: Any, value: Any, names: _Names) -> Grammar | None:
-    """The grammar that the field `kind` holds."""
-    if kind == "response_format":
-        try:
-            made = _FORMAT.validate_python(value)
-        except ValidationError as error:
-            raise _format_refusal(error, value, names) from None
-        if isinstance(made, _Free):
-            return None if made.type == "text" else Grammar("json_object", "")
-        if isinstance(made, _SchemaFormat):
-            return Grammar("json_schema", _json(kind, made.json_schema.schema_, (Mapping, bool), names))
-        return Grammar("structural_tag", _json(kind, value, (Mapping,), names))
-    if kind in ("json_schema", "structural_tag") and not isinstance(value, str):
-        value = _json(kind, value, (Mapping, bool) if kind == "json_schema" else (Mapping,), names)
-    if not isinstance(value, str) or not value:
-        raise names.error(kind, f"must be a text that is not empty; found {show(value)}")
-    return Grammar(kind, check_text(value, names[kind]))
-
-
-def _json(field: str, value: Any, kinds: tuple[type, ...], names: _Names) -> str:
-    if isinstance(value, kinds):
-        try:
-            return json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            pass
-    raise names.error(field, f"must be a JSON object; found {show(value)}")
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
-def _refusal(error: ValidationError, names: _Names) -> RequestError:
-    """The first of pydantic's errors in our words: what was expected, what was found."""
-    first = error.errors(include_url=False)[0]
-    field, context = str(first["loc"][0]), first.get("ctx", {})
-    match first["type"]:
-        case "extra_forbidden" | "is_instance_of":
-            return names.error(field if field.isprintable() else show(field), _UNKNOWN)
-        case "value_error":
-            return names.error(field, str(context["error"]))
-        case "too_long":
-            return names.error(field, f"takes at most {context['max_length']} entries; found {len(first['input'])}")
-        case "too_short":
-            return names.error(field, "must hold at least one entry, or be left out")
-        case "string_too_short":
-            return names.error(field, "must not hold an empty string")
-        case "string_unicode":
-            return names.error(field, "must be valid Unicode; found a lone surrogate")
-    return names.error(field, f"must be {_expected(field_schemas()[field])}; found {show(first['input'])}")
-
-
-def _format_refusal(error: ValidationError, value: Any, names: _Names) -> RequestError:
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = first["loc"][1:]  # after the kind of format
-    if not path:
-        kinds = "text, json_object, json_schema, structural_tag"
-        return names.error("response_format", f"must have a type, one of {kinds}; found {show(value)}")
-    inner = [
-        str(part)[:80] for part in path if part not in ("dict[str,any]", "bool")
-    ]  # not what a union calls its parts
-    name = ".".join([names["response_format"], *inner])
-    known = first["type"] != "extra_forbidden"
-    return RequestError(f"{name}: {first['msg']}" if known else f"{name!r} is not a known field", name)
-
-
-def _expected(schema: Mapping[str, Any], one: bool = True) -> str:
-    """What a JSON schema takes, in words; one: of one such value, else of several."""
-    if "anyOf" in schema:
-        return " or ".join(_expected(kind, one) for kind in schema["anyOf"] if kind["type"] != "null")
-    kind = schema["type"]
-    if kind == "boolean":
-        return "true or false"
-    if kind == "array":
-        return f"a list of {_expected(schema['items'], False)}"
-    if kind == "object":
-        return f"an object of {_expected(schema['additionalProperties'], False)} by token id"
-    text = {"integer": "an integer", "number": "a number", "string": "a string"}[kind]
-    text = text if one else text.split()[1] + "s"
-    low, above, high = (schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
-    if high is None:
-        return text
-    return f"{text} from {low} to {high}" if above is None else f"{text} above {above} and at most {high}"
-
-
-def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
-    """A JSON schema without references to `definitions`, which are its own "$defs" by default."""
-    if isinstance(schema, list):
-        return [inlined(item, definitions) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    definitions = schema.get("$defs", {}) if definitions is None else definitions
-    if "$ref" in schema:
-        return inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {key: inlined(one, definitions) for key, one in schema.items() if key not in ("$defs", "discriminator")}
 
 
 @functools.cache
@@ -426,14 +260,6 @@ def field_schemas() -> dict[str, dict[str, Any]]:
     """The JSON schema of every field that `SamplingParams` can be made with."""
     schemas: dict[str, dict[str, Any]] = inlined(SamplingParams.model_json_schema())["properties"]
     del schemas["grammar"], schemas["logits_processor"]
-    text, anything = {"type": "string"}, {"type": "object"}
-    grammars: dict[str, dict[str, Any]] = {
-        "json_schema": {"anyOf": [text, anything, {"type": "boolean"}]},
-        "regex": text,
-        "ebnf": text,
-        "structural_tag": {"anyOf": [text, anything]},
-        "response_format": inlined(_FORMAT.json_schema()),
-    }
-    processor = {"custom_logit_processor": text, "custom_params": anything}
-    every = {**schemas, "seed": schemas["sampling_seed"], **grammars, **processor}
+    processor = {"custom_logit_processor": {"type": "string"}, "custom_params": {"type": "object"}}
+    every = {**schemas, "seed": schemas["sampling_seed"], **grammar_schemas(), **processor}
     return {name: {key: one for key, one in schema.items() if key != "title"} for name, schema in every.items()}

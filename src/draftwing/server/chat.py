@@ -10,8 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from draftwing.errors import RequestError
+from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
-from draftwing.requests.sampling_params import SamplingParams, check_text, show
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.generation import Generation
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
 from draftwing.server.parsers.message import MessageReader, MessageStyle

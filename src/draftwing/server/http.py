@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
-from draftwing.requests.sampling_params import inlined
+from draftwing.requests.grammar_field import inlined
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

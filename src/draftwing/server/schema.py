@@ -16,8 +16,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.options import LogprobParams
-from draftwing.requests.sampling_params import GRAMMARS, SamplingParams, field_schemas
+from draftwing.requests.sampling_params import SamplingParams, field_schemas
 
 MAX_PROMPTS = 1024
 _EMPTY: tuple[Any, ...] = ([], {}, False)

@@ -10,7 +10,7 @@ import tokenizers
 from fake_engine import EOS, byte_tokenizer
 
 from draftwing.grammar import GrammarCompiler
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
 from draftwing.server.parsers.reasoning import REASONING_STYLES
 from draftwing.server.parsers.tools import TOOL_STYLES, ToolParser

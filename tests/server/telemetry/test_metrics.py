@@ -19,8 +19,9 @@ from starlette.testclient import TestClient
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
-from draftwing.requests.sampling_params import Grammar, SamplingParams
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.telemetry.metrics import SERIES, Metrics, RequestMetrics, engine_numbers
 from draftwing.server.telemetry.observer import AnswerRecord, Observer

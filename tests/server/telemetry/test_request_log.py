@@ -13,8 +13,9 @@ from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
 from draftwing.core import Output
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
-from draftwing.requests.sampling_params import Grammar, SamplingParams
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.telemetry.observer import HttpRecord, Observer, Watcher
 from draftwing.server.telemetry.request_log import BEGINNING, RequestLog, sampling

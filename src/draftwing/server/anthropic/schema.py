@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict
 
 from draftwing.errors import RequestError
-from draftwing.requests.sampling_params import SamplingParams, show
+from draftwing.requests.refusals import show
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind, sampled

@@ -16,8 +16,9 @@ from fastapi.responses import PlainTextResponse, Response
 import draftwing
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
+from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
-from draftwing.requests.sampling_params import SamplingParams, check_text
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.http import read_body, schema
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest

@@ -14,7 +14,8 @@ from draftwing.requests.options import (
     LogprobParams,
     prediction_text,
 )
-from draftwing.requests.sampling_params import SamplingParams, show
+from draftwing.requests.refusals import show
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody, checked_choice, checked_functions
 from draftwing.server.openai.messages import Message, conversation
 from draftwing.server.parsers.grammars import Function, ToolChoice

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftwing.requests.sampling_params import Grammar
+from draftwing.requests.grammar_field import Grammar
 from draftwing.server.parsers.reasoning import ReasoningStyle, Start
 from draftwing.server.parsers.tools import ToolStyle
 

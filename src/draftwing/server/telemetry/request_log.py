@@ -13,7 +13,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from draftwing.requests.sampling_params import Grammar, LogitsProcessorSpec, SamplingParams
+from draftwing.requests.grammar_field import Grammar
+from draftwing.requests.sampling_params import LogitsProcessorSpec, SamplingParams
 from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
 
 BEGINNING = 2048  # characters of a text at level 2

@@ -1,0 +1,117 @@
+"""The fields of a request that hold a grammar, of which one may be given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from draftwing.errors import RequestError
+from draftwing.requests.refusals import Names, check_text, show
+
+GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")
+
+
+class Grammar(NamedTuple):
+    """What an answer must be: `text` in the language that `kind` names, a JSON document where that is JSON."""
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
+    text: str
+
+
+class _Format(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Free(_Format):
+    type: Literal["text", "json_object"]
+
+
+class _Schema(_Format):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class _SchemaFormat(_Format):
+    type: Literal["json_schema"]
+    json_schema: _Schema
+
+
+class _TagFormat(_Format):
+    type: Literal["structural_tag"]
+    structures: Any = None
+    triggers: Any = None
+    format: Any = None
+
+
+_FORMAT: TypeAdapter[Any] = TypeAdapter(Annotated[_Free | _SchemaFormat | _TagFormat, Field(discriminator="type")])
+
+
+def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
+    """The grammar that the field `kind` holds; None for free text. Raises RequestError."""
+    if kind == "response_format":
+        try:
+            made = _FORMAT.validate_python(value)
+        except ValidationError as error:
+            raise _format_refusal(error, value, names) from None
+        if isinstance(made, _Free):
+            return None if made.type == "text" else Grammar("json_object", "")
+        if isinstance(made, _SchemaFormat):
+            return Grammar("json_schema", as_json(kind, made.json_schema.schema_, (Mapping, bool), names))
+        return Grammar("structural_tag", as_json(kind, value, (Mapping,), names))
+    if kind in ("json_schema", "structural_tag") and not isinstance(value, str):
+        value = as_json(kind, value, (Mapping, bool) if kind == "json_schema" else (Mapping,), names)
+    if not isinstance(value, str) or not value:
+        raise names.error(kind, f"must be a text that is not empty; found {show(value)}")
+    return Grammar(kind, check_text(value, names[kind]))
+
+
+def as_json(field: str, value: Any, kinds: tuple[type, ...], names: Names) -> str:
+    """The JSON of a field's value, which is to be one of `kinds`. Raises RequestError."""
+    if isinstance(value, kinds):
+        try:
+            return json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            pass
+    raise names.error(field, f"must be a JSON object; found {show(value)}")
+
+
+def _format_refusal(error: ValidationError, value: Any, names: Names) -> RequestError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = first["loc"][1:]  # after the kind of format
+    if not path:
+        kinds = "text, json_object, json_schema, structural_tag"
+        return names.error("response_format", f"must have a type, one of {kinds}; found {show(value)}")
+    unions = ("dict[str,any]", "bool")  # how pydantic calls alternatives
+    inner = [str(part)[:80] for part in path if part not in unions]
+    name = ".".join([names["response_format"], *inner])
+    known = first["type"] != "extra_forbidden"
+    return RequestError(f"{name}: {first['msg']}" if known else f"{name!r} is not a known field", name)
+
+
+def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
+    """A JSON schema without references to `definitions`, which are its own "$defs" by default."""
+    if isinstance(schema, list):
+        return [inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    definitions = schema.get("$defs", {}) if definitions is None else definitions
+    if "$ref" in schema:
+        return inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: inlined(one, definitions) for key, one in schema.items() if key not in ("$defs", "discriminator")}
+
+
+def grammar_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON schema of each of `GRAMMARS`."""
+    text, anything = {"type": "string"}, {"type": "object"}
+    return {
+        "json_schema": {"anyOf": [text, anything, {"type": "boolean"}]},
+        "regex": text,
+        "ebnf": text,
+        "structural_tag": {"anyOf": [text, anything]},
+        "response_format": inlined(_FORMAT.json_schema()),
+    }

@@ -1,0 +1,86 @@
+"""How requests are refused: what was expected, what was found, with the names of the caller's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from draftwing.errors import RequestError
+
+UNKNOWN = "is not a sampling parameter"
+
+
+def show(value: Any, limit: int = 80) -> str:
+    """A value for an error message: bounded, and safe for integers too long to print and for lone surrogates."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__} too large to print"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def check_text(text: str, param: str) -> str:
+    """Refuses lone surrogates, which no tokenizer and no UTF-8 response can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} must be valid Unicode; found a lone surrogate", param) from None
+    return text
+
+
+class Names:
+    """How the caller's API calls the fields.
+
+    names: field -> its name there, where it differs.  where: a prefix of every name.
+    """
+
+    def __init__(self, names: Mapping[str, str], where: str) -> None:
+        self.names, self.where = dict(names), where
+
+    def error(self, field: str, message: str) -> RequestError:
+        name = self[field]
+        return RequestError(f"{name} {message}", name)
+
+    def __getitem__(self, field: str) -> str:
+        return self.where + self.names.get(field, field)
+
+
+def refusal(error: ValidationError, names: Names, schemas: Mapping[str, Mapping[str, Any]]) -> RequestError:
+    """The first of pydantic's errors in our words. schemas: JSON schema of each field."""
+    first = error.errors(include_url=False)[0]
+    field, context = str(first["loc"][0]), first.get("ctx", {})
+    match first["type"]:
+        case "extra_forbidden" | "is_instance_of":
+            return names.error(field if field.isprintable() else show(field), UNKNOWN)
+        case "value_error":
+            return names.error(field, str(context["error"]))
+        case "too_long":
+            return names.error(field, f"takes at most {context['max_length']} entries; found {len(first['input'])}")
+        case "too_short":
+            return names.error(field, "must hold at least one entry, or be left out")
+        case "string_too_short":
+            return names.error(field, "must not hold an empty string")
+        case "string_unicode":
+            return names.error(field, "must be valid Unicode; found a lone surrogate")
+    return names.error(field, f"must be {_expected(schemas[field])}; found {show(first['input'])}")
+
+
+def _expected(schema: Mapping[str, Any], one: bool = True) -> str:
+    """What a JSON schema takes, in words; one: of one such value, else of several."""
+    if "anyOf" in schema:
+        return " or ".join(_expected(kind, one) for kind in schema["anyOf"] if kind["type"] != "null")
+    kind = schema["type"]
+    if kind == "boolean":
+        return "true or false"
+    if kind == "array":
+        return f"a list of {_expected(schema['items'], False)}"
+    if kind == "object":
+        return f"an object of {_expected(schema['additionalProperties'], False)} by token id"
+    text = {"integer": "an integer", "number": "a number", "string": "a string"}[kind]
+    text = text if one else text.split()[1] + "s"
+    low, above, high = (schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
+    if high is None:
+        return text
+    return f"{text} from {low} to {high}" if above is None else f"{text} above {above} and at most {high}"
