@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from draftwing.models.loader import load_model
-from draftwing.train.fit import FitConfig, FitReport, fit, join_world, recipe
+from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe
 from draftwing.train.heads import TargetHead, new_eagle3_head, new_eagle_head
 from draftwing.train.store import Sample, SourceMeta
 from draftwing.train.ttt import Loss
@@ -51,14 +51,14 @@ def config(algorithm: str, **changes: Any) -> FitConfig:
 
 
 def run(
-    target_path: Path, out: Path, settings: FitConfig, algorithm: str = "EAGLE3", resume: bool = False, pause: float = 0
+    target_path: Path, out: Path, settings: FitConfig, algorithm: str = "EAGLE3", pause: float = 0
 ) -> tuple[Any, FitReport]:
     target = load_model(target_path, torch.float32, "cpu")
     head: Any = new_eagle3_head(target, KEPT) if algorithm == "EAGLE3" else new_eagle_head(target)
     meta = SourceMeta("tiny", algorithm, head.taps, target.config.hidden_size, target.config.vocab_size, "float32")
     # 23 samples: a few epochs, with batches that end between them
     sources = Random(meta, 23, 1, pause), Random(meta, 5, 2)
-    return head, fit(head, TargetHead(target), *sources, settings, out, resume)
+    return head, Fit(head, TargetHead(target), *sources, settings, out).run()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from draftwing.models.loader import load_model
 from draftwing.train import capture, progress
 from draftwing.train.batches import collate, epoch_batches, in_order, load, stream
 from draftwing.train.checkpoint import save_head
-from draftwing.train.fit import FitConfig, fit, recipe
+from draftwing.train.fit import Fit, FitConfig, recipe
 from draftwing.train.heads import TargetHead, load_head, new_eagle3_head, new_eagle_head, new_mtp_head
 from draftwing.train.store import FeatureStore, SourceMeta
 from draftwing.train.ttt import Loss
@@ -61,7 +61,7 @@ def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
     loss = Loss(**{**vars(recipe(algorithm).loss), "steps": chain})
     settings = recipe(algorithm, loss=loss, steps=steps, tokens=512, lr=6e-3, eval_every=50)
     held_out = capture.online(features, "tiny", algorithm, tokens[160:])
-    report = fit(head, TargetHead(target), store, held_out, settings, tmp_path / "run", resume=False)
+    report = Fit(head, TargetHead(target), store, held_out, settings, tmp_path / "run").run()
     after = learnable.accept_length(path, save_head(head, tmp_path / "after", torch.float32), name)
     assert before < 1.1 and after > 2.5
     if chain == 4:  # what is predicted of chains within the text is what the engine accepts
@@ -80,7 +80,7 @@ def test_a_published_head_is_trained_further(target, tmp_path):
     again = load_head(folder, body, "EAGLE3")
     meta = SourceMeta("tiny", "EAGLE3", again.taps, 32, 64, "float32")
     settings = config("EAGLE3", steps=20, lr=1e-3, log_every=5)
-    more = fit(again, TargetHead(body), Random(meta, 23, 1), None, settings, tmp_path / "b", resume=False)
+    more = Fit(again, TargetHead(body), Random(meta, 23, 1), None, settings, tmp_path / "b").run()
     rows = [float(row["loss"]) for row in csv.DictReader((tmp_path / "b" / "metrics.csv").open())]
     first = float(next(csv.DictReader((tmp_path / "a" / "metrics.csv").open()))["loss"])
     assert report.train["loss"] < 0.7 * first and rows[0] < report.train["loss"] * 1.1
@@ -101,7 +101,7 @@ def test_on_a_gpu_products_are_in_half_precision(algorithm, target, tmp_path):
         loss = Loss(**{**vars(recipe(algorithm).loss), "noise": 0.0})  # which differs between devices
         precision = "auto" if device == "cuda" else "float32"
         settings = config(algorithm, loss=loss, steps=30, log_every=1, precision=precision)
-        fit(head, TargetHead(body), Random(meta, 23, 1), None, settings, tmp_path / device, resume=False)
+        Fit(head, TargetHead(body), Random(meta, 23, 1), None, settings, tmp_path / device).run()
         assert {param.dtype for param in head.parameters()} == {torch.float32}
         rows[device] = [float(row["loss"]) for row in csv.DictReader((tmp_path / device / "metrics.csv").open())]
     assert rows["cuda"][:10] == pytest.approx(rows["cpu"][:10], rel=0.05)
@@ -113,11 +113,9 @@ def test_on_a_gpu_products_are_in_half_precision(algorithm, target, tmp_path):
 
 def test_states_of_other_runs_are_refused(target, tmp_path):
     run(target, tmp_path / "out", config("EAGLE3"))
-    with pytest.raises(ConfigError, match="holds a run already"):
-        run(target, tmp_path / "out", config("EAGLE3"))
     with pytest.raises(ConfigError, match=r"config\.lr: 0\.01, now 0\.02"):
-        run(target, tmp_path / "out", config("EAGLE3", lr=0.02), resume=True)
-    run(target, tmp_path / "out", config("EAGLE3", log_every=1, save_every=1), resume=True)
+        run(target, tmp_path / "out", config("EAGLE3", lr=0.02))
+    run(target, tmp_path / "out", config("EAGLE3", log_every=1, save_every=1))
 
 
 def test_what_does_not_fit_is_refused(target, tmp_path):
@@ -129,7 +127,7 @@ def test_what_does_not_fit_is_refused(target, tmp_path):
         source = Random(SourceMeta(**{**meta, **changes}), 3, 1)
         source.lengths = changes.get("lengths", source.lengths)
         with pytest.raises(ConfigError, match=match):
-            fit(head, TargetHead(body), source, None, config("EAGLE3"), tmp_path / "out", False)
+            Fit(head, TargetHead(body), source, None, config("EAGLE3"), tmp_path / "out").run()
 
     fails(r"layers \[2, 3, 4\].*found those of \[1, 2, 3\]", taps=(1, 2, 3))
     fails("another size", hidden=16)
@@ -138,7 +136,7 @@ def test_what_does_not_fit_is_refused(target, tmp_path):
     short = Random(SourceMeta("m", "EAGLE3", head.taps, 32, 64, "float32"), 3, 1)
     short.lengths = [1, 2, 2]
     with pytest.raises(ConfigError, match="none of 3 samples"):
-        fit(head, TargetHead(body), short, None, config("EAGLE3"), tmp_path / "out", False)
+        Fit(head, TargetHead(body), short, None, config("EAGLE3"), tmp_path / "out").run()
     for changes in ({"steps": -1}, {"epochs": 0}, {"tokens": 0}, {"clip": 0}, {"warmup": 2}):
         with pytest.raises(ConfigError):
             FitConfig(**changes)

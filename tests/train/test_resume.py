@@ -74,11 +74,11 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(algorithm, accumulate, targe
             patch.setattr(fit_module, "replace_file", die if killed is replace else replace)
             run(target, out, settings, algorithm)
         assert (out / STATE_FILE).exists() == (moment != "in step 2")
-        head, again = run(target, out, settings, algorithm, resume=True)
+        head, again = run(target, out, settings, algorithm)
         same_head(head, whole)
         same_run(out, tmp_path / "whole")
         assert (again.steps, again.tokens) == (report.steps, report.tokens)
-    done, _ = run(target, out, settings, algorithm, resume=True)  # one that has ended does nothing
+    done, _ = run(target, out, settings, algorithm)  # one that has ended does nothing
     same_head(done, whole)
 
 
@@ -96,7 +96,7 @@ def test_a_process_that_is_killed_goes_on_in_another(target, tmp_path):
         _, errors = child.communicate()
     assert child.returncode == -signal.SIGKILL, errors.decode()
     assert not (out / "params.pt").exists()
-    head, _ = run(target, out, config("EAGLE3"), resume=True)
+    head, _ = run(target, out, config("EAGLE3"))
     same_head(head, whole)
     same_run(out, tmp_path / "whole")
 

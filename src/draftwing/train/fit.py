@@ -130,27 +130,9 @@ def join_world(device: str = "cuda") -> torch.device:
     return chosen
 
 
-def fit(
-    head: AnyHead,
-    target_head_fn: TargetHead,
-    source: FeatureSource,
-    eval_source: FeatureSource | None,
-    config: FitConfig,
-    out: str | Path,
-    resume: bool,
-) -> FitReport:
-    """Trains `head` in place, on the device it is on; every process of a torchrun calls it alike (`join_world`).
+class Fit:
+    """Trains a head in place, on the device it is on; every process of a torchrun does alike (`join_world`)."""
 
-    target_head_fn: of the target.  out: folder for state.pt, metrics.csv, curves.png and
-    TensorBoard events.  resume: go on from the state in `out`, if there is one.
-
-    Raises ConfigError for features that do not fit the head, for no samples, for a state of another run, and for one
-    that would be overwritten.
-    """
-    return _Run(head, target_head_fn, source, eval_source, config, Path(out), resume).go()
-
-
-class _Run:
     def __init__(
         self,
         head: AnyHead,
@@ -159,8 +141,12 @@ class _Run:
         eval_source: FeatureSource | None,
         config: FitConfig,
         out: Path,
-        resume: bool,
     ) -> None:
+        """target_head_fn: of the target.  out: folder for state.pt, metrics.csv, curves.png and TensorBoard events;
+        a run that is found there goes on.
+
+        Raises ConfigError for features that do not fit the head, for no samples, and for a state of another run.
+        """
         self.head, self.config, self.out = head, config, out
         self.source, self.eval_source = source, eval_source
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -184,8 +170,6 @@ class _Run:
         history: list[Row] = []
         out.mkdir(parents=True, exist_ok=True)
         if (out / STATE_FILE).exists():
-            if not resume:
-                raise ConfigError(f"{out} holds a run already: let it go on (resume), or name another folder")
             history = self._restore(torch.load(out / STATE_FILE, map_location="cpu", weights_only=True))
         self.objective = Objective(head, target_head_fn, config.loss)
         self.wrapped: Any = self.objective
@@ -204,7 +188,8 @@ class _Run:
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    def go(self) -> FitReport:
+    def run(self) -> FitReport:
+        """Trains to the last step."""
         config = self.config
         try:
             batches = self._batches()

@@ -46,7 +46,7 @@ from draftwing.train.data import (
 )
 from draftwing.train.evaluate import Trial, evaluate, summary
 from draftwing.train.files import write_json
-from draftwing.train.fit import FitConfig, FitReport, fit, join_world, recipe
+from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe
 from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import conversation_tokens, read_responses, responses_files
 from draftwing.train.settings import Run
@@ -295,7 +295,7 @@ class Stages:
         wanted = {one.key for one in tokens}
         chosen = held_out(wanted, settings.held_out, settings.seed, "watch")
         train, watch = _parts(source, source.order, wanted, chosen)
-        report = fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit", resume=True)
+        report = Fit(head, heads.TargetHead(target), train, watch, self._fit_config(), out / "fit").run()
         if not self.rank:
             self._save(head, report)
         if torch.distributed.is_initialized():
