@@ -195,6 +195,31 @@ def test_what_is_no_drafter_is_refused(asked: Any, message: str) -> None:
     assert message in str(refused.value)
 
 
+class Short(Odd):
+    num_steps = 2
+
+    def propose(self, slots: Any, rows: Tensor, shape: Any, max_bound: int, noisy: Tensor) -> Draft:
+        whole = self.chain(slots, rows, rows[:, None].expand(-1, 2), shape, torch.ones(1, 2, dtype=torch.bool))
+        return whole._replace(parent=whole.parent[:, :2])
+
+
+class NoDraft(Short):
+    def propose(self, *given: Any) -> Any:
+        return [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (Short, r"Short: the drafts of .* must have parent of shape \[1, 3\] and type torch.int64; found \[1, 2\]"),
+        (NoDraft, "NoDraft: propose must return a Draft; found list"),
+    ],
+)
+def test_a_wrong_draft_is_refused_before_it_is_run(model: str, drafter: type[Drafter], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, **ENGINE, speculative_algorithm=drafter)
+
+
 def test_options_know_its_tree_and_what_it_reads(caplog: pytest.LogCaptureFixture) -> None:
     asked = Options(speculative_algorithm=WithModel, speculative_draft_model_path="x", speculative_token_map="y")
     with caplog.at_level(logging.WARNING):

@@ -68,6 +68,11 @@ class DrafterSpec:
     heads: tuple[str, ...] = ()
     training: Training | None = None
 
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's class."""
+        return callable(self.build)
+
     def make(self, context: Any) -> Any:
         """Returns the `Drafter` for a `DraftContext`. Not for what has no `build`."""
         assert self.build is not None, f"nobody drafts with {self.name}"

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
-from draftwing.core import PLAIN, PREDICTED
+from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
@@ -29,7 +29,7 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape, ShapePolicy
-from draftwing.spec.drafter import DraftContext, Drafter
+from draftwing.spec.drafter import Draft, DraftContext, Drafter
 from draftwing.spec.simulate import Simulation
 from draftwing.spec.token_map import load_token_map
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
@@ -202,7 +202,26 @@ def make_drafter(
     drafter: Drafter = options.drafter_spec.make(
         DraftContext(options, target, shape, rows + 1, dtype, device.device, device.ops, path, token_ids, load)
     )
+    if options.drafter_spec.own and not drafter.kv_layers:
+        check_draft(drafter, options.drafter, shape, device)
     return drafter, drafter.policy(shape, options.speculative_adaptive)
+
+
+@torch.inference_mode()
+def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -> None:
+    """Raises ConfigError where a user's drafter, which needs no pool, proposes another tree than it is asked for.
+    Kernels would not notice."""
+    slots = SlotTable(1, row_length(shape.nodes + 1), device)
+    rows = torch.zeros(1, dtype=torch.int64, device=device.device)
+    draft = drafter.propose(slots, rows, shape, 1, rows[:0])
+    if not isinstance(draft, Draft):
+        raise ConfigError(f"{name}: propose must return a Draft; found {type(draft).__name__}")
+    for part, tensor, dtype in zip(draft._fields, draft, (torch.int64, torch.int64, torch.bool), strict=True):
+        if tensor.shape != (1, shape.nodes) or tensor.dtype != dtype:
+            raise ConfigError(
+                f"{name}: the drafts of {shape} for one row must have {part} of shape [1, {shape.nodes}] and type "
+                f"{dtype}; found {list(tensor.shape)} and {tensor.dtype}"
+            )
 
 
 def _draft_path(options: Options) -> Path | None:
