@@ -1,5 +1,7 @@
-"""Kernels beside torch's: C for the CPU (`cpu`, `cpu_tree`, `cpu_ngram`), Triton and CUDA for GPUs. Each has a torch
-reference, which is what runs where the kernel cannot."""
+"""Every operation with more than one implementation. `make_ops` picks the class for a device.
+
+`torch/` is complete and is the reference; `cpu/` (C), `triton/` and `cuda/` override what they have.
+"""
 
 from __future__ import annotations
 
