@@ -17,13 +17,15 @@ from draftwing.server.app import create_app
 
 ROOT = Path(__file__).parent.parent
 CODE = ROOT / "src" / "draftwing"
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 HEADS = CODE / "heads" / "smollm2"
 CARDS = {  # as performance.md names the heads
     "EAGLE-3": HEADS / "eagle3" / "README.md",
     "EAGLE, whole vocabulary": HEADS / "eagle" / "README.md",
     "MTP": HEADS / "mtp" / "README.md",
 }
+ELSEWHERE = {"--inplace"}  # flags of other programs
+TO_WRITE = {"src/draftwing/layers/linear_ops/int8_rows.py"}  # files that CONTRIBUTING.md lets the reader write
 COMMANDS = ("serve", "chat", "pull", "bench", "token-map", "train")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -81,7 +83,7 @@ def test_files(page: Path) -> None:
     """Files of this repository that a page names, from its root or from the package's."""
     for name in re.findall(r"(?<![\w./-])((?:[\w-]+/)+[\w.-]+\.(?:py|c|cu|md|jsonl))\b", ours(page)):
         found = any((folder / name).exists() for folder in (page.parent, ROOT, CODE))
-        assert found, f"{page.name}: {name}"
+        assert found or name in TO_WRITE, f"{page.name}: {name}"
 
 
 @pytest.mark.parametrize("name", ["architecture.md", "dev/grammar.md"])
@@ -126,7 +128,7 @@ def flags() -> set[str]:
 @pytest.mark.parametrize("page", [*PAGES, *CARDS.values()], ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags(page: Path, flags: set[str]) -> None:
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w{-])", ours(page)):
-        assert flag in flags, f"{page.name}: {flag}"
+        assert flag in flags | ELSEWHERE, f"{page.name}: {flag}"
 
 
 @pytest.fixture(scope="module")
