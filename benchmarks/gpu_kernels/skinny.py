@@ -99,14 +99,14 @@ def bench() -> list[tuple[str, float]]:
     return results
 
 
-VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what skinny.py compiles
+VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what ops/cuda/gemm.py compiles
     "as it is": (),
     "weights behind the wait (.nc)": (("ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate"),),
-    "8 rows: 1 ahead, 3 blocks": ((r"(_8, 256, )2(, 1, product, 1, 2, )2, 2,", r"\g<1>3\g<2>1, 1,"),),
-    "8 rows: 3 ahead, 1 block": ((r"(_8, 256, )2(, 1, product, 1, 2, )2, 2,", r"\g<1>1\g<2>3, 3,"),),
-    "16 rows: 2 of x ahead, 2 blocks": ((r"(_16, 256, )3(, 1, product, 2, 1, )2, 1,", r"\g<1>2\g<2>2, 2,"),),
-    "16 rows: 4 ahead, 2 blocks": ((r"(_16, 256, )3(, 1, product, 2, 1, )2, 1,", r"\g<1>2\g<2>4, 2,"),),
-    "32 rows: q.k.v 2 ahead, 1 block": ((r"(plain_32, 256, )2(, 1, product, 4, 2, )1,", r"\g<1>1\g<2>2,"),),
+    "8 rows: 1 ahead, 3 blocks": ((r"(_8, 256, )2(, 1, gemm, 1, 2, )2, 2,", r"\g<1>3\g<2>1, 1,"),),
+    "8 rows: 3 ahead, 1 block": ((r"(_8, 256, )2(, 1, gemm, 1, 2, )2, 2,", r"\g<1>1\g<2>3, 3,"),),
+    "16 rows: 2 of x ahead, 2 blocks": ((r"(_16, 256, )3(, 1, gemm, 2, 1, )2, 1,", r"\g<1>2\g<2>2, 2,"),),
+    "16 rows: 4 ahead, 2 blocks": ((r"(_16, 256, )3(, 1, gemm, 2, 1, )2, 1,", r"\g<1>2\g<2>4, 2,"),),
+    "32 rows: q.k.v 2 ahead, 1 block": ((r"(plain_32, 256, )2(, 1, gemm, 4, 2, )1,", r"\g<1>1\g<2>2,"),),
 }
 
 
