@@ -9,7 +9,7 @@ from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention import Attend, HeadNorms
 
 
 class Attention(nn.Module):
@@ -43,7 +43,8 @@ class Attention(nn.Module):
             out = attend.fused(self.index, qkv, cos, sin)
         elif attend.norms_heads:
             assert self.q_norm.eps == self.k_norm.eps
-            out = attend.fused(self.index, qkv, cos, sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            out = attend.fused(self.index, qkv, cos, sin, norms)
         if out is not None:
             return out
         qk = qkv[:, : self.heads + self.kv_heads]

@@ -17,6 +17,14 @@ from torch import Tensor
 from draftwing.core import Chunk
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads of queries and keys."""
+
+    q: Tensor  # [head_dim]
+    k: Tensor  # [head_dim]
+    eps: float
+
+
 class Attend:
     """Attention of one forward, which a model is given. Backends override what they can do in fewer calls."""
 
@@ -26,21 +34,11 @@ class Attend:
         """q [M, heads, head_dim], k, v [M, kv_heads, head_dim], q and k rotated -> [M, heads * head_dim]"""
         raise NotImplementedError
 
-    def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor | None:
+    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor | None:
         """What rotating q and k and a call do, or None: then the caller does it.
 
         qkv [M, heads + 2 * kv_heads, head_dim], contiguous, may be overwritten; cos, sin [M, 1, head_dim] ->
-        [M, heads * head_dim]. q_norm, k_norm [head_dim]: weights of an RMS norm of every head before, where
-        `norms_heads`.
+        [M, heads * head_dim]. norms: of every head before, where `norms_heads`.
         """
         return None
 

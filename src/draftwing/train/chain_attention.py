@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftwing.layers.rope import rotate
 from draftwing.ops import use_triton
-from draftwing.ops.attention import Attend, default_scale
+from draftwing.ops.attention import Attend, HeadNorms, default_scale
 
 KeyValue = tuple[Tensor, Tensor]  # [B, heads or kv_heads, T, head_dim] each
 
@@ -63,16 +63,7 @@ class _Step(Attend):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._chains.attend(self._number, layer, q, k, v)
 
-    def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
+    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
         kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
         if use_triton(qkv) and qkv.dtype != torch.float64:
             from draftwing.train.kernels.rope_backward import turn

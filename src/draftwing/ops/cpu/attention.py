@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import Attend, Batch, Pool
+from draftwing.ops.attention import Attend, Batch, HeadNorms, Pool
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.torch.layer_ops import FEW_ROWS
@@ -93,18 +93,9 @@ class Bound(Attend):
             q = q.contiguous()
         return self._attend(layer, q, q.shape[1])
 
-    def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
+    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """In place of q; takes no gradient."""
-        assert q_norm is None and k_norm is None
+        assert norms is None
         kv = self._kv[self._first_layer + layer]
         rows, all_heads, dim = qkv.shape
         kv_heads = kv.shape[1]

@@ -5,7 +5,6 @@ Ids are not checked.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.extension import DTYPES, load_extension
+from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps, LayerWeights
@@ -22,9 +21,7 @@ from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps, LayerWeights
 class CpuLayerOps(LayerOps):
     """Overrides those of `LayerOps` that the extension has."""
 
-    @functools.cached_property
-    def _c(self) -> Any:
-        return load_extension()
+    raw: Any  # the extension module
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As in torch, with the same roundings."""
@@ -34,7 +31,7 @@ class CpuLayerOps(LayerOps):
         out = torch.empty_like(x)
         size = weight.shape[0]
         assert x.shape[-1] == size
-        self._c.rms_norm(
+        self.raw.rms_norm(
             out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // size, size,
             x.dtype == torch.bfloat16, torch.get_num_threads(), eps,
         )  # fmt: skip
@@ -46,7 +43,7 @@ class CpuLayerOps(LayerOps):
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         out = gate_up.new_empty(rows, both // 2)
-        self._c.silu_mul(
+        self.raw.silu_mul(
             out.data_ptr(), gate_up.data_ptr(), rows, both // 2,
             out.dtype == torch.bfloat16, torch.get_num_threads(),
         )  # fmt: skip
@@ -72,7 +69,7 @@ class CpuLayerOps(LayerOps):
         positions = None if positions is None else positions.contiguous()
         weights = (0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
         out = feature.new_empty(rows, 2 * size)
-        self._c.fuse(
+        self.raw.fuse(
             out.data_ptr(), ids.data_ptr(), table.data_ptr(), feature.data_ptr(), feature.stride(0), *weights,
             0 if positions is None else positions.data_ptr(), rows, size, out.dtype == torch.bfloat16, feature_first,
             eps,
@@ -87,7 +84,7 @@ class CpuLayerOps(LayerOps):
         index, count = index.contiguous(), index.shape[0]
         out = source.new_empty(count, *source.shape[1:])
         size = math.prod(source.shape[1:]) * source.element_size()  # a row alone may have any stride
-        self._c.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
+        self.raw.take_rows(out.data_ptr(), source.data_ptr(), source.shape[0], size, index.data_ptr(), count)
         return out
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -99,7 +96,7 @@ class CpuLayerOps(LayerOps):
         hidden, ids = hidden.contiguous(), ids.contiguous()
         count, size = ids.shape[-1], weight.shape[1]
         out = torch.empty(ids.shape, dtype=torch.float32)
-        self._c.exact_logits(
+        self.raw.exact_logits(
             out.data_ptr(), hidden.data_ptr(), weight.data_ptr(), ids.data_ptr(), ids.numel() // max(count, 1), count,
             size, weight.dtype == torch.bfloat16,
         )  # fmt: skip

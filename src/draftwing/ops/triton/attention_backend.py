@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftwing.ops.attention import Attend, Batch, ChunkSpan, Pool
+from draftwing.ops.attention import Attend, Batch, ChunkSpan, HeadNorms, Pool
 from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 from draftwing.ops.triton.rope import rope_and_write
@@ -62,19 +62,10 @@ class Bound(Attend):
             q = q.contiguous()
         return self._attend(layer, q, q.shape[1])
 
-    def fused(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
+    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """In place of q; takes no gradient."""
         kv = self._backend.pool.kv[self._first_layer + layer]
-        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, q_norm, k_norm, eps)
+        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, *(norms or (None, None, 0.0)))
         return self._attend(layer, qkv, qkv.shape[1] - 2 * kv.shape[1])
 
     def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
