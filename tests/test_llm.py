@@ -10,7 +10,7 @@ from fake_engine import CONTEXT, EOS, FakeEngine
 
 import draftwing
 from draftwing import LLM, Completion, ConfigError, RequestError, SamplingParams
-from draftwing.requests.options import SpecLimits
+from draftwing.requests.request import SpecLimits
 
 
 @pytest.fixture

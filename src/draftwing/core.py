@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from draftwing.requests.options import LogprobParams
-    from draftwing.requests.request import GenerationRequest
+    from draftwing.requests.request import GenerationRequest, LogprobParams
 
 IntArray = npt.NDArray[np.int64]
 NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from draftwing.config.options import Options
 from draftwing.engine.session import Session
 from draftwing.errors import RequestError
-from draftwing.requests.options import logprob_params
 from draftwing.requests.refusals import check_text, show
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, logprob_params
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.text.answer import Answer
 from draftwing.text.continuation import render_continued

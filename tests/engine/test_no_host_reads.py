@@ -20,8 +20,7 @@ from draftwing.engine.device import pick_device
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.requests.options import LogprobParams, SpecLimits
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter

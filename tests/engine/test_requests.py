@@ -12,7 +12,7 @@ from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import RequestError
-from draftwing.requests.options import LogprobParams, SpecLimits
+from draftwing.requests.request import LogprobParams, SpecLimits
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 NEW = 24

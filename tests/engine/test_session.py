@@ -10,8 +10,7 @@ from fake_engine import CONTEXT, EOS, FakeEngine
 from draftwing.config.options import Options
 from draftwing.engine.session import Session, prepare
 from draftwing.errors import RequestError
-from draftwing.requests.options import SpecLimits
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TokenLogprobs
-from draftwing.requests.options import LogprobParams
+from draftwing.requests.request import LogprobParams
 from draftwing.sampling.logprobs import PROMPT_SLICE, path_logprobs, prompt_logprobs, unpack, width
 
 

@@ -12,8 +12,7 @@ from toy_device import ToyDevice, span
 
 from draftwing.core import Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
-from draftwing.requests.options import LogprobParams, SpecLimits
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig

@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 from toy_device import VOCAB, ToyDevice, next_token, span
 
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
-from draftwing.requests.options import LogprobParams
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.radix import RadixCache

@@ -21,8 +21,7 @@ from draftwing.config.options import Options
 from draftwing.core import Output, TokenLogprobs
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import Abort, Ask, Close, EngineLink, Listener, Reply
-from draftwing.requests.options import LogprobParams
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
 from draftwing.requests.grammar_field import Grammar
-from draftwing.requests.options import SpecLimits
+from draftwing.requests.request import SpecLimits
 from draftwing.requests.sampling_params import LogitsProcessorSpec
 from draftwing.server.app import create_app
 

@@ -11,8 +11,7 @@ from typing import Any
 from draftwing.config.options import Options
 from draftwing.core import PREDICTED, TreeShape
 from draftwing.errors import RequestError
-from draftwing.requests.options import MAX_PREDICTED, SpecLimits
-from draftwing.requests.request import GenerationRequest, Terms
+from draftwing.requests.request import MAX_PREDICTED, GenerationRequest, SpecLimits, Terms
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from draftwing.engine.device import Device, Download
 from draftwing.engine.row_table import SlotTable
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import Draft
-from draftwing.requests.options import MAX_PREDICTED, LogprobParams
+from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
 from draftwing.sched.guidance import Guidance

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.requests.options import speculation
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, speculation
 from draftwing.text.answer import Answer
 from draftwing.text.bad_words import bad_word_ids
 
@@ -37,7 +36,8 @@ def prepare(
     told = found.used if wish is not None or predicted or info.speculates else None
     answers: list[Answer] = []
     for request in asked:
-        bad_word_ids(tokenizer, request.params.bad_words)  # refuses
+        if request.params.bad_words:
+            bad_word_ids(tokenizer, request.params.bad_words)  # refuses
         for params in request.params.answers(draw):
             one = request.replace(uid=uuid.uuid4().hex, params=params, limits=found.limits)
             answers.append(Answer(info.admit(one), tokenizer, len(answers), info.options.label, told))

@@ -1,11 +1,65 @@
-"""What passes from whoever asks to the engine: one prompt and all that is asked for its answer."""
+"""What passes from whoever asks to the engine: a prompt, how its answer is sampled, and what is asked beside that: log
+probabilities, drafts no larger than wanted, and a text that the answer is expected to resemble."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, Self
 
-from draftwing.requests.options import LogprobParams, SpecLimits
+from draftwing.errors import RequestError
+from draftwing.requests.refusals import check_text, show
 from draftwing.requests.sampling_params import SamplingParams
+
+MAX_PREDICTED: Final = 16384  # tokens of a predicted output
+MOST_LOGPROBS: Final = 128  # best tokens, and further tokens, of a position
+MOST_OPENAI_LOGPROBS: Final = 20  # in chat completions
+MOST_COMPLETION_LOGPROBS: Final = 5
+LOGPROB_FIELDS = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
+_SPECULATIVE = ("algorithm", "num_steps", "topk", "num_draft_tokens")
+
+
+class LogprobParams(NamedTuple):
+    """Log probabilities that a request wants, of the model's own distribution: softmax(logits), before any edit.
+
+    top: how many best tokens of each position.  token_ids: further tokens of each position.
+    start: first prompt position whose token's log probability is wanted; -1: only the answer's.
+    """
+
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    start: int = -1
+
+
+class SpecLimits(NamedTuple):
+    """The largest draft tree that a request wants, no larger than the engine's; depth 0 switches drafting off."""
+
+    depth: int
+    topk: int
+    nodes: int
+
+
+def logprob_params(
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    token_ids_logprob: Sequence[int] | None = None,
+    where: str = "",
+) -> LogprobParams | None:
+    """From `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names."""
+    values = dict(zip(LOGPROB_FIELDS, (logprob_start_len, top_logprobs_num, token_ids_logprob), strict=True))
+    if not return_logprob:
+        # -1 and 0 are what clients send that ask for nothing.
+        for name, value in values.items():
+            if value and not (name == "logprob_start_len" and value == -1):
+                raise RequestError(f"{where}{name} needs return_logprob: true", where + name)
+        return None
+    start = _whole(f"{where}logprob_start_len", -1 if logprob_start_len is None else logprob_start_len, -1, 2**31 - 1)
+    top = _whole(f"{where}top_logprobs_num", top_logprobs_num or 0, 0, MOST_LOGPROBS)
+    ids = token_ids_logprob or ()
+    name = f"{where}token_ids_logprob"
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or len(ids) > MOST_LOGPROBS:
+        raise RequestError(f"{name} must be a list of at most {MOST_LOGPROBS} token ids; found {show(ids)}", name)
+    return LogprobParams(top, tuple(_whole(name, token, 0, 2**31 - 1) for token in ids), start)
 
 
 class Terms(NamedTuple):
@@ -36,3 +90,90 @@ class GenerationRequest(NamedTuple):
     def replace(self, **changes: Any) -> Self:
         """A copy with other values."""
         return self._replace(**changes)
+
+
+class Speculation(NamedTuple):
+    """What a request gets of the wish in its field `speculative`. limits: None drafts as the engine does."""
+
+    limits: SpecLimits | None
+    used: dict[str, Any]  # as responses tell it
+
+
+def speculation(wish: Any, algorithm: str, most: SpecLimits) -> Speculation:
+    """wish: "off", or {"algorithm", "num_steps", "topk", "num_draft_tokens"} of which any may be left out; None is no
+    wish. algorithm, most: the engine's. Raises RequestError, naming the field and the limit, for more than it has."""
+    if wish is None:
+        return Speculation(None, _used(algorithm, most))
+    if isinstance(wish, str) and wish.lower() == "off":
+        return _off(most)
+    if not isinstance(wish, Mapping):
+        raise RequestError(f'speculative must be "off" or an object; found {show(wish)}', "speculative")
+    for name in wish:
+        if name not in _SPECULATIVE:
+            full = f"speculative.{str(name)[:80]}"
+            raise RequestError(f"{full} is not a known field", full)
+    asked = wish.get("algorithm")
+    if asked is not None:
+        if isinstance(asked, str) and asked.lower() in ("off", "none"):
+            return _no_drafts(wish, most)
+        if not isinstance(asked, str) or asked.upper() != algorithm.upper():
+            raise RequestError(
+                f"speculative.algorithm must be {algorithm!r}, with which the server was started, or 'off'; found "
+                f"{show(asked)}",
+                "speculative.algorithm",
+            )
+    depth = _bounded(wish, "num_steps", 0, most.depth)
+    topk = _bounded(wish, "topk", 1, most.topk)
+    nodes = _bounded(wish, "num_draft_tokens", 1, most.nodes)
+    depth = min(depth, nodes - 1)
+    if depth == 0:
+        return _off(most)
+    limits = SpecLimits(depth, topk, min(nodes, depth + 1) if topk == 1 else nodes)
+    return Speculation(None if limits == most else limits, _used(algorithm, limits))
+
+
+def prediction_text(value: Any, param: str = "prediction") -> str:
+    """The text of OpenAI's {"type": "content", "content": a string or text parts}. Raises RequestError."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind != "content" or not set(value) <= {"type", "content"}:
+        raise RequestError(f'{param} must be {{"type": "content", "content": ...}}; found {show(value)}', param)
+    content = value.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise RequestError(f"{param}.content must be a string or a list of text parts", f"{param}.content")
+    for i, part in enumerate(parts):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            name = f"{param}.content.{i}"
+            raise RequestError(f"{name} must be {{'type': 'text', 'text': ...}}; found {show(part)}", name)
+    return check_text("".join(part["text"] for part in parts), param)
+
+
+def _used(algorithm: str, limits: SpecLimits) -> dict[str, Any]:
+    return dict(zip(_SPECULATIVE, (algorithm if limits.depth else "none", *limits), strict=True))
+
+
+def _off(most: SpecLimits) -> Speculation:
+    none = SpecLimits(0, 1, 1)
+    return Speculation(none if most.depth else None, _used("none", none))
+
+
+def _no_drafts(wish: Mapping[str, Any], most: SpecLimits) -> Speculation:
+    """Switched off by name: numbers that ask for drafts contradict it."""
+    for name, nothing in (("num_steps", 0), ("topk", 1), ("num_draft_tokens", 1)):
+        if wish.get(name) not in (None, 0, nothing) or isinstance(wish.get(name), bool):
+            raise RequestError(
+                f"speculative.{name} and speculative.algorithm {wish['algorithm']!r} exclude each other",
+                f"speculative.{name}",
+            )
+    return _off(most)
+
+
+def _bounded(wish: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = wish.get(name)
+    return high if value is None else _whole(f"speculative.{name}", value, low, high)
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} must be an integer from {low} to {high}; found {show(value)}", name)
+    return value

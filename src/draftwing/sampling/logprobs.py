@@ -23,7 +23,7 @@ from torch import Tensor
 from draftwing.core import TokenLogprobs
 from draftwing.ops.torch.argmax import top_candidates
 from draftwing.ops.torch.sampling import CANDIDATES
-from draftwing.requests.options import LogprobParams
+from draftwing.requests.request import LogprobParams
 
 PROMPT_SLICE: Final = 64  # prompt positions whose logits exist at once; 40 MB of float32 for a vocabulary of 152k
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from draftwing.core import IntArray
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState, Guided, guide
-from draftwing.requests.options import SpecLimits
+from draftwing.requests.request import SpecLimits
 
 BoolArray = npt.NDArray[np.bool_]
 Masks = npt.NDArray[np.uint32]

@@ -13,13 +13,12 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.generation import Generation
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
 from draftwing.server.parsers.message import MessageReader, MessageStyle
 from draftwing.server.parsers.reasoning import REASONING_STYLES, start_of
 from draftwing.server.parsers.tools import TOOL_STYLES
 from draftwing.server.schema import Asking
-from draftwing.server.service import Service
+from draftwing.server.service import Generation, Service
 from draftwing.text.continuation import render_continued
 
 MOST_TOOLS = 512

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +20,9 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import inlined
+
+if TYPE_CHECKING:
+    from draftwing.server.service import Generation
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -203,3 +206,27 @@ async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
         yield stream_error(path, error)
     if not path.startswith(("/v1/messages", "/v1/responses")):  # their last event says that it is the last
         yield DONE
+
+
+class Rendering(Protocol):
+    """A generation as the response of a dialect."""
+
+    generation: Generation
+
+    def body(self) -> Any:
+        """Of a finished generation."""
+
+    def events(self) -> AsyncIterator[str]:
+        """Server-sent events while it runs."""
+
+
+async def respond(request: Request, rendering: Rendering, stream: bool | None) -> Response:
+    """Sends the response as events or at once; the generation is aborted when the client goes away."""
+    generation = rendering.generation
+    if stream:
+        return EventStream(request.url.path, rendering.events(), generation.close)
+    try:
+        await unless_disconnected(request, generation.finish())
+    finally:
+        generation.close()
+    return JSONResponse(rendering.body())

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import GRAMMARS
-from draftwing.requests.options import LogprobParams
+from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
 
 MAX_PROMPTS = 1024
@@ -72,7 +72,7 @@ _TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 1}
 _DRAFTS = _object([], algorithm=_TEXT, num_steps=_COUNT | {"minimum": 0}, topk=_COUNT, num_draft_tokens=_COUNT)
 _PARTS = {"type": "array", "items": _object(["type", "text"], type={"const": "text"}, text=_TEXT)}
 _CONTENT = _object(["type", "content"], type={"const": "content"}, content={"anyOf": [_TEXT, _PARTS]})
-# Their insides are checked in `requests.options`, which names what is wrong with them.
+# Their insides are checked in `requests.request`, which names what is wrong with them.
 Speculative = Annotated[str | dict[str, Any], WithJsonSchema({"anyOf": [{"const": "off"}, _DRAFTS]})]
 Prediction = Annotated[dict[str, Any], WithJsonSchema(_CONTENT)]
 

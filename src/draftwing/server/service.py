@@ -1,4 +1,4 @@
-"""What the endpoints work on: the engine, the tokenizer, and the names that requests use."""
+"""What the endpoints work on: the engine, the tokenizer, the names that requests use, and answers while they grow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from draftwing.engine.session import prepare
@@ -16,8 +16,8 @@ from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.generation import Generation
 from draftwing.server.schema import Asking, split_prompts
+from draftwing.text.answer import Answer
 from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer
 
@@ -25,6 +25,43 @@ logger = logging.getLogger(__name__)
 MAX_ANSWERS = 2048  # prompts times n
 _MAX_LOGGED_MODELS = 100
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
+
+
+class Generation:
+    """Answers that were asked for together.
+
+    All of them are handed to the engine at once, so that the n answers to a prompt can share its prefill.
+    Raises EngineDead when made. Iterate or `finish()`, and `close()` in any case.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, answers: Sequence[Answer], id: str, prompt_tokens: int, told: bool = False
+    ) -> None:
+        """answers: as `prepare` makes them.  id: of the response.  prompt_tokens: of all prompts, each counted once.
+        told: whether the response says how it was drafted."""
+        self.answers, self.id, self.prompt_tokens = answers, id, prompt_tokens
+        first = answers[0]
+        self.speculates = engine.info.speculates or bool(first.request.prediction)
+        self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if told else {})
+        self._by_uid = {answer.request.uid: answer for answer in answers}
+        requests = [answer.request for answer in answers]
+        self._stream = engine.submit(requests)
+        engine.observer.begin(id, requests, answers)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[Answer, str]]:
+        """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""
+        async for output in self._stream:
+            answer = self._by_uid[output.uid]
+            yield answer, answer.push(output)
+
+    async def finish(self) -> Sequence[Answer]:
+        """All answers, once all are complete."""
+        async for _ in self:
+            pass
+        return self.answers
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class Service:

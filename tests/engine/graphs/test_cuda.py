@@ -13,7 +13,7 @@ import torch
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.graphs.cuda import GraphCache, Key, batch_sizes
-from draftwing.requests.options import LogprobParams
+from draftwing.requests.request import LogprobParams
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 

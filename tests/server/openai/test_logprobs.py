@@ -151,8 +151,7 @@ def test_generate_stream_is_cumulative(client: TestClient) -> None:
 def test_a_slow_client_misses_none(engine: FakeEngine) -> None:
     """News that were not taken are joined: with them their log probabilities."""
     from draftwing.core import Output
-    from draftwing.requests.options import LogprobParams
-    from draftwing.requests.request import GenerationRequest
+    from draftwing.requests.request import GenerationRequest, LogprobParams
     from draftwing.requests.sampling_params import SamplingParams
     from draftwing.server.engine_client import Stream
 

@@ -18,8 +18,7 @@ from draftwing.engine.row_table import SlotTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
-from draftwing.requests.options import MAX_PREDICTED
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import MAX_PREDICTED, GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import EditTable
 from draftwing.spec.drafter import Drafter

@@ -8,10 +8,10 @@ from typing import Any
 import pydantic_core
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.server.generation import Generation
+from draftwing.server.blocks import Blocks, Event, text_of
 from draftwing.server.http import named_event
 from draftwing.server.parsers.message import MessageReader, Part, Thought
-from draftwing.server.rendering import Blocks, Event, text_of
+from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 
 _DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}

@@ -8,8 +8,7 @@ from fastapi.responses import Response
 from draftwing.server.anthropic.rendering import Message
 from draftwing.server.anthropic.schema import CountRequest, MessagesRequest
 from draftwing.server.chat import Chats
-from draftwing.server.http import read_body, schema
-from draftwing.server.rendering import respond
+from draftwing.server.http import read_body, respond, schema
 from draftwing.server.service import Service
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from draftwing.server.generation import Generation
 from draftwing.server.http import event
+from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 from draftwing.text.token_text import TokenTexts
 

@@ -19,11 +19,10 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.http import read_body, schema
+from draftwing.server.http import read_body, respond, schema
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
-from draftwing.server.openai.messages import conversation
-from draftwing.server.rendering import respond
+from draftwing.server.openai.schema import conversation
 from draftwing.server.service import Service
 
 HEALTH_SECONDS = 20  # how long /health_generate waits for its token

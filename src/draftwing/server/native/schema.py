@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from draftwing.errors import RequestError
-from draftwing.requests.options import LogprobParams, logprob_params
 from draftwing.requests.refusals import check_text
+from draftwing.requests.request import LogprobParams, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
-from draftwing.server.openai.messages import Message
+from draftwing.server.openai.schema import Message
 from draftwing.server.schema import MAX_PROMPTS, Asking, Body, NotBuilt, TokenIds
 
 _Sampling = Annotated[

@@ -6,13 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from draftwing.server.generation import Generation
 from draftwing.server.http import event
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
 from draftwing.server.openai.schema import OpenAIBody
 from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.parsers.tools import CallPiece
-from draftwing.server.service import Service
+from draftwing.server.service import Generation, Service
 from draftwing.text.answer import Answer
 
 

@@ -9,11 +9,10 @@ from fastapi.responses import JSONResponse, Response
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
-from draftwing.server.http import error_response, read_body, schema
+from draftwing.server.http import error_response, read_body, respond, schema
 from draftwing.server.openai.rendering import ChatCompletion, Completion, model_card
 from draftwing.server.openai.responses.routes import add_responses_routes
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
-from draftwing.server.rendering import respond
 from draftwing.server.service import Service
 
 

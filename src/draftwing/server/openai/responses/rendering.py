@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.server.generation import Generation
+from draftwing.server.blocks import Blocks, Event, text_of
 from draftwing.server.http import named_event
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.parsers.message import MessageReader, Part, Thought
 from draftwing.server.parsers.tools import CallPiece
-from draftwing.server.rendering import Blocks, Event, text_of
+from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 
 

@@ -6,10 +6,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from draftwing.server.chat import Chats
-from draftwing.server.http import read_body, schema
+from draftwing.server.http import read_body, respond, schema
 from draftwing.server.openai.responses.rendering import ResponseObject
 from draftwing.server.openai.responses.schema import ResponsesRequest
-from draftwing.server.rendering import respond
 from draftwing.server.service import Service
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import RequestError
-from draftwing.requests.options import (
+from draftwing.requests.request import (
     MOST_LOGPROBS,
     LogprobParams,
     SpecLimits,

@@ -1,45 +1,15 @@
-"""What the renderings of all dialects share: how a response is sent, and how an answer becomes a list of blocks."""
+"""How an answer becomes a list of blocks, in the dialects that have such."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
-
-from draftwing.server.generation import Generation
-from draftwing.server.http import EventStream, unless_disconnected
 from draftwing.server.parsers.message import MessageReader, Part, Thought
 from draftwing.server.parsers.tools import CallPiece
 from draftwing.text.answer import Answer
 
 Event = tuple[str, dict[str, Any]]  # its name and data
-
-
-class Rendering(Protocol):
-    """A generation as the response of a dialect."""
-
-    generation: Generation
-
-    def body(self) -> Any:
-        """Of a finished generation."""
-
-    def events(self) -> AsyncIterator[str]:
-        """Server-sent events while it runs."""
-
-
-async def respond(request: Request, rendering: Rendering, stream: bool | None) -> Response:
-    """Sends the response as events or at once; the generation is aborted when the client goes away."""
-    generation = rendering.generation
-    if stream:
-        return EventStream(request.url.path, rendering.events(), generation.close)
-    try:
-        await unless_disconnected(request, generation.finish())
-    finally:
-        generation.close()
-    return JSONResponse(rendering.body())
 
 
 class Blocks(ABC):
