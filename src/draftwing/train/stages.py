@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,41 +30,19 @@ from draftwing.train import heads
 from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_taps
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
-from draftwing.train.data import (
-    BadData,
-    Conversation,
-    Overlap,
-    Prompt,
-    Skipped,
-    first_turns,
-    held_out,
-    original,
-    read_conversations,
-    read_prompts,
-    without_overlap,
-)
+from draftwing.train.data import Skipped, held_out, original
+from draftwing.train.dataset import Dataset, evaluation_sets, read_dataset
 from draftwing.train.evaluate import Trial, evaluate, summary
 from draftwing.train.files import write_json
 from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe
 from draftwing.train.generate import Sampling, finished, generate, usable
-from draftwing.train.sequences import conversation_tokens, read_responses, responses_files
+from draftwing.train.sequences import read_responses, responses_files
 from draftwing.train.settings import Run
 from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, Tokens
 from draftwing.train.ttt import AnyHead
 from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Data:
-    """Cleaned data: prompts to be answered, conversations as they are in tokens, first user turns of evaluation
-    sets."""
-
-    prompts: list[Prompt]
-    conversations: list[Tokens]
-    sets: dict[str, list[str]]
-    skipped: Skipped
 
 
 class Stages:
@@ -102,59 +79,9 @@ class Stages:
         return load_tokenizer(path, options.chat_template)
 
     @cached_property
-    def data(self) -> Data:
+    def data(self) -> Dataset:
         """Reads and cleans the data. Raises ConfigError where nothing is left to train on."""
-        settings, skipped = self.settings, Skipped()
-        if not settings.prompts and not settings.conversations:
-            raise ConfigError("there is nothing to train on: give --prompts or --conversations FILES")
-        prompts = read_prompts(settings.prompts, skipped, settings.seed)
-        talks = read_conversations(settings.conversations, skipped)
-        sets = self._evaluation_sets()
-        if sets:
-            overlap = Overlap(text for texts in sets.values() for text in texts)
-            prompts = without_overlap(prompts, overlap, skipped)
-            talks = without_overlap(talks, overlap, skipped)
-        else:
-            prompts, talks, sets = self._hold_out(prompts, talks)
-        if settings.regenerate:
-            known = {prompt.key for prompt in prompts}
-            prompts += [talk.prompt() for talk in talks if talk.prompt().key not in known]
-            talks = []
-        prompts = [dataclasses.replace(one, copy=copy) for copy in range(settings.answers) for one in prompts]
-        conversations = []
-        for talk in talks:
-            try:
-                conversations.append(conversation_tokens(talk, self.tokenizer, settings.max_length))
-            except BadData as error:
-                skipped.note(error, talk.where)
-        skipped.require(len(prompts) + len(conversations), "prompt or conversation")
-        skipped.log()
-        logger.info("%d prompts to answer, %d conversations as they are", len(prompts), len(conversations))
-        return Data(prompts, conversations, sets, skipped)
-
-    def _evaluation_sets(self) -> dict[str, list[str]]:
-        sets: dict[str, list[str]] = {}
-        for file in self.settings.eval_prompts:
-            path, broken = Path(file), Skipped()
-            stem = path.name.partition(".")[0]
-            name = path.parent.name if stem in ("question", "questions", "test") and path.parent.name else stem
-            texts = first_turns(file, broken)
-            broken.require(len(texts), f"evaluation prompt of {file}")
-            sets[name if name not in sets else file] = texts
-        return sets
-
-    def _hold_out(
-        self, prompts: list[Prompt], talks: list[Conversation]
-    ) -> tuple[list[Prompt], list[Conversation], dict[str, list[str]]]:
-        """Takes some of the data out of training, to measure on."""
-        items: list[Prompt | Conversation] = [*prompts, *talks]
-        chosen = held_out((item.key for item in items), self.settings.held_out, self.settings.seed, "eval")
-        texts = [item.turns[0] for item in items if item.key in chosen]
-        return (
-            [prompt for prompt in prompts if prompt.key not in chosen],
-            [talk for talk in talks if talk.key not in chosen],
-            {"held out": texts} if texts else {},
-        )
+        return read_dataset(self.settings, lambda: self.tokenizer)
 
     def check(self) -> None:
         """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
@@ -316,7 +243,9 @@ class Stages:
             "speculative_draft_model_path": str(folder),
         }
         trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
-        sets = self._evaluation_sets() or (self.data.sets if settings.prompts or settings.conversations else {})
+        sets = evaluation_sets(settings.eval_prompts) or (
+            self.data.sets if settings.prompts or settings.conversations else {}
+        )
         sets = {name: texts[: settings.eval_count] for name, texts in sets.items()}
         records = evaluate(options, sets, trial, out / "eval.json")
         write_card(self.run, self.config, records)
