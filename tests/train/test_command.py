@@ -169,7 +169,7 @@ def test_the_mean_needs_no_data(
     def never(*args: Any, **kw: Any) -> None:
         raise AssertionError
 
-    for name in ("generate", "capture", "fit"):
+    for name in ("generate", "capture", "Fit"):
         monkeypatch.setattr(stages, name, never)
     monkeypatch.setattr(stages.Stages, "_target", never)
     monkeypatch.setattr(subprocess, "run", never)

@@ -12,6 +12,7 @@ from draftwing.errors import ConfigError
 from draftwing.text.tokenizer import Tokenizer
 from draftwing.train.data import (
     BadData,
+    Conversation,
     Overlap,
     Prompt,
     Skipped,
@@ -55,7 +56,7 @@ def read_dataset(settings: Settings, tokenizer: Callable[[], Tokenizer]) -> Data
         prompts = without_overlap(prompts, overlap, skipped)
         talks = without_overlap(talks, overlap, skipped)
     else:  # some of the data is measured on instead of trained on
-        items = [*prompts, *talks]
+        items: list[Prompt | Conversation] = [*prompts, *talks]
         chosen = held_out((item.key for item in items), settings.held_out, settings.seed, "eval")
         texts = [item.turns[0] for item in items if item.key in chosen]
         sets = {"held out": texts} if texts else {}

@@ -243,9 +243,9 @@ class Stages:
             "speculative_draft_model_path": str(folder),
         }
         trial = Trial(settings.trees(), settings.eval_temperatures, settings.eval_tokens, settings.eval_concurrency)
-        sets = evaluation_sets(settings.eval_prompts) or (
-            self.data.sets if settings.prompts or settings.conversations else {}
-        )
+        sets = evaluation_sets(settings.eval_prompts)
+        if not sets and (settings.prompts or settings.conversations):
+            sets = self.data.sets
         sets = {name: texts[: settings.eval_count] for name, texts in sets.items()}
         records = evaluate(options, sets, trial, out / "eval.json")
         write_card(self.run, self.config, records)
