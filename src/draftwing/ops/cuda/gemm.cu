@@ -54,7 +54,8 @@ __device__ __forceinline__ u16 from_float(float f) {
 __device__ __forceinline__ uint4 load_weight(const u16* p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
 }
 
@@ -105,7 +106,9 @@ __device__ __forceinline__ void sync_cluster() {
 __device__ __forceinline__ float load_from_rank(const float* p, int rank) {
     float f;
     asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at];}"
-                 : "=f"(f) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank) : "memory");
+                 : "=f"(f)
+                 : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank)
+                 : "memory");
     return f;
 }
 
@@ -188,10 +191,10 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
 #define CLUSTER_2 __cluster_dims__(2, 1, 1)
 #define CLUSTER_4 __cluster_dims__(4, 1, 1)
 #define CLUSTER_8 __cluster_dims__(8, 1, 1)
-#define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, GEMM, ...)                                                              \
-    extern "C" __global__ void CLUSTER_##CLUSTER __launch_bounds__(THREADS, BLOCKS) NAME(                              \
-        const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) {                  \
-        GEMM<__VA_ARGS__>(x, w, bias, extra, y, M, N, K);                                                              \
+#define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, GEMM, ...)                                                  \
+    extern "C" __global__ void CLUSTER_##CLUSTER __launch_bounds__(THREADS, BLOCKS)                        \
+        NAME(const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) { \
+        GEMM<__VA_ARGS__>(x, w, bias, extra, y, M, N, K);                                                  \
     }
 
 // PLAIN: y = x w^T (+ bias).  ADD: y = x w^T (+ bias) + extra.  SILU_MUL: w is [2 * N, K], gates before ups, and
@@ -199,7 +202,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
 // in flight.
 template <int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
 __device__ __forceinline__ void gemm(const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias,
-                                        const u16* __restrict__ extra, u16* __restrict__ y, int M, int N, int K) {
+                                     const u16* __restrict__ extra, u16* __restrict__ y, int M, int N, int K) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
     extern __shared__ float sums[];  // [SHARES][TOKENS][PITCH]
@@ -215,8 +218,8 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const u16* __res
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             // SILU_MUL: a tile is 8 gates and, below them, the 8 ups that belong to them.
-            const int row = KIND == SILU_MUL ? min(row0 + r * 8 + g, N - 1) + half * N
-                                             : min(row0 + r * 16 + half * 8 + g, N - 1);
+            const int row =
+                KIND == SILU_MUL ? min(row0 + r * 8 + g, N - 1) + half * N : min(row0 + r * 16 + half * 8 + g, N - 1);
             weight[r][half] = w + (size_t)row * K + k0;
         }
     uint4 a[AHEAD][ROW_TILES][4];

@@ -7,8 +7,8 @@
 // in units of 16 bytes in the order in which the lanes of a warp need them.
 template <int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int STAGES, int CLUSTER, int KIND>
 __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16* __restrict__ w,
-                                               const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                               u16* __restrict__ y, int M, int N, int K) {
+                                            const u16* __restrict__ bias, const u16* __restrict__ extra,
+                                            u16* __restrict__ y, int M, int N, int K) {
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
     constexpr int THREADS = WARPS_F * WARPS_K * 32;
     constexpr bool ONE_PART = WARPS_K * CLUSTER == 1;
@@ -34,8 +34,8 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int at = warp_row + r * 16;
-            const int row = KIND == SILU_MUL ? min(row0 + at / 2 + g, N - 1) + half * N
-                                             : min(row0 + at + half * 8 + g, N - 1);
+            const int row =
+                KIND == SILU_MUL ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
             weight[r][half] = w + (size_t)row * K + part * CHUNK + t * 8;
         }
     uint4 a[AHEAD][ROW_TILES][4];
@@ -48,9 +48,10 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
                     into[r][j * 2 + half] = load_weight(weight[r][half] + c * CHUNK + j * 32);
     };
     int weights_ahead = first, x_ahead = first;  // of the round to ask for next
-    for (auto& chunk : a)  // where a part has no chunk left, x is zeros, and this must be numbers
+    for (auto& chunk : a)                        // where a part has no chunk left, x is zeros, and this must be numbers
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) chunk[r][0] = chunk[r][1] = chunk[r][2] = chunk[r][3] = make_uint4(0, 0, 0, 0);
+        for (int r = 0; r < ROW_TILES; ++r)
+            chunk[r][0] = chunk[r][1] = chunk[r][2] = chunk[r][3] = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int p = 0; p < AHEAD; ++p, weights_ahead = after(weights_ahead))
 #pragma unroll
@@ -132,10 +133,8 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
     wait_for_copies<0>();
     __syncthreads();
     keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
-    if constexpr (CLUSTER > 1)
-        sync_cluster();
-    else
-        __syncthreads();
+    if constexpr (CLUSTER > 1) sync_cluster();
+    else __syncthreads();
     store_results<WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
     if constexpr (CLUSTER > 1) sync_cluster();  // nobody ends while others read what it has
 }
@@ -148,8 +147,8 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
 // quarter warp, which read 64 bytes of two rows each, meet no bank twice.
 template <int WARPS_F, int WARPS_T, int WF, int WT, int STAGES, int KIND>
 __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const u16* __restrict__ w,
-                                              const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                              u16* __restrict__ y, int M, int N, int K) {
+                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
+                                           u16* __restrict__ y, int M, int N, int K) {
     constexpr int ROWS = WARPS_F * WF * 16, TOKENS = WARPS_T * WT * 8, PITCH = pitch_of(ROWS);
     constexpr int THREADS = WARPS_F * WARPS_T * 32;
     constexpr int STAGE = (ROWS + TOKENS) * CHUNK, UNITS = CHUNK / 8, STRIDE = THREADS / UNITS;
@@ -168,8 +167,10 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const u16*
 #pragma unroll
         for (int p = 0; p < ROWS / STRIDE; ++p) {
             const int i = first + p * STRIDE;
-            const int row = KIND == SILU_MUL ? min(row0 + i / 16 * 8 + i % 8, N - 1) + i % 16 / 8 * N : min(row0 + i, N - 1);
-            copy_async(stages + stage * STAGE + to + p * STRIDE * CHUNK, w + (size_t)row * K + chunk * CHUNK + unit * 8);
+            const int row =
+                KIND == SILU_MUL ? min(row0 + i / 16 * 8 + i % 8, N - 1) + i % 16 / 8 * N : min(row0 + i, N - 1);
+            copy_async(stages + stage * STAGE + to + p * STRIDE * CHUNK,
+                       w + (size_t)row * K + chunk * CHUNK + unit * 8);
         }
     };
     auto copy_x = [&](int stage, int chunk) {

@@ -13,7 +13,7 @@
 #define MAX_THREADS 256
 #define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys or values */
-#define TILE_ROWS 32 /* query heads that share what is staged of a block of keys */
+#define TILE_ROWS 32   /* query heads that share what is staged of a block of keys */
 
 #define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
 /* The sums of 16 vectors, in their order; each is summed in the same order, whichever of the 16 it is. */
@@ -183,7 +183,10 @@ INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_
             const char *ahead = (const char *)a->kv + at * width;
             for (int64_t c = 0; c < (2 - which) * dim * width; c += 64) __builtin_prefetch(ahead + c);
         }
-        if (j >= end) { memset(to, 0, (size_t)a->padded * 4); continue; }
+        if (j >= end) {
+            memset(to, 0, (size_t)a->padded * 4);
+            continue;
+        }
         const int64_t slot = table[j < prefix ? j : prefix + path[j - prefix]];
         const int64_t at = ((slot * a->kv_heads + head) * 2 + which) * dim;
         for (int64_t c = 0; c < dim; c += LANES) storef(to + c, load(a->kv, at + c, dim - c, half));
@@ -214,8 +217,8 @@ static void score_block(const float *q, const float *keys, int64_t padded, float
 }
 
 /* acc[r] += weights[r][j] * values[j], one j after the other: `rows` rows, `vecs` vectors of each. */
-INLINE void value_part(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded,
-                       int64_t count, const int rows, const int vecs) {
+INLINE void value_part(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded, int64_t count,
+                       const int rows, const int vecs) {
     vf sum[4][4];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vecs; c++) sum[r][c] = loadf(acc + r * padded + c * LANES);
@@ -226,8 +229,8 @@ INLINE void value_part(float *acc, const float *weights, int64_t ld, const float
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vecs; c++) storef(acc + r * padded + c * LANES, sum[r][c]);
 }
-INLINE void value_rows(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded,
-                       int64_t count, const int rows) {
+INLINE void value_rows(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded, int64_t count,
+                       const int rows) {
     int64_t c = 0;
     for (; c + 4 * LANES <= padded; c += 4 * LANES)
         value_part(acc + c, weights, ld, values + c, padded, count, rows, 4);
@@ -346,8 +349,13 @@ static PyObject *go(Rows *r, int64_t threads, int64_t elements) {
 static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[7];
     if (!numbers(args, given - 1, 7, n)) return NULL;
-    Rows r = {.row = n[5] ? norm_half : norm_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .weight = POINTER(n[2]),
-              .rows = n[3], .size = n[4], .eps = PyFloat_AsDouble(args[7])};
+    Rows r = {.row = n[5] ? norm_half : norm_float,
+              .out = POINTER(n[0]),
+              .x = POINTER(n[1]),
+              .weight = POINTER(n[2]),
+              .rows = n[3],
+              .size = n[4],
+              .eps = PyFloat_AsDouble(args[7])};
     return PyErr_Occurred() ? NULL : go(&r, n[6], n[3] * n[4]);
 }
 
@@ -355,8 +363,8 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t g
 static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[6];
     if (!numbers(args, given, 6, n)) return NULL;
-    Rows r = {.row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2],
-              .size = n[3]};
+    Rows r = {
+        .row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2], .size = n[3]};
     return go(&r, n[5], 2 * n[2] * n[3]);
 }
 
@@ -364,9 +372,18 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t g
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[13];
     if (!numbers(args, given, 13, n)) return NULL;
-    Rows r = {.row = n[11] ? rope_half : rope_float, .out = POINTER(n[0]), .kv = POINTER(n[1]), .slots = POINTER(n[2]),
-              .cos = POINTER(n[3]), .sin = POINTER(n[4]), .rows = n[5], .heads = n[6], .kv_heads = n[7], .dim = n[8],
-              .stride = n[9], .rope_stride = n[10]};
+    Rows r = {.row = n[11] ? rope_half : rope_float,
+              .out = POINTER(n[0]),
+              .kv = POINTER(n[1]),
+              .slots = POINTER(n[2]),
+              .cos = POINTER(n[3]),
+              .sin = POINTER(n[4]),
+              .rows = n[5],
+              .heads = n[6],
+              .kv_heads = n[7],
+              .dim = n[8],
+              .stride = n[9],
+              .rope_stride = n[10]};
     return go(&r, n[12], n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 
@@ -383,11 +400,27 @@ static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize
 }
 
 Attention attention_of(const int64_t *n) {
-    Attention a = {.out = POINTER(n[0]), .q = POINTER(n[1]), .kv = POINTER(n[2]), .q_stride = n[3], .heads = n[4],
-                   .kv_heads = n[5], .dim = n[6], .half = n[7], .rows = POINTER(n[8]), .table = POINTER(n[9]),
-                   .table_stride = n[10], .prefix = POINTER(n[11]), .path = POINTER(n[12]), .path_len = POINTER(n[13]),
-                   .spans = POINTER(n[14]), .count = n[15], .nodes = n[16], .depth = n[17], .scratch = POINTER(n[18]),
-                   .scratch_size = n[19], .threads = n[20]};
+    Attention a = {.out = POINTER(n[0]),
+                   .q = POINTER(n[1]),
+                   .kv = POINTER(n[2]),
+                   .q_stride = n[3],
+                   .heads = n[4],
+                   .kv_heads = n[5],
+                   .dim = n[6],
+                   .half = n[7],
+                   .rows = POINTER(n[8]),
+                   .table = POINTER(n[9]),
+                   .table_stride = n[10],
+                   .prefix = POINTER(n[11]),
+                   .path = POINTER(n[12]),
+                   .path_len = POINTER(n[13]),
+                   .spans = POINTER(n[14]),
+                   .count = n[15],
+                   .nodes = n[16],
+                   .depth = n[17],
+                   .scratch = POINTER(n[18]),
+                   .scratch_size = n[19],
+                   .threads = n[20]};
     a.padded = (a.dim + LANES - 1) / LANES * LANES;
     a.tile = tile_of(a.heads / a.kv_heads);
     a.tiles = (a.nodes + a.tile - 1) / a.tile;

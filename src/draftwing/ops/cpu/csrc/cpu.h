@@ -22,7 +22,11 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 
 /* -- vectors ------------------------------------------------------------------------------------------------------ */
 
-INLINE vf loadf(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE vf loadf(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 INLINE void storef(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf select_f(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
@@ -87,7 +91,9 @@ HIDDEN void run(void (*work)(void *), void *data, int64_t threads, int64_t cost)
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
 
 /* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. */
-typedef struct { const char *at, *end, *later, *last; } Ahead;
+typedef struct {
+    const char *at, *end, *later, *last;
+} Ahead;
 INLINE void fetch(Ahead *a, int64_t lines) {
     for (; lines && a->at < a->end; lines--) {
         __builtin_prefetch(a->at, 0, 2);
@@ -98,8 +104,13 @@ INLINE void fetch(Ahead *a, int64_t lines) {
 
 /* Threads that do several things one after the other, with all of them done before the next begins: to meet costs a
    fraction of what `run` does. */
-typedef struct { int64_t size, entered, arrived, round; } Team; /* round: meetings that were */
-typedef struct { Team *team; int64_t number, size; } Member;
+typedef struct {
+    int64_t size, entered, arrived, round;
+} Team; /* round: meetings that were */
+typedef struct {
+    Team *team;
+    int64_t number, size;
+} Member;
 /* Calls work(data) in at most `threads` threads, each of which begins with `join`. `team` starts as zeros. */
 HIDDEN void run_team(void (*work)(void *), void *data, Team *team, int64_t threads);
 HIDDEN Member join(Team *team);
@@ -156,14 +167,14 @@ HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead 
 typedef struct {
     const uint16_t *x, *weight, *bias, *residual; /* bias, residual: or NULL */
     uint16_t *out;
-    const float *scales;    /* of a weight in 8 bits, by output; NULL: it is in bfloat16 */
-    const int32_t *offsets; /* what the sums with it are too large by */
+    const float *scales;                  /* of a weight in 8 bits, by output; NULL: it is in bfloat16 */
+    const int32_t *offsets;               /* what the sums with it are too large by */
     int64_t rows, inputs, outputs, block; /* block: inputs that are summed together */
     int64_t shares, next;
 } Product;
 HIDDEN void multiply(Product *p, int64_t threads);
 HIDDEN void multiply_part(const Product *p, int64_t from, int64_t to); /* outputs, multiples of 32 */
-HIDDEN extern const int has_product; /* whether this CPU can */
+HIDDEN extern const int has_product;                                   /* whether this CPU can */
 HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In layer.c. */

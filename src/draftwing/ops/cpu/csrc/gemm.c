@@ -115,8 +115,7 @@ INLINE void byte_tile(const Product *p, const Bytes *x, int64_t row, int64_t col
 }
 
 INLINE void byte_columns(const Product *p, const Bytes *x, int64_t column, const int vectors) {
-    for (int64_t row = 0; row < p->rows; row += 4)
-        switch (p->rows - row) {
+    for (int64_t row = 0; row < p->rows; row += 4) switch (p->rows - row) {
         case 1: byte_tile(p, x, row, column, 1, vectors); break;
         case 2: byte_tile(p, x, row, column, 2, vectors); break;
         case 3: byte_tile(p, x, row, column, 3, vectors); break;
@@ -141,8 +140,7 @@ static void multiply_bytes(const Product *p, int64_t from, int64_t to) {
 
 INLINE void columns(const Product *p, int64_t column, const int vectors) {
     const int64_t groups = (p->rows + GROUP_ROWS - 1) / GROUP_ROWS, most = (p->rows + groups - 1) / groups;
-    for (int64_t row = 0; row < p->rows; row += most)
-        switch (p->rows - row < most ? p->rows - row : most) {
+    for (int64_t row = 0; row < p->rows; row += most) switch (p->rows - row < most ? p->rows - row : most) {
         case 1: tile(p, row, column, 1, vectors); break;
         case 2: tile(p, row, column, 2, vectors); break;
         case 3: tile(p, row, column, 3, vectors); break;
@@ -190,9 +188,17 @@ const int has_product = 0;
 PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[12];
     if (!numbers(args, given, 12, n)) return NULL;
-    Product p = {.out = POINTER(n[0]), .x = POINTER(n[1]), .weight = POINTER(n[2]), .bias = POINTER(n[3]),
-                 .residual = POINTER(n[4]), .rows = n[5], .inputs = n[6], .outputs = n[7], .block = n[8],
-                 .scales = POINTER(n[9]), .offsets = POINTER(n[10])};
+    Product p = {.out = POINTER(n[0]),
+                 .x = POINTER(n[1]),
+                 .weight = POINTER(n[2]),
+                 .bias = POINTER(n[3]),
+                 .residual = POINTER(n[4]),
+                 .rows = n[5],
+                 .inputs = n[6],
+                 .outputs = n[7],
+                 .block = n[8],
+                 .scales = POINTER(n[9]),
+                 .offsets = POINTER(n[10])};
     Py_BEGIN_ALLOW_THREADS
     multiply(&p, n[11]);
     Py_END_ALLOW_THREADS

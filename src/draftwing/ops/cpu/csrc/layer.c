@@ -21,24 +21,37 @@ typedef struct {
 
 /* weight, bias, inputs, outputs, block, scales, offsets */
 static Product product_of(const int64_t *n) {
-    return (Product){.weight = POINTER(n[0]), .bias = POINTER(n[1]), .inputs = n[2], .outputs = n[3], .block = n[4],
-                     .scales = POINTER(n[5]), .offsets = POINTER(n[6])};
+    return (Product){.weight = POINTER(n[0]),
+                     .bias = POINTER(n[1]),
+                     .inputs = n[2],
+                     .outputs = n[3],
+                     .block = n[4],
+                     .scales = POINTER(n[5]),
+                     .offsets = POINTER(n[6])};
 }
 /* attn_norm, mlp_norm, hidden, ffn; the four products, 7 numbers each */
 static Layer layer_of(const int64_t *n) {
-    return (Layer){.attn_norm = POINTER(n[0]), .mlp_norm = POINTER(n[1]), .hidden = n[2], .ffn = n[3],
-                   .qkv = product_of(n + 4), .o = product_of(n + 11), .gate_up = product_of(n + 18),
+    return (Layer){.attn_norm = POINTER(n[0]),
+                   .mlp_norm = POINTER(n[1]),
+                   .hidden = n[2],
+                   .ffn = n[3],
+                   .qkv = product_of(n + 4),
+                   .o = product_of(n + 11),
+                   .gate_up = product_of(n + 18),
                    .down = product_of(n + 25)};
 }
 
 /* The share of a product's outputs that a thread has, in units of `size` outputs each. */
-typedef struct { int64_t from, to; } Range;
+typedef struct {
+    int64_t from, to;
+} Range;
 static Range range_of(const Member *me, int64_t units, int64_t size) {
     return (Range){share(me, units, 0) * size, share(me, units, 1) * size};
 }
 static Ahead weight_of(const Product *p, Range outputs) {
     const int64_t bytes = p->inputs * (p->scales ? 1 : 2), most = MOST_AHEAD;
-    const char *at = (const char *)p->weight + outputs.from * bytes, *end = (const char *)p->weight + outputs.to * bytes;
+    const char *at = (const char *)p->weight + outputs.from * bytes,
+               *end = (const char *)p->weight + outputs.to * bytes;
     return (Ahead){at, end - at < most ? end : at + most, NULL, NULL};
 }
 static Ahead both(Ahead first, Ahead then) { return (Ahead){first.at, first.end, then.at, then.end}; }
@@ -52,7 +65,7 @@ static void product(Product p, Range outputs, void *out, const void *x, const vo
 
 typedef struct {
     Team team;
-    int64_t count, rows; /* count: of layers */
+    int64_t count, rows;                    /* count: of layers */
     const int64_t *layers, *pools, *places; /* addresses of their numbers and of their keys and values; see py_layers */
     const uint16_t *x, *normed;
     uint16_t *outs, *spare;
@@ -135,11 +148,24 @@ PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     const double eps = PyFloat_AsDouble(args[13 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
     const Attention a = attention_of(n + 13);
-    Layers job = {.x = POINTER(n[0]), .normed = POINTER(n[1]), .outs = POINTER(n[2]), .count = n[3],
-                  .layers = POINTER(n[4]), .pools = POINTER(n[5]), .places = POINTER(n[6]), .spare = POINTER(n[7]),
-                  .rows = n[12], .attention = a, .eps = eps,
-                  .rope = {.slots = POINTER(n[8]), .cos = POINTER(n[9]), .sin = POINTER(n[10]), .rope_stride = n[11],
-                           .heads = a.heads, .kv_heads = a.kv_heads, .dim = a.dim}};
+    Layers job = {.x = POINTER(n[0]),
+                  .normed = POINTER(n[1]),
+                  .outs = POINTER(n[2]),
+                  .count = n[3],
+                  .layers = POINTER(n[4]),
+                  .pools = POINTER(n[5]),
+                  .places = POINTER(n[6]),
+                  .spare = POINTER(n[7]),
+                  .rows = n[12],
+                  .attention = a,
+                  .eps = eps,
+                  .rope = {.slots = POINTER(n[8]),
+                           .cos = POINTER(n[9]),
+                           .sin = POINTER(n[10]),
+                           .rope_stride = n[11],
+                           .heads = a.heads,
+                           .kv_heads = a.kv_heads,
+                           .dim = a.dim}};
     Py_BEGIN_ALLOW_THREADS
     run_team(some_of_layers, &job, &job.team, a.threads);
     Py_END_ALLOW_THREADS

@@ -185,11 +185,11 @@ typedef struct {
     const int64_t *candidates, *match; /* of a row: [depth, KEPT], [KEPT] */
     const double *weight;              /* [matches, matches, KEPT, branch] */
     int64_t matches, branch, depth, nodes, last;
-    double *key;               /* [nodes] of the best nodes, best first */
-    int64_t *best;             /* [nodes] their numbers, d * KEPT + c */
-    int64_t (*owner)[KEPT];    /* [depth] first candidate with the same prefix, leads its node */
-    int64_t (*place)[KEPT];    /* [depth] in the tree, 0 = not there */
-    int64_t *tokens, *parent;  /* of a row: [nodes] */
+    double *key;              /* [nodes] of the best nodes, best first */
+    int64_t *best;            /* [nodes] their numbers, d * KEPT + c */
+    int64_t (*owner)[KEPT];   /* [depth] first candidate with the same prefix, leads its node */
+    int64_t (*place)[KEPT];   /* [depth] in the tree, 0 = not there */
+    int64_t *tokens, *parent; /* of a row: [nodes] */
     uint8_t *alive;
 } Build;
 
@@ -252,9 +252,17 @@ static void build_row(const Build *b) {
 static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[16];
     if (!numbers(args, given, 16, n)) return NULL;
-    const Memory m = {.rows = POINTER(n[0]), .batch = n[1], .tokens = POINTER(n[2]), .context = n[3], .size = n[4],
-                      .state = POINTER(n[5]), .log = POINTER(n[6]), .table = POINTER(n[7]), .factors = POINTER(n[8]),
-                      .mask = n[9], .window = n[10]};
+    const Memory m = {.rows = POINTER(n[0]),
+                      .batch = n[1],
+                      .tokens = POINTER(n[2]),
+                      .context = n[3],
+                      .size = n[4],
+                      .state = POINTER(n[5]),
+                      .log = POINTER(n[6]),
+                      .table = POINTER(n[7]),
+                      .factors = POINTER(n[8]),
+                      .mask = n[9],
+                      .window = n[10]};
     const int64_t *prefix = POINTER(n[11]), *count = POINTER(n[12]);
     int64_t *clock = POINTER(n[15]);
     *clock += INSERT;
@@ -267,9 +275,18 @@ static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t giv
 static PyObject *py_outlook(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[21];
     if (!numbers(args, given, 21, n)) return NULL;
-    const Memory m = {.rows = POINTER(n[0]), .batch = n[1], .tokens = POINTER(n[2]), .context = n[3], .size = n[4],
-                      .state = POINTER(n[5]), .log = POINTER(n[6]), .table = POINTER(n[7]), .factors = POINTER(n[8]),
-                      .mask = n[9], .window = n[10], .kv_len = POINTER(n[11])};
+    const Memory m = {.rows = POINTER(n[0]),
+                      .batch = n[1],
+                      .tokens = POINTER(n[2]),
+                      .context = n[3],
+                      .size = n[4],
+                      .state = POINTER(n[5]),
+                      .log = POINTER(n[6]),
+                      .table = POINTER(n[7]),
+                      .factors = POINTER(n[8]),
+                      .mask = n[9],
+                      .window = n[10],
+                      .kv_len = POINTER(n[11])};
     int64_t *candidates = POINTER(n[12]), *match = POINTER(n[13]), *gap = POINTER(n[14]), *out = POINTER(n[19]);
     for (int64_t b = 0; b < m.batch; b++) {
         const int64_t row = m.rows[b];

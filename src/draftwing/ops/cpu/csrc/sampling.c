@@ -15,14 +15,16 @@
 #define VECTORS 4 /* that are looked at together: a block */
 #define GROUP 64  /* tokens of a set whose maximum is looked at */
 #define APART __attribute__((noinline))
-#define ALL 0x7fffffff    /* no limit: the pattern of every gap, NaN included, is at most this */
-#define MASS_ONE 0x1p40f  /* fixed-point 1.0, as in ops/torch/filters.py */
+#define ALL 0x7fffffff   /* no limit: the pattern of every gap, NaN included, is at most this */
+#define MASS_ONE 0x1p40f /* fixed-point 1.0, as in ops/torch/filters.py */
 #define LOG2E 1.44269504f
 #define LN2 0.693147181f
 
 /* -- noise: ops/torch/noise.py ------------------------------------------------------------------------------------- */
 
-typedef struct { uint32_t word[2]; } Key;
+typedef struct {
+    uint32_t word[2];
+} Key;
 
 static Key key_of(int64_t seed, int64_t position) {
     uint64_t key = (uint64_t)position * 0x9E3779B97F4A7C15 + (uint64_t)seed * 0xD1342543DE82EF95;
@@ -69,7 +71,9 @@ INLINE vf gumbel16(vi bits) {
     return -log16(select_f(none, u, -log1p));
 }
 
-typedef struct { vf noise, z; } Scored;
+typedef struct {
+    vf noise, z;
+} Scored;
 static APART void score(const vf *x, const vi *bits, float temperature, Scored *to) {
     to->noise = gumbel16(*bits) * temperature;
     to->z = *x + to->noise;
@@ -146,7 +150,7 @@ typedef struct {
     int64_t *ids;
     float *noise;
     int64_t rows, nodes, vocab, half, count, next, worker, padded; /* padded: vocab up to 16s */
-    uint32_t *scratch; /* [threads, 2 * padded], for filters */
+    uint32_t *scratch;                                             /* [threads, 2 * padded], for filters */
 } Draw;
 
 typedef struct {
@@ -295,7 +299,7 @@ static uint32_t crossing(const uint32_t *list, int64_t n, float scale, int64_t w
 INLINE void limit_row(const Draw *d, Row *r, int64_t k, float top_p, float min_p, uint32_t *scratch, const int half) {
     uint32_t *list = scratch, *spare = scratch + d->padded;
     r->top = row_top(d, r->at, (float *)list, half) + 0.0f; /* never -0.0, whose gaps would sort last */
-    if (!(r->top - r->top == 0.0f)) return; /* all are -inf, or one is inf */
+    if (!(r->top - r->top == 0.0f)) return;                 /* all are -inf, or one is inf */
     const float scale = -LOG2E / r->temperature;
     const int by_rank = k > 0 && k < d->vocab;
     if (by_rank || top_p < 1.0f) {
@@ -356,10 +360,23 @@ static void draw_some(void *data) {
 PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[18];
     if (!numbers(args, given, 18, n)) return NULL;
-    Draw d = {.ids = POINTER(n[0]), .noise = POINTER(n[1]), .count = n[2], .logits = POINTER(n[3]), .half = n[4],
-              .rows = n[5], .nodes = n[6], .vocab = n[7], .positions = POINTER(n[8]), .depth = POINTER(n[9]),
-              .seed = POINTER(n[10]), .temperature = POINTER(n[11]), .filtered = POINTER(n[12]),
-              .top_k = POINTER(n[13]), .top_p = POINTER(n[14]), .min_p = POINTER(n[15]), .scratch = POINTER(n[16])};
+    Draw d = {.ids = POINTER(n[0]),
+              .noise = POINTER(n[1]),
+              .count = n[2],
+              .logits = POINTER(n[3]),
+              .half = n[4],
+              .rows = n[5],
+              .nodes = n[6],
+              .vocab = n[7],
+              .positions = POINTER(n[8]),
+              .depth = POINTER(n[9]),
+              .seed = POINTER(n[10]),
+              .temperature = POINTER(n[11]),
+              .filtered = POINTER(n[12]),
+              .top_k = POINTER(n[13]),
+              .top_p = POINTER(n[14]),
+              .min_p = POINTER(n[15]),
+              .scratch = POINTER(n[16])};
     d.padded = (d.vocab + LANES - 1) / LANES * LANES;
     Py_BEGIN_ALLOW_THREADS
     run(draw_some, &d, d.rows > 1 ? n[17] : 1, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
@@ -392,7 +409,7 @@ PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
 typedef struct {
     float *out;
     const int64_t *seed, *positions;
-    const int32_t *ids; /* NULL: 0, 1, .. */
+    const int32_t *ids;                      /* NULL: 0, 1, .. */
     int64_t rows, nodes, size, stride, next; /* stride of ids: 0 where all rows have the same */
 } Noise;
 
@@ -417,8 +434,14 @@ static void noise_some(void *data) {
 PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[9];
     if (!numbers(args, given, 9, n)) return NULL;
-    Noise noise = {.out = POINTER(n[0]), .seed = POINTER(n[1]), .positions = POINTER(n[2]), .ids = POINTER(n[3]),
-                   .rows = n[4], .nodes = n[5], .size = n[6], .stride = n[7]};
+    Noise noise = {.out = POINTER(n[0]),
+                   .seed = POINTER(n[1]),
+                   .positions = POINTER(n[2]),
+                   .ids = POINTER(n[3]),
+                   .rows = n[4],
+                   .nodes = n[5],
+                   .size = n[6],
+                   .stride = n[7]};
     Py_BEGIN_ALLOW_THREADS
     run(noise_some, &noise, noise.rows > 1 ? n[8] : 1, noise.rows * noise.size / 800);
     Py_END_ALLOW_THREADS
@@ -496,12 +519,15 @@ static void top_some(void *data) {
 
 /* Of states that a product makes logits of, perhaps normed before, without noise: each thread looks for the best among
    the outputs that it has made, which are in its cache. */
-typedef struct { float top, total; Best best; } Found;
+typedef struct {
+    float top, total;
+    Best best;
+} Found;
 typedef struct {
     Team team;
-    Product product;                      /* its x is that of thread 0, its out the logits */
-    const uint16_t *states, *norm;        /* norm: weight, or NULL */
-    const int64_t *places, *names;        /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
+    Product product;               /* its x is that of thread 0, its out the logits */
+    const uint16_t *states, *norm; /* norm: weight, or NULL */
+    const int64_t *places, *names; /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
     int64_t stride, count;
     int64_t *ids;
     float *logp;
@@ -576,11 +602,23 @@ static void some_following(void *data) {
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[18];
     if (!numbers(args, given - 1, 18, n)) return NULL;
-    Following f = {.ids = POINTER(n[0]), .logp = POINTER(n[1]), .states = POINTER(n[2]), .stride = n[3],
-                   .places = POINTER(n[4]), .names = POINTER(n[5]), .count = n[6], .norm = POINTER(n[7]),
+    Following f = {.ids = POINTER(n[0]),
+                   .logp = POINTER(n[1]),
+                   .states = POINTER(n[2]),
+                   .stride = n[3],
+                   .places = POINTER(n[4]),
+                   .names = POINTER(n[5]),
+                   .count = n[6],
+                   .norm = POINTER(n[7]),
                    .eps = PyFloat_AsDouble(args[18]),
-                   .product = {.rows = n[8], .weight = POINTER(n[9]), .bias = POINTER(n[10]), .inputs = n[11],
-                               .outputs = n[12], .block = n[13], .scales = POINTER(n[14]), .offsets = POINTER(n[15]),
+                   .product = {.rows = n[8],
+                               .weight = POINTER(n[9]),
+                               .bias = POINTER(n[10]),
+                               .inputs = n[11],
+                               .outputs = n[12],
+                               .block = n[13],
+                               .scales = POINTER(n[14]),
+                               .offsets = POINTER(n[15]),
                                .out = POINTER(n[16])}};
     f.spare = f.product.out + f.product.rows * f.product.outputs;
     if (PyErr_Occurred()) return NULL;
@@ -598,9 +636,19 @@ PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) 
 PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[14];
     if (!numbers(args, given, 14, n)) return NULL;
-    Top t = {.ids = POINTER(n[0]), .logp = POINTER(n[1]), .count = n[2], .logits = POINTER(n[3]), .half = n[4],
-             .rows = n[5], .nodes = n[6], .vocab = n[7], .seed = POINTER(n[8]), .positions = POINTER(n[9]),
-             .temperature = POINTER(n[10]), .target = POINTER(n[11]), .scratch = POINTER(n[12])};
+    Top t = {.ids = POINTER(n[0]),
+             .logp = POINTER(n[1]),
+             .count = n[2],
+             .logits = POINTER(n[3]),
+             .half = n[4],
+             .rows = n[5],
+             .nodes = n[6],
+             .vocab = n[7],
+             .seed = POINTER(n[8]),
+             .positions = POINTER(n[9]),
+             .temperature = POINTER(n[10]),
+             .target = POINTER(n[11]),
+             .scratch = POINTER(n[12])};
     t.padded = (t.vocab + LANES - 1) / LANES * LANES;
     Py_BEGIN_ALLOW_THREADS
     run(top_some, &t, t.rows > 1 ? n[13] : 1, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);

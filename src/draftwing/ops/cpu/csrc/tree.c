@@ -141,13 +141,28 @@ static int settle_row(const Settle *s, int64_t b, int64_t *moved) {
 static PyObject *py_settle(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[23];
     if (!numbers(args, given, 23, n)) return NULL;
-    const Settle s = {
-        .tokens = POINTER(n[0]), .parent = POINTER(n[1]), .alive = POINTER(n[2]), .depth = POINTER(n[3]),
-        .target = POINTER(n[4]), .rows = POINTER(n[5]), .nodes = n[7], .width = n[8] + 1, .table = POINTER(n[9]),
-        .text = POINTER(n[10]), .kv_len = POINTER(n[11]), .last = POINTER(n[12]), .length = n[13], .dummy = n[14],
-        .hint = n[15], .packed = POINTER(n[16]), .committed = POINTER(n[17]), .count = POINTER(n[18]),
-        .path_ids = POINTER(n[19]), .path_positions = POINTER(n[20]), .path_slots = POINTER(n[21]),
-        .path_nodes = POINTER(n[22])};
+    const Settle s = {.tokens = POINTER(n[0]),
+                      .parent = POINTER(n[1]),
+                      .alive = POINTER(n[2]),
+                      .depth = POINTER(n[3]),
+                      .target = POINTER(n[4]),
+                      .rows = POINTER(n[5]),
+                      .nodes = n[7],
+                      .width = n[8] + 1,
+                      .table = POINTER(n[9]),
+                      .text = POINTER(n[10]),
+                      .kv_len = POINTER(n[11]),
+                      .last = POINTER(n[12]),
+                      .length = n[13],
+                      .dummy = n[14],
+                      .hint = n[15],
+                      .packed = POINTER(n[16]),
+                      .committed = POINTER(n[17]),
+                      .count = POINTER(n[18]),
+                      .path_ids = POINTER(n[19]),
+                      .path_positions = POINTER(n[20]),
+                      .path_slots = POINTER(n[21]),
+                      .path_nodes = POINTER(n[22])};
     int64_t *moved = PyMem_Malloc((size_t)s.nodes * 8);
     if (!moved) return PyErr_NoMemory();
     for (int64_t b = 0; b < n[6] && settle_row(&s, b, moved); b++) {}
@@ -179,8 +194,14 @@ typedef struct {
     float *node_score;
 } Growth;
 
-#define GROWTH {.size = n[0], .topk = n[1], .ids = POINTER(n[2]), .above = POINTER(n[3]), .score = POINTER(n[4]), \
-                .number = POINTER(n[5]), .node_score = POINTER(n[6])}
+#define GROWTH                \
+    {.size = n[0],            \
+     .topk = n[1],            \
+     .ids = POINTER(n[2]),    \
+     .above = POINTER(n[3]),  \
+     .score = POINTER(n[4]),  \
+     .number = POINTER(n[5]), \
+     .node_score = POINTER(n[6])}
 INLINE int64_t first_of(const Growth *g, int64_t level) { /* of the candidates that a level's nodes are chosen from */
     return level > 1 ? g->topk + (level - 2) * g->topk * g->topk : 0;
 }
@@ -472,7 +493,8 @@ static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 PyMethodDef tree_methods[] = {
-    METHOD(target_inputs), METHOD(plain_inputs), METHOD(settle), METHOD(first_level), METHOD(add), METHOD(next_level),
-    METHOD(level_rows), METHOD(features), METHOD(draft), METHOD(newest), METHOD(keep_first), METHOD(chain),
-    METHOD(rename), METHOD(take_rows), METHOD(fuse), METHOD(exact_logits), {NULL, NULL, 0, NULL},
+    METHOD(target_inputs), METHOD(plain_inputs),  METHOD(settle),   METHOD(first_level), METHOD(add),
+    METHOD(next_level),    METHOD(level_rows),    METHOD(features), METHOD(draft),       METHOD(newest),
+    METHOD(keep_first),    METHOD(chain),         METHOD(rename),   METHOD(take_rows),   METHOD(fuse),
+    METHOD(exact_logits),  {NULL, NULL, 0, NULL},
 };
