@@ -25,11 +25,10 @@ from torch import Tensor
 
 from draftwing import LLM
 from draftwing.core import PLAIN, TreeShape
-from draftwing.engine.commit import commit
 from draftwing.models.config import ModelConfig
 from draftwing.models.hub import fetch_default_model
 from draftwing.models.loader import load_config
-from draftwing.spec.drafter import Draft
+from draftwing.ops.types import Continuations, Draft
 from draftwing.spec.model_drafter import ModelDrafter
 
 DEPTH, TOPK, NODES = 6, 4, 32
@@ -107,7 +106,7 @@ class Row:
     def forward(self, shape: TreeShape) -> Callable[[], Any]:
         """The target over a tree of this shape, logits included."""
         draft = self.executor.propose(self.rows, shape, CONTEXT, self.nobody)
-        batch, _ = self.executor.verify(self.rows, draft, shape, CONTEXT)
+        batch, _ = self.executor.target_batch(self.rows, draft, shape, CONTEXT)
 
         def run() -> Tensor:
             attend = self.executor.attn.bind(batch, 0)
@@ -149,27 +148,27 @@ def bookkeeping(row: Row, turns: int) -> dict[str, Any]:
     shape, drafter = TreeShape(DEPTH, TOPK, NODES), row.drafter
     assert isinstance(drafter, ModelDrafter)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, row.model.config.vocab_size, (1, TOPK, TOPK), generator=generator)
-    logp = torch.rand(1, TOPK, TOPK, generator=generator).log().sort(-1, descending=True).values
+    ids = torch.randint(0, row.model.config.vocab_size, (TOPK, TOPK), generator=generator)
+    logp = torch.rand(TOPK, TOPK, generator=generator).log().sort(-1, descending=True).values
     hidden = torch.zeros(1, TOPK, drafter.head.width, dtype=next(row.model.parameters()).dtype)
 
     def build() -> Draft:
         growth = drafter._grow(row.slots, row.rows, shape)
         for _ in range(1, DEPTH):
             growth.level(), growth.level_rows()
-            growth.add((ids, logp), hidden)
+            growth.add(Continuations(ids, logp), hidden)
         return growth.draft()
 
     draft = build()
-    batch, tree = row.executor.verify(row.rows, draft, shape, CONTEXT)
+    batch, tree = row.executor.target_batch(row.rows, draft, shape, CONTEXT)
     target = draft.tokens.roll(-1, 1)
     before = batch.prefix_len.clone()
     parts = medians(
         turns,
         {
             "grow": build,
-            "geometry": lambda: row.executor.verify(row.rows, draft, shape, CONTEXT),
-            "commit": lambda: commit(row.slots, row.rows, draft, tree, target, before, 0, True),
+            "geometry": lambda: row.executor.target_batch(row.rows, draft, shape, CONTEXT),
+            "commit": lambda: row.executor.ops.commit(row.slots, row.rows, draft, tree, target, before, 0, True),
             "": row.reset,
         },
     )

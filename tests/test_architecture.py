@@ -23,19 +23,14 @@ KNOWN_UPWARD: set[str] = {
     "train.evaluate -> cli.bench",
 }
 KNOWN_TORCH: set[str] = set()  # reached from the host's side
-KNOWN_QUESTIONS: set[str] = {
-    "engine.build: is_cuda",
-    "engine.engine: compares with a device's name",
-    "engine.graphs.cpu_tape: imports ops.cpu",
-    "engine.startup.memory: is_cuda",
-    "kv.pool: compares with a device's name",
-    "spec.model_drafter: imports ops.cpu",
-}
+KNOWN_QUESTIONS: set[str] = set()
 # Modules whose questions are right, and why.
 MAY_ASK = {
     "engine.device": "makes the device",
     "config.resolve": "what follows from the options differs by device, and the host's side has no `ops`",
+    "engine.graphs.cpu_tape": "made where `ops.records_calls` alone",
     "engine.startup.precompile": "compiles the GPU's kernels, in a process without tensors on it",
+    "kv.pool": "a CPU's pool is of numpy's pages, which are taken as they are written",
     "train.batches": "pins memory for a GPU",
     "train.capture": "pins memory for a GPU",
     "train.chain_attention": "training's own kernels, with gradients",
@@ -131,7 +126,7 @@ def questions(module: str) -> Iterator[str]:
 
 def may_ask(module: str) -> bool:
     """`ops`, which has the attention backends, training's kernels, which are Triton's, and those with a reason."""
-    return _top(module) == "ops" or module.startswith("train.kernels.") or module in MAY_ASK
+    return _top(module) == "ops" or f"{module}.".startswith("train.kernels.") or module in MAY_ASK
 
 
 def circles() -> list[list[str]]:

@@ -20,13 +20,14 @@ class Slots(NamedTuple):
 
 def bench() -> list[tuple[str, float]]:
     from draftwing.core import TreeShape
+    from draftwing.ops import make_ops
     from draftwing.ops.attention import Batch
     from draftwing.spec.ngram.drafter import NGramDrafter
 
     cuda = torch.device("cuda")
     found = []
     for batch, length in ((1, 500), (1, 8000), (1, 120_000), (16, 500), (16, 8000), (64, 500), (64, 8000)):
-        drafter = NGramDrafter(batch + 1, cuda)
+        drafter = NGramDrafter(batch + 1, make_ops(cuda))
         # Few token ids, so that there are many matches.
         tokens = torch.randint(0, 300, (batch + 1, CONTEXT), device=cuda)
         kv_len = torch.full((batch + 1,), length, device=cuda)

@@ -38,7 +38,8 @@ def make_table(rows: int, kind: str) -> Table:
 
 def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     """Microseconds of one `draw`; the logits are read from memory where they are more than the cache holds."""
-    from draftwing.ops.triton.sampling import draw
+    from draftwing.ops import make_ops
+    from draftwing.ops.types import Drawing, Rescoring
 
     torch.manual_seed(0)
     hidden = torch.randn(rows, nodes, HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -49,8 +50,11 @@ def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     order = torch.arange(rows, device="cuda")
     filtered = kind.startswith("top")
 
+    ops, nobody = make_ops(torch.device("cuda")), Drawing(order[:0], order[:0], order[:0])
+    rescoring = Rescoring(hidden, weight, lambda states, ids: ops.exact_logits(states, weight, ids))
+
     def once() -> None:
-        draw(logits, depth, depth, order, table, filtered, hidden, weight)
+        ops.draw(logits, depth, depth, nodes, table, order, nobody, filtered, rescoring)
 
     once()
     torch.cuda.synchronize()

@@ -5,38 +5,36 @@ from __future__ import annotations
 import torch
 from timing import replayed
 
+from draftwing.engine.device import Device
+from draftwing.engine.row_table import SlotTable
+from draftwing.ops import make_ops
+from draftwing.ops.types import Draft
+
 CONTEXT = 8192
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.ops.triton import tree as kernels
-
-    found = []
+    cuda, found = torch.device("cuda"), []
+    ops = make_ops(cuda)
     for batch in (1, 16, 64):
-        rows = torch.arange(batch, device="cuda")
-        table = torch.zeros(batch + 1, CONTEXT, dtype=torch.int64, device="cuda")
-        text = torch.zeros_like(table)
-        start = torch.full((batch + 1,), 600, device="cuda")
-        last = torch.zeros_like(start)
-        label = f"plain inputs, {batch} rows"
-        found.append((label, replayed(lambda a=(rows, table, start, last): kernels.plain_inputs(*a))))
+        rows = torch.arange(batch, device=cuda)
+        slots = SlotTable(batch, CONTEXT, Device(cuda, ops))
+        slots.kv_len.fill_(600)
+        found.append((f"plain inputs, {batch} rows", replayed(lambda s=slots, r=rows: ops.plain_inputs(s, r))))
         for depth, nodes in ((0, 1), (3, 4), (5, 32), (8, 64)):
-            node = torch.arange(nodes, device="cuda")
+            node = torch.arange(nodes, device=cuda)
             parent = ((node - 1).clamp(0) if nodes == depth + 1 else node // 2).expand(batch, nodes).contiguous()
-            alive = parent >= 0
-            below = torch.zeros_like(parent)
-            for i in range(1, nodes):
-                below[:, i] = below.gather(1, parent[:, i : i + 1])[:, 0] + 1
             tokens = node.expand(batch, nodes).contiguous()
             target = tokens - 1000  # nothing is accepted, so kv_len moves by one a launch; the walk takes as long
-            geometry = (parent, alive, rows, table, start, depth)
-            settle = (tokens, parent, alive, below, target, rows, table, text, start.clone(), last, depth)
-            shape = f"{nodes} nodes deep {depth}, {batch} rows"
+            draft, shape = Draft(tokens, parent, parent >= 0), f"{nodes} nodes deep {depth}, {batch} rows"
+            tree, inputs = ops.tree_inputs(slots, rows, draft, depth)
+            done = slots, rows, draft, tree, target, inputs.prefix_len, 31
             found += [
-                (f"target inputs, {shape}", replayed(lambda a=geometry: kernels.target_inputs(*a))),
-                (f"settle without path, {shape}", replayed(lambda a=settle: kernels.accept_and_advance(*a))),
-                (f"settle with path, {shape}", replayed(lambda a=settle: kernels.accept_and_advance(*a, 31, 1))),
+                (f"tree inputs, {shape}", replayed(lambda a=(slots, rows, draft, depth): ops.tree_inputs(*a))),
+                (f"commit without path, {shape}", replayed(lambda a=done: ops.commit(*a, False))),
+                (f"commit with path, {shape}", replayed(lambda a=done: ops.commit(*a, True))),
             ]
+            slots.kv_len.fill_(600)
     return found
 
 

@@ -133,8 +133,9 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
 
 def test_not_with_deterministic_inference(monkeypatch):
     ops = SimpleNamespace(batch_invariant=True)
-    device = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), ops=ops, total_memory=lambda: 80 << 30)
+    device = SimpleNamespace(device=torch.device("cuda"), ops=ops, total_memory=lambda: 80 << 30)
     monkeypatch.setattr(build, "pick_device", lambda name: device)
+    monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM"))
     options = Options(enable_deterministic_inference=True, enable_torch_compile=True).resolve()
     with pytest.raises(ConfigError, match="--enable-deterministic-inference and --enable-torch-compile exclude"):
         build.build(options, Path("/nowhere"))

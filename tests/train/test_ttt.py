@@ -310,7 +310,7 @@ def test_q_and_k_are_turned_by_the_kernel_as_by_torch(monkeypatch):
     weight = torch.randn(22, 64, generator=generator).to(device)
     results = []
     for kernel in (False, True):
-        monkeypatch.setattr(chain_attention, "use_triton", lambda x, kernel=kernel: kernel)
+        monkeypatch.setattr(chain_attention, "kernels_take", lambda x, kernel=kernel: kernel)
         out = chain_attention.ChainAttention(2, 11).step(0, 2).fused(0, qkv, cos, sin)
         results.append((out, *torch.autograd.grad(out, qkv, weight)))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

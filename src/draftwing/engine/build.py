@@ -63,14 +63,14 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
     carried = carried_shape(draft_path or path, kind) if drafter_spec.heads else None
     options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
     log_drafter(options)
-    if options.num_threads and not device.is_cuda:
-        torch.set_num_threads(options.num_threads)
+    if options.num_threads:
+        device.set_threads(options.num_threads)
     if options.deterministic and not device.ops.batch_invariant:
         raise ConfigError(
             "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "
             "capability 8.0 on), and do not set the environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
         )
-    if options.deterministic and device.is_cuda and options.enable_torch_compile:
+    if options.deterministic and options.enable_torch_compile:
         raise ConfigError(
             "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
             "order that depends on the batch. Leave one of them out"
@@ -146,7 +146,7 @@ def assemble(
     if options.simulate_accept_length is not None:
         simulation = Simulation(options.simulate_accept_length, config.vocab_size)
     executor = Executor(model, drafter, slots, attn, device, graph_size, simulation, max(chunk, 0))
-    if options.enable_torch_compile and device.is_cuda:
+    if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in policy.menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
     if graph_size:

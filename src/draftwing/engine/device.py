@@ -1,6 +1,6 @@
-"""The device a step runs on: one compute stream, one packed upload and one packed download per step.
+"""The device a step runs on: one compute stream, one packed upload and one packed download per step, and its memory.
 
-With `ops/` and the attention backends this is the only place that knows the CPU from CUDA.
+What is computed there is asked of `Device.ops`. Both know the device; whoever has a `Device` need not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftwing.core import IntArray
+from draftwing.engine.stats import StepTimes
 from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.torch.ops import TorchOps
@@ -64,11 +65,14 @@ class Staging:
 
 
 class Device:
+    """A CPU or a GPU, with its operations."""
+
     def __init__(self, device: torch.device, ops: TorchOps | None = None) -> None:
         """ops: other operations than the device's own, for tests."""
         self.device = device
         self.ops = ops if ops is not None else make_ops(device)
         self.is_cuda = device.type == "cuda"
+        self.has_own_memory = self.is_cuda  # which this process may fill, and of which torch counts what it takes
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
         self._pool: Any = None  # that they share
@@ -137,6 +141,24 @@ class Device:
                     gc.enable()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out
+
+    def set_threads(self, count: int) -> None:
+        """Sets how many threads compute, where the host does."""
+        if not self.is_cuda:
+            torch.set_num_threads(count)
+
+    def step_times(self) -> StepTimes:
+        """Returns what times the stages of steps: on a GPU, where they run later than they are called, by events, of
+        some steps only."""
+        if not self.is_cuda:
+            return StepTimes()
+
+        def mark() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        return StepTimes(8, mark, lambda begin, end: begin.elapsed_time(end) / 1e3, lambda event: event.query())
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""

@@ -15,15 +15,13 @@ from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
-import torch
-
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import BAN_IDS
-from draftwing.engine.stats import Reporter, StepTimes
+from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.hub import resolve_model
@@ -80,7 +78,7 @@ class Engine:
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:
             log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
-        times = _step_times(device)
+        times = parts.executor.device.step_times()
         self.reporter = Reporter(parts.sched, simulated=simulated, drafter=self.options.drafter, times=times)
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
@@ -193,16 +191,3 @@ def salt_of(cache_salt: str | None) -> int:
     if cache_salt is None:
         return 0
     return (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "big") >> 1) or 1
-
-
-def _step_times(device: torch.device) -> StepTimes:
-    """On a GPU, where stages run later than they are called, by events, of some steps only."""
-    if device.type == "cpu":
-        return StepTimes()
-
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    return StepTimes(8, mark, lambda begin, end: begin.elapsed_time(end) / 1e3, lambda event: event.query())

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
-from draftwing.ops.cpu.extension import MOST
 from draftwing.ops.torch.layer_ops import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTable
@@ -187,7 +186,9 @@ class ModelDrafter(Drafter):
 
     def _readout(self, rows: int, noisy: Tensor) -> HeadTopK | None:
         native = self.head.top_k
-        return native if native is not None and rows <= FEW_ROWS and self.topk <= MOST and not noisy.shape[0] else None
+        if native is None or rows > FEW_ROWS or self.topk > native.most or noisy.shape[0]:
+            return None
+        return native
 
 
 def _with_sampled(batch: Batch, next_ids: Tensor) -> Batch:

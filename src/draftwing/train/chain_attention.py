@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.rope import rotate
-from draftwing.ops import use_triton
 from draftwing.ops.attention import Attend, HeadNorms, default_scale
+from draftwing.train.kernels import kernels_take
 
 KeyValue = tuple[Tensor, Tensor]  # [B, heads or kv_heads, T, head_dim] each
 
@@ -65,7 +65,7 @@ class _Step(Attend):
 
     def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
         kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
-        if use_triton(qkv) and qkv.dtype != torch.float64:
+        if kernels_take(qkv):
             from draftwing.train.kernels.rope_backward import turn
 
             q, k, v = turn(qkv, cos, sin, turned).split([turned - kv, kv, kv], 1)
@@ -130,7 +130,7 @@ class _ChainAttention(torch.autograd.Function):
 def _own_kernels(q: Tensor) -> ModuleType | None:
     """Returns kernels that do what follows in a pass or two, where a kernel does the causal part that takes shared keys
     too."""
-    if _kernel(q) != "flash" or not use_triton(q):
+    if _kernel(q) != "flash" or not kernels_take(q):
         return None
     from draftwing.train.kernels import chain_attention
 

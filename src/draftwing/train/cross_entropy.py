@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops import use_triton
 from draftwing.train.chain_attention import wide
+from draftwing.train.kernels import kernels_take
 
 # Logits that exist at a time: what a CPU keeps in its caches, and what fills a GPU (256 MB in float32).
 _CPU_ELEMENTS = 1 << 22
@@ -73,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _cross_entropy(hidden: Tensor) -> Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]:
     """Returns what takes the logits of such states; it may overwrite them."""
-    if not use_triton(hidden) or hidden.dtype == torch.float64:
+    if not kernels_take(hidden):
         return _in_torch
     from draftwing.train.kernels.cross_entropy import cross_entropy
 

@@ -64,7 +64,9 @@ def on_cuda(rig, monkeypatch):
     `request_bytes` says."""
     monkeypatch.setattr(sizing, "trial", lambda options, rig, size: (4 * GB, 1 * GB))
     monkeypatch.setattr(sizing, "request_bytes", lambda rows, vocab, length: [2 * GB, 0][length < 10**6])
-    device = SimpleNamespace(is_cuda=True, trim=lambda: None, free_memory=lambda: 60 * GB, total_memory=lambda: 80 * GB)
+    device = SimpleNamespace(
+        has_own_memory=True, trim=lambda: None, free_memory=lambda: 60 * GB, total_memory=lambda: 80 * GB
+    )
     return rig._replace(device=device)
 
 

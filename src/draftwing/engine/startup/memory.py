@@ -54,7 +54,7 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
     if options.max_total_tokens:
         return options.max_total_tokens
     slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.dtype)
-    if rig.device.is_cuda:
+    if rig.device.has_own_memory:
         budget = cuda_budget(options, rig, length, graph_size)
     else:
         free = rig.device.free_memory()

@@ -260,7 +260,7 @@ def _no_device() -> Device:
 
         def __init__(self) -> None:
             super().__init__(torch.device("meta"))
-            self.is_cuda = True
+            self.has_own_memory = True
 
         def upload(self, host: Any) -> Tensor:
             return torch.empty(len(host), dtype=torch.int64, device=self.device)

@@ -102,6 +102,8 @@ class Int8Gemm(PackedGemm):
 class HeadTopK:
     """The end of a draft head for few rows, in one call: norm, GEMM, and the best of its outputs, without noise."""
 
+    most = MOST
+
     def __init__(
         self, gemm: PackedGemm, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
     ) -> None:
