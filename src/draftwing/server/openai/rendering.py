@@ -48,8 +48,10 @@ class Completion:
 
     objects = ("text_completion", "text_completion")  # of the body, of an event
 
-    def __init__(self, generation: Generation, service: Service, body: OpenAIBody) -> None:
-        self.generation, self._asked = generation, body
+    def __init__(self, generation: Generation, service: Service, body: OpenAIBody, echo: bool = False) -> None:
+        """echo: answers begin with their prompt."""
+        self.generation, self._asked, self._echo = generation, body, echo
+        self._echoed: dict[int, str] = {}  # prompts by index of the answer
         self._model = service.name_for(body.model)
         self._tokenizer, self._texts = service.tokenizer, service.texts
 
@@ -122,14 +124,16 @@ class Completion:
 
     def _before(self, answer: Answer) -> str:
         """The echoed prompt, with the space after it that some decoders drop at the beginning of a text."""
-        if not getattr(self._asked, "echo", None):
+        if not self._echo:
             return ""
-        request = answer.request
-        echo = self._tokenizer.decode(request.prompt_ids, request.params.skip_special_tokens)
-        if not echo or not answer.token_ids:
-            return echo
-        alone = self._tokenizer.decode(answer.token_ids[:1], skip_special_tokens=False)
-        return echo + (" " if self._texts.text(answer.token_ids[0]) == " " + alone else "")
+        if answer.index not in self._echoed:
+            request, first = answer.request, answer.token_ids[:1]
+            echo = self._tokenizer.decode(request.prompt_ids, request.params.skip_special_tokens)
+            if echo and first:
+                alone = self._tokenizer.decode(first, skip_special_tokens=False)
+                echo += " " if self._texts.text(first[0]) == " " + alone else ""
+            self._echoed[answer.index] = echo
+        return self._echoed[answer.index]
 
     # -- what is around choices -----------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
         generation = await service.submit(
             [GenerationRequest("", ids, params, logprobs=logprobs) for ids in every], body
         )
-        return await respond(request, Completion(generation, service, body), body.stream)
+        return await respond(request, Completion(generation, service, body, bool(body.echo)), body.stream)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
