@@ -1,6 +1,6 @@
 """What a model drafter does around its head, at the sizes of an 8B Llama: microseconds inside a CUDA graph.
 
-A growth is all launches of one tree but the head's own, whose hidden states and logits stand still here.
+An expansion is all launches of one tree but the head's own, whose hidden states and logits stand still here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from timing import replayed
 from torch import Tensor
 
 from draftwing.core import TreeShape
-from draftwing.ops.torch.growth import First, RowGrowth, top_tokens
+from draftwing.ops import make_ops
+from draftwing.ops.torch.expansion import top_tokens
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Continuations, First
 
 HIDDEN, VOCAB, DRAFT_VOCAB, ROWS, LENGTH = 4096, 128256, 32000, 64, 4096
 
@@ -32,9 +35,8 @@ def make_slots(temperature: float) -> Any:
 
 
 def bench() -> list[tuple[str, float]]:
-    from draftwing.ops.triton import grow as kernels
-
-    found: list[tuple[str, float]] = []
+    cuda, found = torch.device("cuda"), list[tuple[str, float]]()
+    ops, by_torch = make_ops(cuda), TorchOps(cuda)
     greedy, noisy = make_slots(0.0), make_slots(0.8)
     target_ids = torch.randperm(VOCAB, device="cuda")[:DRAFT_VOCAB].sort().values
 
@@ -48,7 +50,9 @@ def bench() -> list[tuple[str, float]]:
         ids = target_ids if vocab == DRAFT_VOCAB else None
         for name, slots in (("greedy", greedy), ("noisy", noisy)):
             us = replayed(
-                lambda z=z, rows=rows, topk=topk, ids=ids, s=slots: kernels.continuations(z, s, rows, 2, topk, ids)
+                lambda z=z, rows=rows, topk=topk, ids=ids, s=slots: ops.continuations(
+                    z, s, rows, 2, topk, ids, rows[:0]
+                )
             )
             found.append((f"continuations, {name}, {size * topk} x {vocab}, best {topk}", us))
         us = replayed(lambda z=z, topk=topk: top_tokens(z.float(), topk), 4)
@@ -61,14 +65,14 @@ def bench() -> list[tuple[str, float]]:
         (TreeShape(3, 1, 4), 16, DRAFT_VOCAB, HIDDEN, 0),
         (TreeShape(4, 2, 7), 1, 49152, 0, 1),
     ):
-        growth = Grown(shape, size, vocab, width, tail, greedy, target_ids if vocab == DRAFT_VOCAB else None)
+        case = Expanded(shape, size, vocab, width, tail, greedy, target_ids if vocab == DRAFT_VOCAB else None)
         title = f"{tuple(shape)}, {size} rows, {vocab} tokens"
-        found += [(f"{name}, {title}", us) for name, us in growth.bench(kernels)]
+        found += [(f"{name}, {title}", us) for name, us in case.bench(ops, by_torch)]
     return found
 
 
-class Grown:
-    """A growth, and an observation, with a head that costs nothing."""
+class Expanded:
+    """An expansion, and a draft extend, with a head that costs nothing."""
 
     def __init__(
         self, shape: TreeShape, size: int, vocab: int, width: int, tail: int, slots: Any, target_ids: Tensor | None
@@ -86,59 +90,55 @@ class Grown:
         self.path = torch.randn(size * (shape.depth + 1), self.hidden.shape[2], device="cuda").bfloat16()
         self.count = torch.ones(size, dtype=torch.int64, device="cuda")
 
-    def grow(self, kernels: Any) -> None:
-        slots, rows, topk = self.slots, self.rows, self.shape.topk
-        growth = kernels.RowGrowth(slots, rows, self.shape, self.first, self.tail, 1 - self.tail, self.target_ids)
+    def expansion(self, ops: TorchOps) -> Any:
+        return ops.expand(self.slots, self.rows, self.shape, self.first, self.tail, 1 - self.tail, self.target_ids)
+
+    def following(self, ops: TorchOps, logits: Tensor, ahead: int) -> Continuations:
+        rows = self.rows
+        return ops.continuations(logits, self.slots, rows, ahead, self.shape.topk, self.target_ids, rows[:0])
+
+    def expand(self, ops: TorchOps) -> None:
+        expansion = self.expansion(ops)
         for level in range(1, self.shape.depth):
-            growth.level()
-            growth.add(kernels.continuations(self.logits, slots, rows, level + 1, topk, self.target_ids), self.hidden)
-        growth.draft()
+            expansion.level()
+            expansion.level_rows()
+            expansion.add(self.following(ops, self.logits, level + 1), self.hidden)
+        expansion.draft()
 
-    def grow_by_torch(self) -> None:
-        size, topk = self.size, self.shape.topk
-        growth = RowGrowth(self.slots, self.rows, self.shape, self.first, self.tail, 1 - self.tail)
-        for _ in range(1, self.shape.depth):
-            growth.level()
-            growth.level_rows()
-            ids, logp = top_tokens(self.logits.float(), topk)
-            ids = ids if self.target_ids is None else self.target_ids[ids]
-            growth.add((ids.view(size, topk, topk), logp.view(size, topk, topk)), self.hidden)
-        growth.draft()
-
-    def bench(self, kernels: Any) -> list[tuple[str, float]]:
-        slots, rows, topk, ids = self.slots, self.rows, self.shape.topk, self.target_ids
-        growth = kernels.RowGrowth(slots, rows, self.shape, self.first, self.tail, 1 - self.tail, ids)
-        growth._candidate_ints.fill_(-1)  # levels in between, which are not run here
-        growth._candidate_score.fill_(-1e3)
-        following = kernels.continuations(self.logits, slots, rows, 2, topk, ids)
-        one = kernels.continuations(self.logits[: self.size], slots, rows, 1, topk, ids)
+    def bench(self, ops: TorchOps, by_torch: TorchOps) -> list[tuple[str, float]]:
+        slots, rows, ids = self.slots, self.rows, self.target_ids
+        expansion = self.expansion(ops)
+        expansion._candidate_ints.fill_(-1)  # levels in between, which are not run here
+        expansion._candidate_score.fill_(-1e3)
+        following = self.following(ops, self.logits, 2)
+        one = self.following(ops, self.logits[: self.size], 1)
         feature = self.first.feature if self.first.feature.shape[1] else None
-        found = [("first level", replayed(lambda: restart(growth).level()))]
+        found = [("first level", replayed(lambda: restart(expansion).level()))]
 
         def next_level() -> None:
-            growth._number = 1  # always the second level's turn
-            growth.add(following, self.hidden)
-            growth.level()
+            expansion._number = 1  # always the second level's turn
+            expansion.add(following, self.hidden)
+            expansion.level()
 
         def draft() -> None:
-            growth.add(following, self.hidden)
-            growth.draft()
+            expansion.add(following, self.hidden)
+            expansion.draft()
 
         found += [("next level", replayed(next_level)), ("draft", replayed(draft))]
-        newest = replayed(lambda: kernels.newest_rows(self.path, self.count, 1, rows, feature))
-        keep = replayed(lambda: kernels.keep_first(one, rows, self.first.ids, self.first.logp, ids))
+        newest = replayed(lambda: ops.newest_rows(self.path, self.count, 1, rows, feature))
+        keep = replayed(lambda: ops.keep_first(one, rows, self.first, ids))
         found += [("newest rows", newest), ("keep first", keep)]
         if self.tail:
-            chain = replayed(lambda: kernels.chain(slots, rows, slots.kv_len[:ROWS], self.shape.depth + 2))
+            chain = replayed(lambda: ops.chain(slots, rows, slots.kv_len[:ROWS], self.shape.depth + 2))
             found.append(("chain", chain))
-        found.append(("growth", replayed(lambda: self.grow(kernels), 4)))
-        found.append(("growth by torch", replayed(self.grow_by_torch, 1)))
+        found.append(("expansion", replayed(lambda: self.expand(ops), 4)))
+        found.append(("expansion by torch", replayed(lambda: self.expand(by_torch), 1)))
         return found
 
 
-def restart(growth: Any) -> Any:
-    growth._number, growth._added = 0, None
-    return growth
+def restart(expansion: Any) -> Any:
+    expansion._number, expansion._added = 0, None
+    return expansion
 
 
 if __name__ == "__main__":

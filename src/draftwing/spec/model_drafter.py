@@ -2,9 +2,8 @@
 
 They differ in their `DraftHead` alone. The head's KV lives in the same slots as the target's. After every step it runs
 once over the committed tokens, which rewrites its entries of the accepted path from the text (and the target's true
-features), and whose last row gives the root's continuations: the first step of the next tree's growth. On a CPU these
-are read from that row when a tree is wanted, for a step without drafts can do without them; on a GPU at once, where
-they cost little and the stages of a step stay what they are.
+features), and whose last row gives the root's continuations: the first level of the next tree's expansion. Some
+devices read these when a tree is wanted (`ops.reads_root_late`), for a step without drafts can do without them.
 """
 
 from __future__ import annotations
