@@ -22,7 +22,7 @@ def bench() -> list[tuple[str, float]]:
     from draftwing.core import TreeShape
     from draftwing.ops import make_ops
     from draftwing.ops.attention import Batch
-    from draftwing.spec.ngram.drafter import NGramDrafter
+    from draftwing.spec.ngram_drafter import NGramDrafter
 
     cuda = torch.device("cuda")
     found = []

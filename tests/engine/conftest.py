@@ -24,7 +24,7 @@ from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape
 from draftwing.spec.drafter import Draft
-from draftwing.spec.ngram.drafter import NGramDrafter
+from draftwing.spec.ngram_drafter import NGramDrafter
 
 VOCAB = 48
 CONTEXT = 128

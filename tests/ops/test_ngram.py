@@ -1,6 +1,6 @@
 """The n-gram index of every implementation against torch's: the same memory, candidates, hints and trees all along.
 
-What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/ngram."""
+What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/test_ngram_drafter.py."""
 
 from __future__ import annotations
 

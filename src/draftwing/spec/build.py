@@ -12,7 +12,7 @@ from draftwing.spec.drafter import DraftContext
 from draftwing.spec.heads import DraftHead, DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
-from draftwing.spec.ngram.drafter import NGramDrafter
+from draftwing.spec.ngram_drafter import NGramDrafter
 
 log = logging.getLogger("draftwing")
 

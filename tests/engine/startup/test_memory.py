@@ -12,7 +12,7 @@ from draftwing.engine.startup import memory as sizing
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops import make_ops
-from draftwing.spec.ngram.drafter import NGramDrafter
+from draftwing.spec.ngram_drafter import NGramDrafter
 
 GB = 10**9
 TREE = TreeShape(5, 3, 8)

@@ -22,7 +22,6 @@ class Accepted(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # [B] int64: tokens committed, 1 .. D + 1; hides tuple.count
     order: Tensor  # [B, N] int64: the accepted path first, then the other nodes, each in ascending order
     committed: Tensor  # [B, D + 1] int64: the accepted drafts and the target's token after them; 0 past count
-    leaf: Tensor  # [B] int64: the last accepted node
 
 
 class TreeOps:
@@ -138,7 +137,7 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     batch = tokens.shape[0]
     width = tree.path.shape[-1]  # D + 1
     if width == 1:  # all of it is known, and there already
-        return Accepted(tree.path_len[:, 0], tree.depth, target, tree.depth[:, 0])
+        return Accepted(tree.path_len[:, 0], tree.depth, target)
 
     hit = (tokens == target.gather(1, parent)).logical_and_(alive)
     hit[:, 0].fill_(True)
@@ -148,7 +147,7 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     off_path = torch.ones_like(alive, dtype=torch.uint8).scatter_(1, path, 0)
     order = off_path.argsort(dim=-1, stable=True)
     live = torch.arange(width, device=tokens.device) < count[:, None]
-    return Accepted(count, order, target.gather(1, path).mul_(live), leaf)
+    return Accepted(count, order, target.gather(1, path).mul_(live))
 
 
 def _advance(table: RowTable, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> None:

@@ -1,5 +1,5 @@
-/* The n-gram drafter on the CPU: insert, outlook, build. The references are the torch code of draftwing.spec.ngram.drafter,
-   ngram_memory and ngram_tree, whose tensors these functions share and whose terms they use.
+/* The n-gram drafter on the CPU: insert, outlook, build. The references are ops/torch/ngram.py, ngram_memory.py
+   and ngram_tree.py, whose tensors these functions share and whose terms they use.
 
    One thread: a row takes microseconds, less than to wake another. The GIL is kept for the same reason. Rows of the
    dummy are left alone; it has nothing to propose. */

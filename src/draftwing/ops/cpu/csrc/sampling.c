@@ -448,7 +448,7 @@ PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     Py_RETURN_NONE;
 }
 
-/* -- drafts: ops/torch/growth.py top_tokens, with the noise of sampling --------------------------------------------------- */
+/* -- drafts: ops/torch/expansion.py top_tokens, with the noise of sampling --------------------------------------------------- */
 
 typedef struct {
     int64_t *ids;

@@ -2,8 +2,8 @@
 
    All of it is small: a few hundred integers. As torch operations it is a hundred calls of some microseconds each, here
    it is one call for each place where Python has to come in between. One thread, with the GIL. Arrays are contiguous
-   int64 (alive: bytes, scores: float32) unless stated otherwise. The references are ops/torch/tree.py, ops/torch/growth.py,
-   engine/commit.py and `Executor.verify`. */
+   int64 (alive: bytes, scores: float32) unless stated otherwise. The references are ops/torch/tree.py and
+   ops/torch/expansion.py. */
 
 #include "cpu.h"
 
@@ -171,7 +171,7 @@ static PyObject *py_settle(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-/* -- growth: ops/torch/growth.py ----------------------------------------------------------------------------------------- */
+/* -- growth: ops/torch/expansion.py -------------------------------------------------------------------------------------- */
 
 /* The places of the best `count` of n scores, best first; of equals the lower place. What stands where there are NaN is not said. */
 static void best_first(const float *score, int64_t n, int64_t count, int64_t *places) {

@@ -15,7 +15,7 @@ from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.ngram import OWN, STEADY
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.drafter import Draft, Drafter
-from draftwing.spec.ngram.drafter import NGramDrafter
+from draftwing.spec.ngram_drafter import NGramDrafter
 
 SHAPE = TreeShape(5, 3, 8)
 
