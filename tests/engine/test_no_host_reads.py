@@ -25,6 +25,8 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
+pytestmark = pytest.mark.slow
+
 HEADS = {
     "EAGLE": exact_heads.exact_eagle2,
     "EAGLE3": exact_heads.exact_eagle3,

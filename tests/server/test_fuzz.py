@@ -24,6 +24,8 @@ from draftwing.config.options import Options
 from draftwing.server.app import create_app
 from draftwing.server.run import bind
 
+pytestmark = pytest.mark.slow
+
 WORKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/completions": {"prompt": "abc"},

@@ -23,6 +23,8 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
 from draftwing.server.engine_client import AsyncEngine
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = Options(random_seed=3, log_level="critical", speculative_algorithm="none").resolve()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import CONTEXT, FakeEngine
+from fake_engine import CONTEXT, FakeEngine, local
 from starlette.testclient import TestClient
 
+from draftwing.server.app import create_app
 from draftwing.server.native.schema import GenerateRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
 from draftwing.server.schema import NotBuilt
@@ -48,6 +50,25 @@ NEUTRAL_CHAT = NEUTRAL_OPENAI | {
     "functions": [], "function_call": "none",
 }  # fmt: skip
 NEUTRAL_COMPLETION = NEUTRAL_OPENAI | {"logprobs": None, "best_of": 1, "echo": False, "suffix": ""}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeEngine, TestClient]]:
+    """One server for all: what is refused leaves nothing behind."""
+    engine = FakeEngine()
+    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
+        yield engine, client
+
+
+@pytest.fixture
+def engine(served: tuple[FakeEngine, TestClient]) -> FakeEngine:
+    served[0].requests.clear()
+    return served[0]
+
+
+@pytest.fixture
+def client(engine: FakeEngine, served: tuple[FakeEngine, TestClient]) -> TestClient:
+    return served[1]
 
 
 def base(path: str) -> dict[str, Any]:

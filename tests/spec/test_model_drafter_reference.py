@@ -36,6 +36,8 @@ from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 12
 CONTEXT = 96
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)

@@ -18,6 +18,8 @@ from draftwing.errors import ConfigError
 from draftwing.train import evaluate as module
 from draftwing.train.evaluate import Trial, evaluate, fingerprint, positions, summary
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = {"one": [f"prompt {i}" for i in range(5)], "two": ["another", "and more"]}
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 9)
 TRIAL = Trial((CHAIN, TREE), (0.0, 1.0), max_tokens=24, concurrency=3)

@@ -25,6 +25,8 @@ from draftwing.train.heads import TargetHead, load_head, new_eagle3_head, new_ea
 from draftwing.train.store import FeatureStore, SourceMeta
 from draftwing.train.ttt import Loss
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):

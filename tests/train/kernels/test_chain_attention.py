@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")
 
 # Triton's interpreter cuts bfloat16 off instead of rounding it.

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 kernel = pytest.importorskip("draftwing.train.kernels.cross_entropy")
 
 # One rounding of the result. Triton's interpreter cuts bfloat16 off instead of rounding it.

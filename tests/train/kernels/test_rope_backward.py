@@ -10,6 +10,8 @@ import torch
 
 from draftwing.layers.rope import RopeConfig, rope_table, rotate
 
+pytestmark = pytest.mark.slow
+
 kernel = pytest.importorskip("draftwing.train.kernels.rope_backward")
 
 # One rounding of the result. Triton's interpreter cuts bfloat16 off instead of rounding it.
