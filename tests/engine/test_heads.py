@@ -5,7 +5,6 @@ The heads are the constructed exact ones, for a target whose layers have been gi
 text depends on the whole context, and the head, which knows nothing of that, is still right often enough.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -151,7 +150,7 @@ def test_with_grammars_and_penalties(case, shape):
         for i, (prompt, param) in enumerate(zip(case.prompts, case.params, strict=True)):
             grammar = ToyGrammar(i, case.h.VOCAB) if i % 3 == 0 else None
             if i % 3 == 1:
-                param = replace(param, frequency_penalty=0.6, repetition_penalty=1.2)
+                param = param.replace(frequency_penalty=0.6, repetition_penalty=1.2)
             rig.submit(str(i), prompt, param, grammar=grammar)
         return rig.run()
 
