@@ -149,6 +149,7 @@ def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
     assert 0.02 < stages["draft"] / (stages["draft"] + stages["verify"] + stages["settle"]) < 0.9
 
 
+@pytest.mark.slow
 def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "--sweep", "--model", model, "--speculative-algorithm", "NGRAM", "--max-total-tokens", "4000",
             "--concurrency", "1,2", "--steps", "2", "--topk", "1,2", "--draft-tokens", "3,4",

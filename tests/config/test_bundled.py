@@ -198,6 +198,7 @@ def test_any_head_has_its_own_tree_unless_another_is_given(models: Path) -> None
             assert llm.engine.info.shape == shape
 
 
+@pytest.mark.slow
 def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (shipped / "config.json").read_text()
     argv = ["bench", "--sweep", "--save-shape", "--model", "tiny", "--device", "cpu", "--max-total-tokens", "2048",
@@ -223,6 +224,7 @@ def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixtur
 # ---- the card --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_head_is_held_to_its_report(
     shipped: Path, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@ dense float64 forward, by chi-square."""
 
 import math
 
+import pytest
 import torch
 
 from draftwing.core import TreeShape
@@ -46,6 +47,7 @@ def chi_square(counts, probs):
     return float(((observed - wanted) ** 2 / wanted).sum()), critical
 
 
+@pytest.mark.slow
 def test_frequencies_of_the_tokens_of_a_tree_step(harness):
     model = harness.tiny_model(sharpen=2.5)
     prompt = [1, 17, 30, 5]

@@ -284,6 +284,7 @@ def test_fused_is_turn_store_attend(shape: tuple[int, int, int], dtype: torch.dt
     assert pool.kv[LAYER][others].eq(7.0).all()
 
 
+@pytest.mark.slow
 def test_the_choice_of_a_backend() -> None:
     half = KVPool([LayerSpec(1, 16)], 4, torch.float16, torch.device("cpu"))
     assert isinstance(make_ops(torch.device("cpu")).attention(half), TorchAttention), "the kernels know no float16"

@@ -158,6 +158,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies(sample: Callable[..., Tensor], name: str) -> None:
     temperature, top_k, top_p, min_p = CASES[name]

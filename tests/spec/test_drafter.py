@@ -140,6 +140,7 @@ def test_by_name_with_bench(
     assert 1 < record["accept_length"] <= 3
 
 
+@pytest.mark.slow
 def test_by_name_with_the_server(model: str, plain: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine is a process of its own, which imports the class again."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(EXAMPLES), str(Path(draftwing.__file__).parents[1]))))
