@@ -41,11 +41,11 @@ class Coupled(ModelDrafter):
 class Uncoupled(Coupled):
     """Drafts without the target's noise."""
 
-    def propose(self, slots, rows, shape, max_bound, noisy):  # type: ignore[no-untyped-def]
-        return super().propose(slots, rows, shape, max_bound, noisy[:0])
+    def propose(self, slots, rows, shape, max_kv_len, noisy):  # type: ignore[no-untyped-def]
+        return super().propose(slots, rows, shape, max_kv_len, noisy[:0])
 
-    def observe(self, slots, batch, taps, next_ids, count, noisy):  # type: ignore[no-untyped-def]
-        super().observe(slots, batch, taps, next_ids, count, noisy[:0])
+    def extend(self, slots, batch, aux_hidden, next_ids, count, noisy):  # type: ignore[no-untyped-def]
+        super().extend(slots, batch, aux_hidden, next_ids, count, noisy[:0])
 
 
 def blurred(blur: float) -> torch.nn.Module:

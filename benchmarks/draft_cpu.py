@@ -110,7 +110,7 @@ class Row:
 
         def run() -> Tensor:
             attend = self.executor.attn.bind(batch, 0)
-            hidden, _ = self.model(batch.ids, batch.positions, attend, self.drafter.taps)
+            hidden, _ = self.model(batch.ids, batch.positions, attend, self.drafter.aux_layers)
             return self.model.logits(hidden)
 
         return run

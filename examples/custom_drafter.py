@@ -21,8 +21,8 @@ class PairLookup(Drafter):
 
     num_steps = 6  # --speculative-num-steps overrules it
 
-    def propose(self, slots: Any, rows: Tensor, shape: Any, max_bound: int, noisy: Tensor) -> Draft:
-        text = slots.tokens[rows, : max_bound + 1]  # [B, L], valid up to the newest token
+    def propose(self, slots: Any, rows: Tensor, shape: Any, max_kv_len: int, noisy: Tensor) -> Draft:
+        text = slots.tokens[rows, : max_kv_len + 1]  # [B, L], valid up to the newest token
         end = slots.kv_len[rows].unsqueeze(1)  # [B, 1], index of the newest token
         newest, before = text.gather(1, end), text.gather(1, (end - 1).clamp(min=0))  # [B, 1]
         position = torch.arange(text.shape[1], device=rows.device)  # [L]

@@ -39,9 +39,9 @@ def bench() -> list[tuple[str, float]]:
         name = f"{batch} rows of {length} tokens"
         for width in (1, 9):
             ids = rows.new_zeros(batch * width)
-            observe = replayed(lambda d=drafter, a=(slots, seen, None, ids, count): d.observe(*a))
-            found.append((f"insert up to {width} tokens, {name}", observe))
-        found.append((f"outlook, {name}", replayed(lambda d=drafter, a=(slots, rows, length): d.outlook(*a))))
+            extend = replayed(lambda d=drafter, a=(slots, seen, None, ids, count): d.extend(*a))
+            found.append((f"insert up to {width} tokens, {name}", extend))
+        found.append((f"confidence, {name}", replayed(lambda d=drafter, a=(slots, rows, length): d.confidence(*a))))
         if length == 500:
             for shape in (TreeShape(5, 8, 8), TreeShape(8, 8, 16), TreeShape(18, 8, 64)):
                 micros = replayed(lambda d=drafter, a=(slots, rows, shape, length): d.propose(*a))

@@ -58,7 +58,7 @@ def stages(graphs: Any, sizes: list[int]) -> list[tuple[Any, str, Any]]:
     """(key, stage, replay), greedy and without filters."""
     found = []
     for (stage, key), (replay, _) in graphs._graphs.items():
-        key, filtered = key if stage == "settle" else (key, False)
+        key, filtered = key if stage == "commit" else (key, False)
         if key.size in sizes and not filtered:
             found.append((key, stage, replay))
     return found

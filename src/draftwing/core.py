@@ -39,7 +39,7 @@ class TreeShape(NamedTuple):
 
 PLAIN = TreeShape(0, 1, 1)
 PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, where there is no other drafter
-MAX_HINT = 31  # a drafter's outlook for a row's next draft lies in [0, MAX_HINT]
+MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
 
 
 class TokenLogprobs(NamedTuple):
@@ -51,7 +51,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request taking a row: what `SlotTable` needs to know of it."""
+    """A request taking a row: what `RowTable` needs to know of it."""
 
     row: int
     tokens: list[int]  # everything known so far: prompt, and output when resumed
@@ -101,7 +101,7 @@ class Plan:
     rows: IntArray  # [B]
     admission: IntArray  # [B] admission number of each row: a result whose number is no longer current is dropped
     shape: TreeShape
-    max_bound: int  # upper bound of kv_len over rows before this step (tree) or after it (prefill)
+    max_kv_len: int  # upper bound of kv_len over rows before this step (tree) or after it (prefill)
     admits: tuple[Admission, ...] = ()
     new_slots: tuple[tuple[int, int, IntArray], ...] = ()
     chunks: tuple[Chunk, ...] = ()
@@ -136,7 +136,7 @@ class StepResult:
     tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk).
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
     depth[B, nodes]: of the draft's nodes, 0 for the root and for those that were not proposed.
-    hint[B]: the drafter's outlook for the next step.
+    confidence[B]: the drafter's confidence for the next step.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     """
 
@@ -144,7 +144,7 @@ class StepResult:
     count: IntArray
     order: IntArray
     depth: IntArray
-    hint: IntArray
+    confidence: IntArray
     seconds: float = 0.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()

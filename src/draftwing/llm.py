@@ -36,7 +36,7 @@ class Completion:
     meta_info: dict[str, Any]
 
 
-class Wishes(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
     """Keyword arguments of `LLM.generate` and `LLM.chat` beside sampling, for all prompts; as in the server's APIs.
 
     priority: higher runs first.
@@ -92,13 +92,13 @@ class LLM:
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         params: Params | Sequence[Params] | None = None,
-        **wishes: Unpack[Wishes],
+        **wishes: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Completes prompts and returns `params.n` completions per prompt, prompt after prompt.
 
         prompts: one or several, each a text or a list of token ids.
         params: `SamplingParams` or a dict of its fields, one for all prompts or one per prompt.
-        wishes: see `Wishes`.
+        wishes: see `RequestOptions`.
 
         Raises RequestError for a prompt that can never run; nothing is generated then.
         """
@@ -113,7 +113,7 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
-        **wishes: Unpack[Wishes],
+        **wishes: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Answers conversations with the model's chat template. Otherwise as `generate`.
 
@@ -160,7 +160,7 @@ class LLM:
         return ids
 
     def _run(
-        self, prompts: list[list[int]], params: list[tuple[SamplingParams, bool]], wishes: Wishes
+        self, prompts: list[list[int]], params: list[tuple[SamplingParams, bool]], wishes: RequestOptions
     ) -> list[Completion]:
         if self._closed:
             raise RuntimeError("this LLM is closed")
@@ -217,9 +217,9 @@ def _messages(conversation: Any) -> list[Message]:
     return list(conversation)
 
 
-def _checked_wishes(engine: Engine, wishes: Wishes) -> GenerationRequest:
+def _checked_wishes(engine: Engine, wishes: RequestOptions) -> GenerationRequest:
     """A request with all that is asked beside sampling, but for drafts. Raises RequestError."""
-    unknown = next((name for name in wishes if name not in Wishes.__annotations__), None)
+    unknown = next((name for name in wishes if name not in RequestOptions.__annotations__), None)
     if unknown is not None:
         raise TypeError(f"unexpected keyword argument {unknown!r}")
     priority, salt, predicted = wishes.get("priority", 0), wishes.get("cache_salt"), wishes.get("prediction")

@@ -110,7 +110,7 @@ def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*argv, "--num-prompts", "3", "--max-tokens", "20", "--ignore-eos", "--concurrency", "2"]) == 0
     (record,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert (record["requests"], record["completion_tokens"]) == (3, 60) and record["accept_length"] >= 1.0
-    assert set(record["step_ms"]) == {"draft", "verify", "settle", "host"}
+    assert set(record["step_ms"]) == {"draft", "verify", "commit", "host"}
     assert all(value > 0 for value in record["step_ms"].values())
 
 
@@ -146,7 +146,7 @@ def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
         stages = measure(bench, [[4, 5, 6]], params, 1)["step_ms"]
         assert llm.engine.stats()["graph_replays"] > replays + 50
     # Two forwards of a layer and three of lm_head, against four layers and lm_head: some 25 % of the stages.
-    assert 0.02 < stages["draft"] / (stages["draft"] + stages["verify"] + stages["settle"]) < 0.9
+    assert 0.02 < stages["draft"] / (stages["draft"] + stages["verify"] + stages["commit"]) < 0.9
 
 
 @pytest.mark.slow

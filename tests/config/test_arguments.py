@@ -25,11 +25,11 @@ def test_every_option_has_both_spellings_and_reaches_its_field() -> None:
     for field in dataclasses.fields(Options):
         for name in (field.name, *field.metadata["aliases"]):
             for flag in ("--" + name, "--" + name.replace("_", "-")):
-                hint = str(field.type)
-                if hint == "bool":
+                confidence = str(field.type)
+                if confidence == "bool":
                     assert getattr(parse(flag), field.name) is True
                     continue
-                kind = next(kind for kind in examples if hint.startswith(kind.__name__))
+                kind = next(kind for kind in examples if confidence.startswith(kind.__name__))
                 for argv in ((flag, examples[kind]), (f"{flag}={examples[kind]}",)):
                     assert getattr(parse(*argv), field.name) == kind(examples[kind])
 

@@ -63,7 +63,7 @@ def test_environment(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_every_foreign_option_parses_and_is_settled(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_unsupported_flag_parses_and_is_handled(name: str, caplog: pytest.LogCaptureFixture) -> None:
     foreign = FOREIGN[name]
     value = {bool: "", int: "7", float: "0.5", str: "x"}[foreign.kind]
     flag = "--" + name.replace("_", "-")

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftwing.core import MAX_HINT, PLAIN, Output, TokenLogprobs
+from draftwing.core import MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -57,8 +57,8 @@ class OracleDrafter:
     """
 
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
-        self.taps, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
-        self.first_hint, self.fixed_hint = MAX_HINT, False
+        self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (LayerSpec(1, 2),), 0
+        self.initial_confidence, self.fixed_confidence = MAX_CONFIDENCE, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
 
@@ -68,9 +68,9 @@ class OracleDrafter:
     def span(self, shape):
         return max(shape.nodes, 1 + shape.topk * (shape.depth - 1))
 
-    def propose(self, slots, rows, shape, max_bound, noisy):
+    def propose(self, slots, rows, shape, max_kv_len, noisy):
         kv_len, root = slots.kv_len[rows], slots.last[rows]
-        self._check_kv(slots, rows, kv_len, max_bound)
+        self._check_kv(slots, rows, kv_len, max_kv_len)
         device, batch, nodes = rows.device, rows.shape[0], shape.nodes
         first = slots.tokens[rows, torch.zeros_like(rows)]
         topk = min(shape.topk, nodes - 1)
@@ -92,12 +92,12 @@ class OracleDrafter:
             torch.cat((torch.ones_like(root, dtype=torch.bool)[:, None], alive), 1),
         )
 
-    def observe(self, slots, batch, taps, next_ids, count, noisy):
+    def extend(self, slots, batch, aux_hidden, next_ids, count, noisy):
         k = torch.stack((batch.ids, next_ids), -1).to(self.pool.dtype)[:, None]
         self.pool.write(self.layer, batch.write_slots, k, k)
 
-    def outlook(self, slots, rows, max_bound, out=None):
-        return (torch.empty_like(rows) if out is None else out).fill_(MAX_HINT)
+    def confidence(self, slots, rows, max_kv_len, out=None):
+        return (torch.empty_like(rows) if out is None else out).fill_(MAX_CONFIDENCE)
 
     def constrain(self, slots, rows, banned, noisy):
         self.constrained = True  # it knows the answers, which are legal
@@ -105,11 +105,11 @@ class OracleDrafter:
     def flush(self):
         pass
 
-    def _check_kv(self, slots, rows, kv_len, max_bound):
-        max_bound = min(max_bound, slots.length - 1)
-        at = torch.arange(max_bound, device=rows.device)
-        pairs = self.pool.kv[self.layer][slots.table[rows, :max_bound], 0, 0]  # [B, P, 2]
-        tokens = slots.tokens[rows, : max_bound + 1]
+    def _check_kv(self, slots, rows, kv_len, max_kv_len):
+        max_kv_len = min(max_kv_len, slots.length - 1)
+        at = torch.arange(max_kv_len, device=rows.device)
+        pairs = self.pool.kv[self.layer][slots.table[rows, :max_kv_len], 0, 0]  # [B, P, 2]
+        tokens = slots.tokens[rows, : max_kv_len + 1]
         wrong = (pairs[..., 0] != tokens[:, :-1]) | (pairs[..., 1] != tokens[:, 1:])
         self.wrong_kv += (wrong & (at < kv_len[:, None])).sum()
 
@@ -148,17 +148,17 @@ class Rig:
         max_span, max_commit = max(spans.values()), max(s.max_commit for s in menu)
         length = CONTEXT + max_span + max_commit + 1
         model.set_max_positions(length)
-        self.slots = SlotTable(rows, length, dev)
+        self.slots = RowTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size)
         if dev.is_cuda:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
-            self.executor.settle = without_sync(self.executor.settle)
-        lookahead, tail, first_hint = 0, 0, 0
+            self.executor.commit = without_sync(self.executor.commit)
+        lookahead, tail, initial_confidence = 0, 0, 0
         if drafter is not None:
             drafter.attach(backend, len(layers), length)
-            lookahead, tail, first_hint = drafter.lookahead, drafter.tail, drafter.first_hint
+            lookahead, tail, initial_confidence = drafter.lookahead, drafter.tail, drafter.initial_confidence
         config = SchedulerConfig(
-            slots, rows, max_span, chunk, lookahead, tail, radix, first_hint, ahead, model.config.vocab_size
+            slots, rows, max_span, chunk, lookahead, tail, radix, initial_confidence, ahead, model.config.vocab_size
         )
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)

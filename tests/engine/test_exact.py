@@ -27,10 +27,10 @@ class Cycle:
         self.menu = (*shapes, PLAIN)
         self._next = itertools.cycle(self.menu)
 
-    def choose(self, hints):
+    def choose(self, confidences):
         return next(self._next)
 
-    def record(self, shape, hints, accepted, seconds):
+    def record(self, shape, confidences, accepted, seconds):
         pass
 
 

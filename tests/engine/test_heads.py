@@ -170,7 +170,7 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
     case = Case("EAGLE3", tmp_path, harness.device, harness)
     attn = partial(paged.PagedAttention, exact=True)
     rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=24, lag=1)
-    prefills, settle = rig.executor.prefills, rig.executor.settle
+    prefills, commit = rig.executor.prefills, rig.executor.commit
 
     def spoil():
         for _, outputs in prefills._graphs.values():
@@ -178,12 +178,12 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
                 output.fill_(torch.nan)
 
     @torch.inference_mode()
-    def settled(pending):
-        done = settle(pending)
+    def committed(pending):
+        done = commit(pending)
         spoil()
         return done
 
-    rig.executor.settle = settled
+    rig.executor.commit = committed
     for i in range(3):
         rig.submit(str(i), case.prompts[i], harness.greedy(5) if i else harness.seeded(5, seed=0))
     got = rig.run().tokens

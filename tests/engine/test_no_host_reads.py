@@ -1,4 +1,4 @@
-"""Propose, verify and settle run on tensors that have no data: nothing on the device's path reads them on the host or
+"""Propose, verify and commit run on tensors that have no data: nothing on the device's path reads them on the host or
 lets a shape depend on them. On a CPU such a read costs nothing and hides; on CUDA it is a stall, and cannot be captured
 in a graph.
 
@@ -120,7 +120,7 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params):
             pending = rig.executor.launch(plan)
-            packed = rig.executor.settle(pending)._download
+            packed = rig.executor.commit(pending)._download
             commit = plan.shape.max_commit
             assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
 
@@ -165,7 +165,7 @@ def test_special_rows_talk_with_the_host_by_uploads_and_downloads(harness, draft
     device.upload = watch.around_upload(device.upload)
     book = torch.zeros(h.VOCAB, h.CONTEXT + 64, dtype=torch.int64)
     rig = h.Rig(h.tiny_model(), shapes=(TreeShape(4, 3, 11),), drafter=drafter, book=book, fake_device=device)
-    rig.executor.launch, rig.executor.settle = watch.around(rig.executor.launch), watch.around(rig.executor.settle)
+    rig.executor.launch, rig.executor.commit = watch.around(rig.executor.launch), watch.around(rig.executor.commit)
     edited = h.seeded(
         20, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), allowed_token_ids=tuple(range(40)),
         bad_words=("x",), top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=3,

@@ -55,7 +55,7 @@ def result(count, proposed, seconds=0.0, depth=3, levels=None):
         count=np.asarray(count, np.int64),
         order=np.zeros((rows, 1), np.int64),
         depth=np.asarray([[0] + row + [0] * (width - 1 - len(row)) for row in nodes], np.int64),
-        hint=np.zeros(rows, np.int64),
+        confidence=np.zeros(rows, np.int64),
         seconds=seconds,
     )
 
@@ -212,7 +212,7 @@ def test_prompts_and_the_prefix_cache():
 
 def test_stages_are_measured_now_and_then():
     clock, pending = [0.0], []
-    took = {"draft": 0.25, "verify": 1.0, "settle": 0.125}
+    took = {"draft": 0.25, "verify": 1.0, "commit": 0.125}
 
     def run(stage, *args, keep=False):
         clock[0] += took[stage]
@@ -225,7 +225,7 @@ def test_stages_are_measured_now_and_then():
     times = StepTimes(3, lambda: clock[0], between)
     timed = times.timed(run)
     assert timed("draft", 1) == ("draft", (1,), False) and timed("verify") == ("verify", (), False)
-    assert timed("settle", 2, keep=True) == ("settle", (2,), True)
+    assert timed("commit", 2, keep=True) == ("commit", (2,), True)
     for _ in range(2):
         for stage in took:
             timed(stage)
@@ -234,7 +234,7 @@ def test_stages_are_measured_now_and_then():
     for _ in range(4):
         for stage in took:
             timed(stage)
-    assert times.steps == 2 and times.seconds == {"draft": 0.5, "verify": 3.0, "settle": 0.25}
+    assert times.steps == 2 and times.seconds == {"draft": 0.5, "verify": 3.0, "commit": 0.25}
 
 
 def test_steps_whose_end_has_not_come_to_pass_wait():
@@ -243,7 +243,7 @@ def test_steps_whose_end_has_not_come_to_pass_wait():
     timed = times.timed(lambda stage: None)
 
     def step() -> None:
-        for stage in ("draft", "verify", "settle"):
+        for stage in ("draft", "verify", "commit"):
             timed(stage)
 
     for _ in range(3):
@@ -251,21 +251,21 @@ def test_steps_whose_end_has_not_come_to_pass_wait():
     assert times.steps == 0
     arrived[0] = 3  # the end of the first
     step()
-    assert times.steps == 1 and times.seconds == dict.fromkeys(("draft", "verify", "settle"), 1)
+    assert times.steps == 1 and times.seconds == dict.fromkeys(("draft", "verify", "commit"), 1)
     arrived[0] = 99
     step()
     assert times.steps == 4
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_step_that_is_settled_in_another_way_is_not_measured(every):
+def test_a_step_that_is_committed_in_another_way_is_not_measured(every):
     clock = iter(range(100))
     times = StepTimes(every, lambda: next(clock))
     timed = times.timed(lambda stage: None)
     for _ in range(4 * every):
         timed("draft")
         timed("verify")  # and that is all that is seen of it
-        for stage in ("draft", "verify", "settle"):
+        for stage in ("draft", "verify", "commit"):
             timed(stage)
     # Every other step is whole; of these all (every 1) or none (every 2: the first of two) was to be measured.
     assert times.steps == (3 if every == 1 else 0)

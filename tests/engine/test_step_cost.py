@@ -32,16 +32,16 @@ class Operations(TorchDispatchMode):
 
 
 class Chosen:
-    """The shape that the test wants, whatever the outlook."""
+    """The shape that the test wants, whatever the confidence."""
 
     menu = (TREE, PLAIN)
     shape = PLAIN
     sees_predictions = True
 
-    def choose(self, hints):
+    def choose(self, confidences):
         return self.shape
 
-    def record(self, shape, hints, accepted, seconds):
+    def record(self, shape, confidences, accepted, seconds):
         pass
 
 

@@ -43,12 +43,13 @@ def accepts(vocab, state, text):
     return state.run(tokens) == len(tokens) and state.may_end
 
 
-def walk(vocab, state, rng, hints=(), limit=90):
-    """A random legal answer; now and then, where it is legal, one of the words `hints`. None if it did not end."""
+def walk(vocab, state, rng, confidences=(), limit=90):
+    """A random legal answer; now and then, where it is legal, one of the words `confidences`. None if it did not
+    end."""
     tokens = []
     while len(tokens) < limit:
-        if hints and rng.random() < 0.5:
-            for token in vocab.encode(rng.choice(hints)):
+        if confidences and rng.random() < 0.5:
+            for token in vocab.encode(rng.choice(confidences)):
                 if not state.advance(token):
                     break
                 tokens.append(token)
@@ -68,10 +69,10 @@ def test_every_random_walk_matches_the_regex(vocab, pattern):
     root = start(vocab, "regex", pattern)
     rng = random.Random(pattern)
     words = re.findall(r"[A-Za-z :/']+", re.sub(r"\[.*?\]", "", pattern))
-    hints = [*words, *(word * 8 for word in words), "".join(words[:2]), "a", "7", "A"]
+    confidences = [*words, *(word * 8 for word in words), "".join(words[:2]), "a", "7", "A"]
     finished = 0
     for _ in range(8):
-        tokens = walk(vocab, root.fork(), rng, hints)
+        tokens = walk(vocab, root.fork(), rng, confidences)
         if tokens is None:
             continue
         data = b"".join(vocab.bytes[t] for t in tokens)

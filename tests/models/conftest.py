@@ -97,10 +97,10 @@ def eagle_weights(fc_bias: bool = True, layers: int = 1, qkv_bias: bool = False)
 
 
 def eagle3_weights(
-    first: str = "midlayer", aux: int = 3, tap_size: int = HIDDEN, draft_vocab: int | None = 20, **layer: int
+    first: str = "midlayer", aux: int = 3, aux_size: int = HIDDEN, draft_vocab: int | None = 20, **layer: int
 ) -> Weights:
     weights = Weights(2)
-    weights.matrix("fc.weight", HIDDEN, aux * tap_size)
+    weights.matrix("fc.weight", HIDDEN, aux * aux_size)
     weights.layer(first, 2 * HIDDEN, **layer)
     for name in ("hidden_norm", "input_layernorm"):
         weights.norm(f"{first}.{name}.weight")
@@ -201,18 +201,19 @@ class DenseCache(Attend):
 def check_chain(
     head: Any, target: DecoderModel, row: Callable[[int, Tensor | None, Tensor, int, int], tuple[Tensor, Tensor]]
 ) -> None:
-    """Five committed tokens and four of growth, against `row(id, taps, feature, position, level)` -> (hidden, logits),
-    which gets the target's taps for committed rows and its own last output as the feature for others."""
+    """Five committed tokens and four of growth, against `row(id, auxiliary hidden states, feature, position, level)` ->
+    (hidden, logits), which gets the target's auxiliary hidden states for committed rows and its own last output as the
+    feature for others."""
     ids = torch.tensor([4, 17, 3, 29, 8, 41])
-    _, taps = target(ids[:5], torch.arange(5), DenseCache(), head.taps)
-    assert taps is not None
+    _, aux_hidden = target(ids[:5], torch.arange(5), DenseCache(), head.aux_layers)
+    assert aux_hidden is not None
     assert not any(param.is_meta for param in head.parameters())  # any comparison with meta tensors would pass
     cache = DenseCache()
-    hidden = head.run(ids[1:], torch.arange(5), head.features(taps), 0, cache)
+    hidden = head.run(ids[1:], torch.arange(5), head.features(aux_hidden), 0, cache)
     assert hidden.shape == (5, head.width)
     expected: list[tuple[Tensor, Tensor]] = []
     for i in range(5):
-        expected.append(row(int(ids[i + 1]), taps[i], taps[i], i, 0))
+        expected.append(row(int(ids[i + 1]), aux_hidden[i], aux_hidden[i], i, 0))
     torch.testing.assert_close(hidden, torch.stack([h for h, _ in expected]), atol=1e-5, rtol=1e-5)
     logits = head.logits(hidden)
     assert logits.shape == (5, head.vocab)

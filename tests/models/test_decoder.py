@@ -103,14 +103,14 @@ def test_prefill_equals_transformers(pair: tuple[Any, DecoderModel]) -> None:
     reference, model = pair
     ids = tokens(200)  # beyond the 64 positions that the llama3 scaling calls original
     expected = reference(ids[None], output_hidden_states=True)
-    hidden, taps = model(ids, torch.arange(200), DenseCache(), (0, 3, 2))
+    hidden, aux_hidden = model(ids, torch.arange(200), DenseCache(), (0, 3, 2))
     torch.testing.assert_close(model.logits(hidden), expected.logits[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(hidden, expected.hidden_states[3][0], atol=1e-4, rtol=1e-4)
-    assert taps is not None and taps.shape == (200, 3 * 64)
-    torch.testing.assert_close(taps[:, :64], expected.hidden_states[0][0])
-    torch.testing.assert_close(taps[:, 128:], expected.hidden_states[2][0], atol=1e-4, rtol=1e-4)
+    assert aux_hidden is not None and aux_hidden.shape == (200, 3 * 64)
+    torch.testing.assert_close(aux_hidden[:, :64], expected.hidden_states[0][0])
+    torch.testing.assert_close(aux_hidden[:, 128:], expected.hidden_states[2][0], atol=1e-4, rtol=1e-4)
     # transformers does not show the stream before the final norm, but norming it must give the result.
-    torch.testing.assert_close(model.norm(taps[:, 64:128]), hidden)
+    torch.testing.assert_close(model.norm(aux_hidden[:, 64:128]), hidden)
 
 
 @torch.inference_mode()
@@ -120,8 +120,8 @@ def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> N
     expected = reference(ids[None]).logits[0]
     rows = []
     for start, stop in [(0, 5), *((i, i + 1) for i in range(5, 80))]:
-        hidden, taps = model(ids[start:stop], torch.arange(start, stop), cache)
-        assert taps is None
+        hidden, aux_hidden = model(ids[start:stop], torch.arange(start, stop), cache)
+        assert aux_hidden is None
         rows.append(model.logits(hidden))
     torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
 
@@ -132,12 +132,12 @@ def test_packed_model_gives_the_same(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     model = load_model(tmp_path, torch.float32, "cpu")
     model.pack(make_ops(torch.device("cpu")))
-    hidden, taps = model(tokens(9), torch.arange(9), DenseCache(), (1, 3))
+    hidden, aux_hidden = model(tokens(9), torch.arange(9), DenseCache(), (1, 3))
     expected = reference(tokens(9)[None], output_hidden_states=True)
     torch.testing.assert_close(model.logits(hidden), expected.logits[0], atol=1e-4, rtol=1e-4)
-    assert taps is not None  # a packed product must not write into the residual stream that was tapped
-    torch.testing.assert_close(taps[:, :64], expected.hidden_states[1][0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(model.norm(taps[:, 64:]), hidden)
+    assert aux_hidden is not None  # a packed product must not write into the residual stream that was tapped
+    torch.testing.assert_close(aux_hidden[:, :64], expected.hidden_states[1][0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.norm(aux_hidden[:, 64:]), hidden)
 
 
 def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
@@ -190,5 +190,5 @@ def test_runs_on_fake_tensors() -> None:
         model = DecoderModel(config, torch.bfloat16, "cpu")
         model.set_max_positions(32)
         ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden, taps = model(ids, positions, FunctionAttend(lambda layer, q, k, v: q.flatten(1)), (1,))
-        assert model.logits(hidden).shape == (5, 101) and taps is not None and taps.shape == (5, 64)
+        hidden, aux_hidden = model(ids, positions, FunctionAttend(lambda layer, q, k, v: q.flatten(1)), (1,))
+        assert model.logits(hidden).shape == (5, 101) and aux_hidden is not None and aux_hidden.shape == (5, 64)

@@ -88,7 +88,7 @@ def test_heads_from_a_config_alone(
     assert type(head) is kind
     head.set_max_positions(64)
     ids = torch.arange(9)
-    features = head.features(torch.randn(9, len(head.taps) * 32))
+    features = head.features(torch.randn(9, len(head.aux_layers) * 32))
     hidden = head.run(ids, ids, features, 0, FunctionAttend(attend))
     logits = head.logits(hidden)
     assert logits.isfinite().all() and logits.shape == (9, changes.get("draft_vocab_size", 50))

@@ -58,12 +58,12 @@ def test_packed_decoder_gives_the_same(device: torch.device, ops: TorchOps) -> N
     ids, positions = torch.arange(5, device=device), torch.arange(5, device=device)
     expected, expected_taps = model(ids, positions, ATTEND, (0, 1, 2))
     model.pack(ops)
-    found, taps = model(ids, positions, ATTEND, (0, 1, 2))
+    found, aux_hidden = model(ids, positions, ATTEND, (0, 1, 2))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     hidden, chosen = found[:4].view(2, 2, -1), torch.tensor([[[3, 1], [0, 49]], [[7, 7], [2, 5]]], device=device)
     weighed = model.exact_logits(hidden, chosen)
     torch.testing.assert_close(weighed, (hidden @ model.lm_head.weight.T).gather(2, chosen), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(taps, expected_taps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(aux_hidden, expected_taps, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3 from normed", "mtp"])

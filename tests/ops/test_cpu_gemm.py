@@ -192,9 +192,9 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> No
 
 
 @pytest.mark.usefixtures("known_layout")
-@pytest.mark.parametrize("taps", [(), (1, 2), (3, 1), (2,), (1, 2, 1), (4,)])
+@pytest.mark.parametrize("aux_layers", [(), (1, 2), (3, 1), (2,), (1, 2, 1), (4,)])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_model_in_one_call_equals_its_layers(rows: int, taps: tuple[int, ...]) -> None:
+def test_a_model_in_one_call_equals_its_layers(rows: int, aux_layers: tuple[int, ...]) -> None:
     model, found = tiny(num_layers=3), []
     ids = 19 + torch.arange(rows)
     for whole in (True, False):
@@ -202,13 +202,13 @@ def test_a_model_in_one_call_equals_its_layers(rows: int, taps: tuple[int, ...])
         for kv in pool.kv:
             kv.copy_(numbers(*kv.shape, seed=5))
         if not whole:
-            model._whole[taps] = model._whole[()] = None
-        assert (model._whole_layers(taps) is None) != whole
-        hidden, kept = model(ids, ids, attend_to(pool, rows), taps)
-        assert (kept is None) == (not taps)
+            model._whole[aux_layers] = model._whole[()] = None
+        assert (model._whole_layers(aux_layers) is None) != whole
+        hidden, kept = model(ids, ids, attend_to(pool, rows), aux_layers)
+        assert (kept is None) == (not aux_layers)
         found.append([hidden, *pool.kv, *([kept] if kept is not None else [])])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
-    assert model.final_tap == 4 and model._whole_layers((0,)) is None and model._whole_layers((1, 4)) is None
+    assert model.final_aux_layer == 4 and model._whole_layers((0,)) is None and model._whole_layers((1, 4)) is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -75,7 +75,7 @@ class Case(NamedTuple):
     rows: Tensor
     table: Table
 
-    def expected(self, settled: bool) -> Tensor:
+    def expected(self, rescored: bool) -> Tensor:
         """By the torch sampler; bans that hit: the largest logit of a banned row is made one of its ban ids."""
         hidden, weight = self.hidden.double(), self.weight.double()
 
@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
         return sample(
             self.logits, self.positions, self.depth, int(self.depth.max()), self.table.sampling(self.rows),
-            *self.drawing(), exact if settled else None,
+            *self.drawing(), exact if rescored else None,
         )  # fmt: skip
 
     def drawing(self) -> Drawing:
@@ -95,7 +95,7 @@ class Case(NamedTuple):
         filtered = noisy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
         return Drawing(*(which.nonzero().flatten() for which in (noisy, filtered, params.ban_until > 0)))
 
-    def drawn(self, ops: TorchOps, settled: bool, filtered: bool) -> Tensor:
+    def drawn(self, ops: TorchOps, rescored: bool, filtered: bool) -> Tensor:
         case = Case(*(part.to(ops.device) for part in self))
 
         def logits(hidden: Tensor, ids: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Case(NamedTuple):
         return ops.draw(
             case.logits, case.positions, case.depth, int(self.depth.max()), case.table, case.rows,
             Drawing(*(which.to(ops.device) for which in self.drawing())), filtered,
-            Rescoring(case.hidden, case.weight, logits) if settled else None,
+            Rescoring(case.hidden, case.weight, logits) if rescored else None,
         ).cpu()  # fmt: skip
 
 
@@ -137,18 +137,18 @@ SIZES = [(1003, 3), (5, 2), (4096, 1)] + ([(128256, 1), (32000, 4), (50257, 3)] 
 @pytest.mark.parametrize(("vocab", "nodes"), SIZES)
 def test_mixed_rows(ops: TorchOps, vocab: int, nodes: int, dtype: torch.dtype) -> None:
     case = make_case(MIXED, nodes, vocab, dtype, seed=vocab + nodes)
-    settled = dtype.itemsize == 2
-    expected = case.expected(settled)
-    assert torch.equal(case.drawn(ops, settled, False), expected)
-    assert torch.equal(case.drawn(ops, settled, True), expected)  # no row has a filter
+    rescored = dtype.itemsize == 2
+    expected = case.expected(rescored)
+    assert torch.equal(case.drawn(ops, rescored, False), expected)
+    assert torch.equal(case.drawn(ops, rescored, True), expected)  # no row has a filter
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "nodes"), [(128256, 2), (32000, 7), (5003, 2)] if CUDA else [(5003, 1)])
 def test_filtered_rows(ops: TorchOps, vocab: int, nodes: int, dtype: torch.dtype) -> None:
     case = make_case(FILTERED, nodes, vocab, dtype, seed=vocab)
-    settled = dtype.itemsize == 2
-    assert torch.equal(case.drawn(ops, settled, True), case.expected(settled))
+    rescored = dtype.itemsize == 2
+    assert torch.equal(case.drawn(ops, rescored, True), case.expected(rescored))
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter would take minutes")
@@ -167,7 +167,7 @@ def test_a_row_does_not_depend_on_its_batch(ops: TorchOps) -> None:
         assert torch.equal(alone.drawn(ops, True, True), together[place : place + 1])
 
 
-def test_exact_products_settle_what_rounding_hides(ops: TorchOps) -> None:
+def test_exact_products_decide_what_rounding_hides(ops: TorchOps) -> None:
     """Eight logits that round to one bfloat16: the true largest wins, and the lowest id among exact equals."""
     vocab, size = 2000, 64
     weight = torch.zeros(vocab, size)
@@ -207,8 +207,8 @@ def test_broken_logits_give_valid_ids(ops: TorchOps, dtype: torch.dtype) -> None
     case.logits[:, 1] = torch.nan
     case.logits[:, 2] = -math.inf
     case.hidden[:, 1] = torch.nan
-    for settled in (False, True) if CUDA else (dtype == torch.bfloat16,):
-        tokens = case.drawn(ops, settled, True)
+    for rescored in (False, True) if CUDA else (dtype == torch.bfloat16,):
+        tokens = case.drawn(ops, rescored, True)
         assert tokens.min() >= 0 and tokens.max() < 2500
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from draftwing.core import TreeShape
 from draftwing.engine.device import Device
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Continuations, Draft, First, RowTable
+from draftwing.ops.types import Continuations, Draft, First, RowTensors
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter
 
@@ -28,9 +28,9 @@ LogProbs = Callable[[tuple[int, ...]], list[float]]
 CLOSE = 2e-5
 
 
-def make_table(ops: TorchOps, rows: int, length: int, vocab: int, seed: int, noisy: bool = False) -> SlotTable:
+def make_table(ops: TorchOps, rows: int, length: int, vocab: int, seed: int, noisy: bool = False) -> RowTable:
     """Rows of garbage, every other one of them with a temperature if noisy."""
-    g, slots = torch.Generator().manual_seed(seed), SlotTable(rows, length, Device(ops.device, ops))
+    g, slots = torch.Generator().manual_seed(seed), RowTable(rows, length, Device(ops.device, ops))
     slots.table[:rows] = torch.randint(1, 1 << 40, (rows, length), generator=g)
     slots.tokens[:] = torch.randint(0, vocab, (rows + 1, length), generator=g)
     slots.kv_len[:rows] = torch.randint(0, length - 64, (rows,), generator=g)
@@ -88,7 +88,7 @@ def best_of(table: LogProbs, path: tuple[int, ...], topk: int) -> tuple[list[int
 
 def expand(
     ops: TorchOps, tables: list[LogProbs], shape: TreeShape, tail: int = 0, lookahead: int = 1, width: int = 3
-) -> tuple[Draft, SlotTable, Tensor]:
+) -> tuple[Draft, RowTable, Tensor]:
     """A tree for each of the tables, whose nodes stand where they should all along; with the table and its rows."""
     size, topk, length = len(tables), shape.topk, 200
     slots = make_table(ops, size + 2, length, 50, size * 100 + topk)
@@ -171,7 +171,7 @@ def read(ops: TorchOps, following: Continuations, topk: int, target_ids: Tensor 
 
 
 def expected_continuations(
-    logits: Tensor, table: RowTable, rows: Tensor, ahead: int, target_ids: Tensor | None
+    logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, target_ids: Tensor | None
 ) -> Tensor:
     """Noisy logits [M, V] in float64."""
     z = logits.double().cpu()
@@ -278,7 +278,7 @@ class PathHead:
     """A `DraftHead` whose output tells of everything that a row is made of and attends to: a wrong one changes what is
     drafted. `run` is given the batch in place of attention."""
 
-    taps, kv_layers = (0,), ()
+    aux_layers, kv_layers = (0,), ()
     top_k = None
 
     def __init__(self, lookahead: int, width: int, vocab: int, device: torch.device) -> None:
@@ -292,8 +292,8 @@ class PathHead:
 
     def set_max_positions(self, positions: int) -> None: ...
 
-    def features(self, taps: Tensor) -> Tensor:
-        return taps * 0.5
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        return aux_hidden * 0.5
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Batch) -> Tensor:
         x = self.embed[ids] + 0.01 * positions.unsqueeze(1) + (attend.write_slots % 31).unsqueeze(1) * 0.05
@@ -324,7 +324,7 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
     make = ModelDrafter if lookahead < 2 else MTPDrafter
     drafter: Any = make(cast(Any, head), 5, shape.topk, torch.float32, ops)
     drafter.attach(cast(Any, BatchAttention()), 0, 200)
-    taps = torch.randn(9, width, generator=torch.Generator().manual_seed(1)).to(device)
+    aux_hidden = torch.randn(9, width, generator=torch.Generator().manual_seed(1)).to(device)
     rows, noisy = torch.tensor([3, 2], device=device), torch.tensor([0], device=device)
     slots.kv_len[rows] = torch.tensor([20, 33], device=device)
     assert (slots.floats[rows, 0] > 0).tolist() == [True, False]
@@ -334,8 +334,8 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
         rows, slots.tokens[token_rows, positions], positions, slots.table[token_rows, positions], slots.table,
         slots.kv_len[rows], chunks=(ChunkSpan(0, 0, 16, 4), ChunkSpan(1, 4, 28, 5)), bound=40,
     )  # fmt: skip
-    fed = taps if width else None
-    drafter.observe(slots, batch, fed, slots.tokens[token_rows, positions + 1], None, noisy)
+    fed = aux_hidden if width else None
+    drafter.extend(slots, batch, fed, slots.tokens[token_rows, positions + 1], None, noisy)
     slots.last[rows] = slots.tokens[rows, slots.kv_len[rows]]
     found = [*drafter.propose(slots, rows, shape, 40, noisy)]
     before, count = slots.kv_len[rows], torch.tensor([2, 1], device=device)
@@ -347,8 +347,8 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
         rows, slots.tokens[column, at].flatten(), at.flatten(), slots.table[column, at].flatten(), slots.table, before,
         step.expand(2, 3, 3), (step + 1).expand(2, 3), 3, bound=44,
     )  # fmt: skip
-    fed = taps[:6] if width else None
-    drafter.observe(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy)
+    fed = aux_hidden[:6] if width else None
+    drafter.extend(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy)
     found += drafter.propose(slots, rows, shape, 44, noisy)
     return [*found, *drafter._first]
 

@@ -1,4 +1,5 @@
-"""The n-gram index of every implementation against torch's: the same memory, candidates, hints and trees all along.
+"""The n-gram index of every implementation against torch's: the same memory, candidates, confidences and trees all
+along.
 
 What torch's is held to is in test_ngram_memory.py, test_ngram_tree.py and tests/spec/test_ngram_drafter.py."""
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.core import MAX_HINT, PLAIN, TreeShape
+from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.ops.torch import ngram, ngram_memory
 from draftwing.ops.torch.ngram import NGramIndex
 from draftwing.ops.torch.ops import TorchOps
@@ -19,7 +20,7 @@ from draftwing.ops.types import Draft
 
 CPU = torch.device("cpu")
 SHAPES = [TreeShape(5, 3, 8), TreeShape(3, 1, 4), TreeShape(9, 4, 40), TreeShape(2, 2, 64), TreeShape(1, 2, 2), PLAIN]
-WINDOWS = [(1, 12), (2, 5), (4, 7), (1, 1), (1, MAX_HINT)]
+WINDOWS = [(1, 12), (2, 5), (4, 7), (1, 1), (1, MAX_CONFIDENCE)]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ class Pair:
             index.begin(s, torch.tensor([row], device=s.tokens.device))
 
     def step(self, rows: list[int], new: dict[int, list[int]], limit: int, salts: list[int], shape: TreeShape) -> int:
-        """A step that generated `new`, then the outlook and the next draft; returns live draft nodes."""
+        """A step that generated `new`, then the confidence and the next draft; returns live draft nodes."""
         prefix = [len(self.history[r]) - 1 if r < self.rows else 0 for r in rows]
         for row, tokens in new.items():
             self.write(row, self.history[row] + tokens, salts[row])
@@ -93,11 +94,11 @@ class Pair:
         for index, s in self.sides:
             at, before, count = (torch.tensor(x, device=s.tokens.device) for x in (rows, prefix, counts))
             index.insert(s, at, before, count, limit)
-            hint = index.outlook(s, at, bound)
-            results.append((hint.cpu(), Draft(*(x.cpu() for x in index.propose(s, at, shape)))))
+            confidence = index.confidence(s, at, bound)
+            results.append((confidence.cpu(), Draft(*(x.cpu() for x in index.propose(s, at, shape)))))
         real = len(new)
-        (hint, draft), (got_hint, got) = results
-        assert torch.equal(got_hint[:real], hint[:real])
+        (confidence, draft), (got_hint, got) = results
+        assert torch.equal(got_hint[:real], confidence[:real])
         for one, two in zip(got, draft, strict=True):
             assert one.dtype == two.dtype and torch.equal(one[:real], two[:real])
         assert not got_hint[real:].any() and (got.alive[real:].sum(1) == 1).all()  # the dummy row proposes nothing
@@ -213,15 +214,15 @@ def test_search(ops: TorchOps, few: int, small_chunks: None, low: int, high: int
     pair = Pair(ops, rows, longest + 1, min_window=low, max_window=high, branch_length=7, capacity=1)
     for _ in range(3 if few == 1 else 1):
         source = torch.tensor([[rng.randint(-1, longest)] for _ in range(rows + 1)])
-        hints = []
+        confidences = []
         for row, text in enumerate(histories(rng, rows, longest)):
             pair.write(row, text, 0)
         for index, s in pair.sides:
             index.gap.copy_(source)
-            hints.append(index.outlook(s, torch.arange(rows, device=s.tokens.device), longest - 1).cpu())
-        assert torch.equal(*hints)
+            confidences.append(index.confidence(s, torch.arange(rows, device=s.tokens.device), longest - 1).cpu())
+        assert torch.equal(*confidences)
         pair.check()
-        total += int((hints[0] > 0).sum())
+        total += int((confidences[0] > 0).sum())
     assert total > rows // 3
 
 
@@ -273,13 +274,13 @@ def test_build(ops: TorchOps, few: int, depth: int, nodes: int) -> None:
 
 
 def test_strided_arguments(ops: TorchOps) -> None:
-    """A column of a packed result takes the hints; others may come from one."""
+    """A column of a packed result takes the confidences; others may come from one."""
     index = ops.ngram_index(3, capacity=1)
     tokens = torch.tensor([[1, 2, 3, 1, 2, 0], [4, 4, 4, 0, 0, 0], [0] * 6], device=ops.device)
     kv_len, last = torch.tensor([[4, 2, 0], [2, 4, 0]], device=ops.device)
     slots = Slots(tokens, kv_len, last, torch.zeros_like(last))
     packed = torch.full((3, 5), -1, dtype=torch.int64, device=ops.device)
-    index.outlook(slots, torch.arange(3, device=ops.device), 4, packed[:, 2])
+    index.confidence(slots, torch.arange(3, device=ops.device), 4, packed[:, 2])
     assert packed[:, 2].tolist() == [2, 2, 0]
     assert (packed[:, [0, 1, 3, 4]] == -1).all()
 
@@ -320,7 +321,7 @@ def test_captured_step_follows_the_device_lengths(ops: TorchOps) -> None:
 
     def step() -> tuple[Tensor, Draft]:
         index.insert(slots, at, before, count, limit)
-        return index.outlook(slots, at, 10), index.propose(slots, at, shape)
+        return index.confidence(slots, at, 10), index.propose(slots, at, shape)
 
     state = index.memory.row, index.memory.log, index.memory.table, index.gap
     kept = [x.clone() for x in state]
@@ -330,7 +331,7 @@ def test_captured_step_follows_the_device_lengths(ops: TorchOps) -> None:
     torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        hint, draft = step()
+        confidence, draft = step()
     for x, old in zip(state, kept, strict=True):
         x.copy_(old)
     index.memory.clock.zero_()
@@ -347,9 +348,9 @@ def test_captured_step_follows_the_device_lengths(ops: TorchOps) -> None:
         graph.replay()
         here = torch.tensor(rows)
         expected.insert(reference, here, torch.tensor(prefix), torch.tensor(counts), limit)
-        want_hint = expected.outlook(reference, here, max(len(history) for history in pair.history))
+        want_hint = expected.confidence(reference, here, max(len(history) for history in pair.history))
         want = expected.propose(reference, here, shape)
-        assert torch.equal(hint[:2].cpu(), want_hint[:2]) and not hint[2:].any()
+        assert torch.equal(confidence[:2].cpu(), want_hint[:2]) and not confidence[2:].any()
         for one, two in zip(draft, want, strict=True):
             assert torch.equal(one[:2].cpu(), two[:2])
         pair.check()

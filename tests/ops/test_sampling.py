@@ -240,7 +240,7 @@ def test_candidates_hold_the_largest_values():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_exact_logits_settle_what_rounding_blurs(sample: Callable[..., Tensor], temperature):
+def test_exact_logits_decide_what_rounding_blurs(sample: Callable[..., Tensor], temperature):
     """bfloat16 logits around 25 tie at every turn; the choice must be that of the float32 logits."""
     generator = torch.Generator().manual_seed(1)
     batch, nodes, vocab = 300, 3, 600
@@ -259,6 +259,6 @@ def test_exact_logits_settle_what_rounding_blurs(sample: Callable[..., Tensor], 
         return (true if only is None else true[only]).gather(-1, ids)
 
     args = (10 + depth, depth, nodes - 1, rows, noisy, none, none)
-    blurred, settled = sample(rounded, *args), sample(rounded, *args, exact)
-    assert torch.equal(settled, sample(true, *args))
-    assert (blurred != settled).sum() > 5
+    blurred, rescored = sample(rounded, *args), sample(rounded, *args, exact)
+    assert torch.equal(rescored, sample(true, *args))
+    assert (blurred != rescored).sum() > 5

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
 from draftwing.engine.device import Device
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Committed, Draft, TargetInputs, Tree, unpack
 
@@ -75,7 +75,7 @@ class RandomTree:
 class World(NamedTuple):
     """A slot table with garbage everywhere, and what it holds as lists."""
 
-    slots: SlotTable
+    slots: RowTable
     table: list[list[int]]
     text: list[list[int]]
     kv_len: list[int]
@@ -83,7 +83,7 @@ class World(NamedTuple):
 
 def make_world(ops: TorchOps, seed: int, kv_len: list[int] | None = None) -> World:
     g = torch.Generator().manual_seed(seed)
-    slots = SlotTable(ROWS, LENGTH, Device(ops.device, ops))
+    slots = RowTable(ROWS, LENGTH, Device(ops.device, ops))
     table = torch.randperm(ROWS * LENGTH, generator=g).view(ROWS, LENGTH) + 1
     text = torch.randint(0, 50, (ROWS, LENGTH), generator=g)
     lengths = torch.randint(0, LENGTH - 70, (ROWS,), generator=g)
@@ -121,7 +121,7 @@ def check_inputs(world: World, rows: list[int], trees: list[RandomTree], tree: T
 
 
 def check_commit(
-    world: World, rows: list[int], trees: list[RandomTree], done: Committed, depth_max: int, hint: int
+    world: World, rows: list[int], trees: list[RandomTree], done: Committed, depth_max: int, confidence: int
 ) -> list[list[int]]:
     """-> the accepted paths"""
     nodes, width = len(trees[0].parent), depth_max + 1
@@ -134,7 +134,7 @@ def check_commit(
         order = walk + [i for i in range(nodes) if i not in walk]
         tokens = [t.tokens[i] for i in walk[1:]] + [t.target[walk[-1]]]
         padded = tokens + [0] * (width - len(tokens))
-        assert (packed.hint[b], packed.count[b]) == (hint, len(walk)) and int(done.count[b]) == len(walk)
+        assert (packed.confidence[b], packed.count[b]) == (confidence, len(walk)) and int(done.count[b]) == len(walk)
         assert packed.tokens[b].tolist() == padded == done.tokens[b].tolist()
         assert packed.order[b].tolist() == order and packed.depth[b].tolist() == t.depth
         if row == ROWS:
@@ -304,7 +304,7 @@ def test_the_random_trees_are_worth_it() -> None:
 def test_torch_reads_nothing_on_the_host(nodes: int, depth_max: int) -> None:
     with FakeTensorMode():
         ops = TorchOps(torch.device("cpu"))
-        slots = SlotTable(ROWS, LENGTH, Device(ops.device, ops))
+        slots = RowTable(ROWS, LENGTH, Device(ops.device, ops))
         parent, rows = torch.zeros(2, nodes, dtype=torch.int64), torch.tensor([0, 1])
         draft = Draft(parent, parent, torch.ones(2, nodes, dtype=torch.bool))
         tree, inputs = ops.tree_inputs(slots, rows, draft, depth_max)

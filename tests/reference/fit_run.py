@@ -39,9 +39,9 @@ class Random:
         generator = torch.Generator().manual_seed(1000 * self._seed + i)
         length = self.lengths[i]
         ids = torch.randint(self.meta.vocab, (length,), generator=generator, dtype=torch.int32)
-        taps = torch.randn(length, len(self.meta.taps) * self.meta.hidden, generator=generator)
+        aux_hidden = torch.randn(length, len(self.meta.aux_layers) * self.meta.hidden, generator=generator)
         final = torch.randn(length, self.meta.hidden, generator=generator)
-        return Sample(ids, torch.arange(length) > 1, taps, final, str(i))
+        return Sample(ids, torch.arange(length) > 1, aux_hidden, final, str(i))
 
 
 def config(algorithm: str, **changes: Any) -> FitConfig:
@@ -55,7 +55,9 @@ def run(
 ) -> tuple[Any, FitReport]:
     target = load_model(target_path, torch.float32, "cpu")
     head: Any = new_eagle3_head(target, KEPT) if algorithm == "EAGLE3" else new_eagle_head(target)
-    meta = SourceMeta("tiny", algorithm, head.taps, target.config.hidden_size, target.config.vocab_size, "float32")
+    meta = SourceMeta(
+        "tiny", algorithm, head.aux_layers, target.config.hidden_size, target.config.vocab_size, "float32"
+    )
     # 23 samples: a few epochs, with batches that end between them
     sources = Random(meta, 23, 1, pause), Random(meta, 5, 2)
     return head, Fit(head, TargetHead(target), *sources, settings, out).run()

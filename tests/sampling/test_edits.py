@@ -224,11 +224,11 @@ def test_sampling_with_exact_logits_of_half_precision(temperature: float) -> Non
 
             args = edit.logits, positions, case.tree.depth, 3, params, noisy, none, torch.arange(batch)
             picked += [sample(*args), sample(*args, exact)]
-        plain, same, blurred, settled = picked
+        plain, same, blurred, rescored = picked
         assert torch.equal(plain[case.alive], same[case.alive])
-        assert torch.equal(plain[case.alive], settled[case.alive])
-        assert not (settled[case.alive] == 5).any()
-        differs += int((blurred != settled)[case.alive].sum())
+        assert torch.equal(plain[case.alive], rescored[case.alive])
+        assert not (rescored[case.alive] == 5).any()
+        differs += int((blurred != rescored)[case.alive].sum())
     assert differs > 3
 
 

@@ -65,18 +65,18 @@ def test_exact_logits_of_half_precision(dtype: torch.dtype, top: int) -> None:
     rounded = true.to(dtype)
     tokens = torch.full((4, 3), 50)
     ids = torch.tensor([[1999, 100]] * 4)
-    settled = path_logprobs(rounded, tokens, top, ids, lambda i: true.gather(-1, i))
+    rescored = path_logprobs(rounded, tokens, top, ids, lambda i: true.gather(-1, i))
     blurred = path_logprobs(rounded, tokens, top, ids)
-    worst = {"settled": 0.0, "blurred": 0.0}
+    worst = {"rescored": 0.0, "blurred": 0.0}
     for b in range(4):
         params = LogprobParams(top, (1999, 100))
         for p in range(3):
             want = expected(true[b, p], 50, top, [1999, 100])
-            got = unpack(settled[b].numpy(), top, params)[p]
+            got = unpack(rescored[b].numpy(), top, params)[p]
             check(got, want, 4e-3)  # a few percent of the mass keep roundings of 0.06
-            worst["settled"] = max(worst["settled"], abs(got.value - want.value))
+            worst["rescored"] = max(worst["rescored"], abs(got.value - want.value))
             worst["blurred"] = max(worst["blurred"], abs(unpack(blurred[b].numpy(), top, params)[p].value - want.value))
-    assert worst["settled"] * 5 < worst["blurred"]
+    assert worst["rescored"] * 5 < worst["blurred"]
 
 
 @pytest.mark.parametrize("length", [1, PROMPT_SLICE, 2 * PROMPT_SLICE + 5])

@@ -51,7 +51,7 @@ def everything() -> list[Req]:
 def plans() -> list[Plan]:
     policy = FixedShape(SHAPE)
     spans = {shape: span(shape) for shape in policy.menu}
-    sched = Scheduler(SchedulerConfig(400, 8, span(SHAPE), 16, first_hint=1), policy, spans)
+    sched = Scheduler(SchedulerConfig(400, 8, span(SHAPE), 16, initial_confidence=1), policy, spans)
     device = ToyDevice(8, 60, lookahead=0, tail=0)
     for req in everything():
         sched.submit(req)

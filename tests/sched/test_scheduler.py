@@ -31,7 +31,7 @@ def result(plan, tokens=7, count=1):
     return StepResult(
         tokens=np.full((rows, shape.max_commit), tokens), count=counts,
         order=np.tile(np.arange(shape.nodes), (rows, 1)), depth=np.tile(np.arange(shape.nodes), (rows, 1)),
-        hint=np.ones(rows, np.int64),
+        confidence=np.ones(rows, np.int64),
     )  # fmt: skip
 
 
@@ -221,18 +221,18 @@ def test_rows_without_a_match_run_plain():
     assert all(policy.choose([0, 0]) == PLAIN for _ in range(500))
 
 
-def test_policy_learns_which_outlooks_pay():
-    """Outlook 3 never accepts anything, outlook 9 always the whole depth; a node costs 4% of a plain step."""
+def test_policy_learns_which_confidences_pay():
+    """Confidence 3 never accepts anything, confidence 9 always the whole depth; a node costs 4% of a plain step."""
     rng = np.random.default_rng(0)
     policy = ExpectedGain(shape_menu(TreeShape(11, 10, 12)))
     seen = {3: [], 9: []}
     for _ in range(600):
-        hint = int(rng.choice([3, 9]))
-        shape = policy.choose([hint])
-        seen[hint].append(shape)
-        accepted = shape.depth if hint == 9 else 0
+        confidence = int(rng.choice([3, 9]))
+        shape = policy.choose([confidence])
+        seen[confidence].append(shape)
+        accepted = shape.depth if confidence == 9 else 0
         seconds = 0.010 * (1 + 0.04 * (shape.nodes - 1)) * rng.uniform(0.9, 1.1)
-        policy.record(shape, np.asarray([hint]), np.asarray([accepted]), seconds)
+        policy.record(shape, np.asarray([confidence]), np.asarray([accepted]), seconds)
     assert seen[9][-100:].count(TreeShape(11, 10, 12)) == 100
     assert seen[3][-100:].count(PLAIN) >= 95
     assert set(seen[3][-200:]) != {PLAIN}, "a wrong estimate would never be found out"
@@ -249,14 +249,14 @@ class Steps:
 
     def run(self, steps, batch=1):
         """The shapes of so many steps."""
-        hints, seen = np.full(batch, 5), []
+        confidences, seen = np.full(batch, 5), []
         for _ in range(steps):
-            shape = self.policy.choose(hints.tolist())
+            shape = self.policy.choose(confidences.tolist())
             seen.append(shape)
             alive = self.rng.random((batch, shape.depth)) < self.chance
             accepted = np.cumprod(alive, axis=1).sum(axis=1) if shape.depth else np.zeros(batch, int)
             cost = 1 + self.node * batch * (shape.nodes - 1) + self.draft * shape.depth
-            self.policy.record(shape, hints, accepted, self.tick * cost * self.rng.uniform(0.95, 1.2))
+            self.policy.record(shape, confidences, accepted, self.tick * cost * self.rng.uniform(0.95, 1.2))
         return seen
 
 

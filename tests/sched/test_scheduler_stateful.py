@@ -49,11 +49,11 @@ class AnyShape:
         self.menu = menu
         self.next = 0
 
-    def choose(self, hints: Sequence[int]) -> TreeShape:
+    def choose(self, confidences: Sequence[int]) -> TreeShape:
         return self.menu[self.next % len(self.menu)]
 
-    def record(self, shape: TreeShape, hints: Any, accepted: Any, seconds: float) -> None:
-        assert len(hints) == len(accepted) and (accepted <= shape.depth).all()
+    def record(self, shape: TreeShape, confidences: Any, accepted: Any, seconds: float) -> None:
+        assert len(confidences) == len(accepted) and (accepted <= shape.depth).all()
 
 
 class Asked:

@@ -116,7 +116,7 @@ class ToyDevice:
             count=np.asarray([len(new) for new, _, _ in steps]),
             order=np.asarray([order for _, order, _ in steps]),
             depth=np.asarray([depth for _, _, depth in steps]),
-            hint=np.asarray([mixed(self._tokens[row], 3) % 3 for row in rows]),
+            confidence=np.asarray([mixed(self._tokens[row], 3) % 3 for row in rows]),
             logprobs=tuple([TokenLogprobs(t, [], []) for t in steps[i][0]] for i, _ in plan.logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
         )
@@ -141,7 +141,7 @@ class ToyDevice:
 
     def _prefill(self, row: int, chunk: Chunk, plan: Plan) -> tuple[list[int], list[int], list[int]]:
         tokens, end = self._tokens[row], chunk.start + chunk.length
-        assert self._kv_len[row] == chunk.start < end <= plan.max_bound, "a chunk starts where the row ends"
+        assert self._kv_len[row] == chunk.start < end <= plan.max_kv_len, "a chunk starts where the row ends"
         known = len(tokens)
         for p in range(chunk.start, end):
             self._kv[self._slot(row, p)] = (tokens[p], p)
@@ -159,7 +159,7 @@ class ToyDevice:
 
     def _tree(self, row: int, plan: Plan) -> tuple[list[int], list[int], list[int]]:
         n, tokens, seed, nodes = self._kv_len[row], self._tokens[row], self._seed[row], plan.shape.nodes
-        assert n == len(tokens) - 1 and n <= plan.max_bound, "the row is longer than the host believes"
+        assert n == len(tokens) - 1 and n <= plan.max_kv_len, "the row is longer than the host believes"
         self._read(row, n)
         for p in range(n):
             whole = tuple(tokens[p : p + 1 + self.lookahead])

@@ -89,7 +89,7 @@ def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[in
     seen: list[tuple[int, bool]] = []
 
     class Watching(example.PairLookup):  # type: ignore[misc]
-        taps = (0,)  # the embedding
+        aux_hidden = (0,)  # the embedding
 
         @classmethod
         def build(cls, context: DraftContext) -> Watching:
@@ -98,9 +98,11 @@ def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[in
             assert (context.rows, context.shape) == (17, TreeShape(2, 1, 3))
             return drafter
 
-        def observe(self, slots: Any, batch: Any, taps: Tensor, next_ids: Tensor, count: Any, noisy: Tensor) -> None:
-            taps = taps if count is None else taps.view(len(count), 3, -1)[0, : count[0]]
-            ids = [int(torch.cdist(row[None], self.embed).argmin()) for row in taps]
+        def extend(
+            self, slots: Any, batch: Any, aux_hidden: Tensor, next_ids: Tensor, count: Any, noisy: Tensor
+        ) -> None:
+            aux_hidden = aux_hidden if count is None else aux_hidden.view(len(count), 3, -1)[0, : count[0]]
+            ids = [int(torch.cdist(row[None], self.embed).argmin()) for row in aux_hidden]
             start = int(batch.prefix_len[0])
             text = slots.tokens[batch.rows[0], start : start + len(ids)].tolist()
             seen.append((len(ids), ids == text))
@@ -199,7 +201,7 @@ def test_what_is_no_drafter_is_refused(asked: Any, message: str) -> None:
 class Short(Odd):
     num_steps = 2
 
-    def propose(self, slots: Any, rows: Tensor, shape: Any, max_bound: int, noisy: Tensor) -> Draft:
+    def propose(self, slots: Any, rows: Tensor, shape: Any, max_kv_len: int, noisy: Tensor) -> Draft:
         whole = self.chain(slots, rows, rows[:, None].expand(-1, 2), shape, torch.ones(1, 2, dtype=torch.bool))
         return whole._replace(parent=whole.parent[:, :2])
 

@@ -20,7 +20,7 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -213,12 +213,12 @@ class Rig:
         max_span, max_commit = max(spans.values()), max(s.max_commit for s in policy.menu)
         length = CONTEXT + max_span + max_commit + 1
         self.model.set_max_positions(length)
-        self.slots = SlotTable(rows, length, dev)
+        self.slots = RowTable(rows, length, dev)
         self.drafter.attach(backend, len(layers), length)
         self.executor = Executor(self.model, self.drafter, self.slots, backend, dev)
         settings = SchedulerConfig(
             slots=slots, max_rows=rows, max_span=max_span, chunk_tokens=chunk, lookahead=self.drafter.lookahead,
-            tail=self.drafter.tail, radix=True, first_hint=self.drafter.first_hint,
+            tail=self.drafter.tail, radix=True, initial_confidence=self.drafter.initial_confidence,
         )  # fmt: skip
         self.sched = Scheduler(settings, policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, moved=0, full=0)
@@ -258,11 +258,11 @@ class Rig:
             calls.append(tuple(t.clone() for t in out))
             return out
 
-        def spy_propose(slots, rows, shape, max_bound, noisy):
+        def spy_propose(slots, rows, shape, max_kv_len, noisy):
             drafter._read_first(slots, rows, noisy)  # as `propose` begins
             before = [self._state(int(row), i in noisy.tolist(), shape.topk) for i, row in enumerate(rows)]
             calls.clear()
-            draft = propose(slots, rows, shape, max_bound, noisy)
+            draft = propose(slots, rows, shape, max_kv_len, noisy)
             size, topk = len(rows), shape.topk
             del calls[:2]  # of the root's continuations
             assert len(calls) == 3 * (shape.depth - 1) and draft.alive.all()
@@ -275,8 +275,8 @@ class Rig:
                 self.seen.append(Seen(*state, mine, drafted, shape, []))
             return draft
 
-        def spy_verify(rows, draft, shape, max_bound):
-            batch, tree = verify(rows, draft, shape, max_bound)
+        def spy_verify(rows, draft, shape, max_kv_len):
+            batch, tree = verify(rows, draft, shape, max_kv_len)
             if shape == PLAIN:  # nothing was proposed
                 return batch, tree
             for seen, at in zip(self.seen[-len(rows) :], batch.positions.view(len(rows), -1), strict=True):
@@ -464,11 +464,11 @@ class InTurn:
     def __init__(self, *menu: TreeShape) -> None:
         self.menu, self.step = menu, 0
 
-    def choose(self, hints):
+    def choose(self, confidences):
         self.step += 1
         return self.menu[self.step % len(self.menu)]
 
-    def record(self, shape, hints, accepted, seconds):
+    def record(self, shape, confidences, accepted, seconds):
         pass
 
 

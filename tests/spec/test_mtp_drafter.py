@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
 from draftwing.engine.device import pick_device
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool
 from draftwing.models.heads.loader import load_mtp_head
 from draftwing.models.loader import load_model
@@ -40,13 +40,13 @@ def test_a_step_needs_no_data(shape, noisy_rows, tmp_path):
     without_data(head, mode)
     with mode, torch.no_grad():
         drafter = make_model_drafter(head, 4, shape.topk, torch.float32, TorchOps(torch.device("cpu")))
-        slots = SlotTable(3, 64, pick_device("cpu"))
+        slots = RowTable(3, 64, pick_device("cpu"))
         drafter.attach(TorchAttention(KVPool(drafter.kv_layers, 100, torch.float32, torch.device("cpu"))), 0, 64)
         rows, noisy = torch.tensor([0, 2]), torch.arange(noisy_rows)
         ids = torch.zeros(6, dtype=torch.int64)
         spans = (ChunkSpan(0, 0, 4, 1), ChunkSpan(1, 1, 0, 5, False))
         prompt = Batch(rows, ids, ids, ids, slots.table, slots.kv_len[rows], chunks=spans, bound=5)
-        drafter.observe(slots, prompt, torch.empty(6, hidden), ids, None, noisy)
+        drafter.extend(slots, prompt, torch.empty(6, hidden), ids, None, noisy)
         draft = drafter.propose(slots, rows, shape, 5, noisy)
         assert draft.tokens.shape == draft.parent.shape == (2, shape.nodes)
         width = shape.max_commit
@@ -55,7 +55,7 @@ def test_a_step_needs_no_data(shape, noisy_rows, tmp_path):
             rows, ids, ids, ids, slots.table, slots.kv_len[rows], bound=5 + width + 1,
             path=step.unsqueeze(1).expand(-1, width, -1), path_len=step + 1, window=width,
         )  # fmt: skip
-        drafter.observe(slots, path, torch.empty(2 * width, hidden), ids, torch.ones_like(rows), noisy)
+        drafter.extend(slots, path, torch.empty(2 * width, hidden), ids, torch.ones_like(rows), noisy)
 
 
 @pytest.mark.parametrize("layers, kind", [(1, ModelDrafter), (2, MTPDrafter)])

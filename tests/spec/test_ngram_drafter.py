@@ -59,7 +59,7 @@ def prefill(drafter: NGramDrafter, slots: Slots, row: int) -> None:
     rows = torch.tensor([row])
     length = int(slots.kv_len[row])
     batch = Batch(rows, empty, empty, empty, empty, rows, chunks=(ChunkSpan(0, 0, 0, length),))
-    drafter.observe(slots, batch, None, torch.zeros(length, dtype=torch.int64), None)
+    drafter.extend(slots, batch, None, torch.zeros(length, dtype=torch.int64), None)
 
 
 def accepted(draft: Draft, row: int, following: list[int]) -> int:
@@ -77,23 +77,23 @@ def accepted(draft: Draft, row: int, following: list[int]) -> int:
 def replay(
     drafter: NGramDrafter, slots: Slots, row: int, prompt: list[int], answer: list[int], salt: int = 0
 ) -> tuple[int, list[int]]:
-    """Generates `answer` with drafts; returns the steps taken and the outlook before each."""
+    """Generates `answer` with drafts; returns the steps taken and the confidence before each."""
     everything, rows = prompt + answer, torch.tensor([row])
     length = len(prompt)
     fill(slots, row, everything[: length + 1], salt)
     prefill(drafter, slots, row)
-    outlooks = []
+    confidences = []
     while length < len(everything) - 1:
-        outlooks.append(int(drafter.outlook(slots, rows, length)))
+        confidences.append(int(drafter.confidence(slots, rows, length)))
         draft = drafter.propose(slots, rows, SHAPE, length)
         live = int(draft.alive.sum()) - 1
-        assert (live > 0) == (outlooks[-1] > 0)
+        assert (live > 0) == (confidences[-1] > 0)
         count = min(accepted(draft, 0, everything[length + 1 :]) + 1, len(everything) - 1 - length)
         before, length = length, length + count
         fill(slots, row, everything[: length + 1], salt)
         ids = torch.zeros(SHAPE.max_commit, dtype=torch.int64)
-        drafter.observe(slots, decode_batch(rows, torch.tensor([before])), None, ids, torch.tensor([count]))
-    return len(outlooks), outlooks
+        drafter.extend(slots, decode_batch(rows, torch.tensor([before])), None, ids, torch.tensor([count]))
+    return len(confidences), confidences
 
 
 def brute_search(history: list[int], low: int, high: int, distance: int) -> list[tuple[int, int]]:
@@ -120,7 +120,7 @@ def test_own_history_search_is_exact(ops: TorchOps, low: int, high: int) -> None
         for row, history in enumerate(histories):
             fill(slots, row, history)
         bound = max(len(h) for h in histories) - 1 + rng.randint(0, 5)
-        best = drafter.outlook(slots, rows, bound).tolist()
+        best = drafter.confidence(slots, rows, bound).tolist()
         for row, history in enumerate(histories):
             expected = brute_search(history, low, high, distances[row])
             longest, end = expected[0] if expected else (0, 0)
@@ -148,16 +148,16 @@ def test_copying_a_prompt_accepts_whole_chains(ops: TorchOps) -> None:
     frame = list(range(100, 120))
     records = [x for _ in range(12) for x in [*frame, *(rng.randrange(50) for _ in range(4))]]
     drafter = NGramDrafter(3, ops, capacity=1)
-    steps, outlooks = replay(drafter, make_slots(2, 700), 0, [1, 2, *records, 3], records)
+    steps, confidences = replay(drafter, make_slots(2, 700), 0, [1, 2, *records, 3], records)
     assert len(records) / steps > 0.9 * SHAPE.max_commit
-    assert max(outlooks) == 12 + 12  # copying
-    assert outlooks.count(24) > 0.8 * steps
+    assert max(confidences) == 12 + 12  # copying
+    assert confidences.count(24) > 0.8 * steps
 
 
-def test_novel_text_has_no_outlook(ops: TorchOps) -> None:
+def test_novel_text_has_no_confidence(ops: TorchOps) -> None:
     drafter = NGramDrafter(3, ops, capacity=1)
-    steps, outlooks = replay(drafter, make_slots(2, 200), 0, list(range(50)), list(range(50, 120)))
-    assert steps == 69 and not any(outlooks)
+    steps, confidences = replay(drafter, make_slots(2, 200), 0, list(range(50)), list(range(50, 120)))
+    assert steps == 69 and not any(confidences)
 
 
 def test_shared_memory_helps_later_requests_of_the_same_salt_only(ops: TorchOps) -> None:
@@ -176,7 +176,7 @@ def test_a_new_request_drops_the_former_ones_candidates(ops: TorchOps) -> None:
     drafter, slots = NGramDrafter(2, ops, capacity=1), make_slots(1, 50)
     fill(slots, 0, [1, 2, 3, 1, 2])
     rows = torch.tensor([0])
-    assert drafter.outlook(slots, rows, 4).tolist() == [2]
+    assert drafter.confidence(slots, rows, 4).tolist() == [2]
     assert drafter.propose(slots, rows, SHAPE, 4).alive.sum() > 1
     prefill(drafter, slots, 0)
     assert drafter.propose(slots, rows, SHAPE, 4).alive.sum() == 1
@@ -189,7 +189,7 @@ def test_plain_shape_and_span(ops: TorchOps) -> None:
     draft = drafter.propose(slots, torch.tensor([0]), PLAIN, 2)  # type: ignore[arg-type]
     assert draft.tokens.tolist() == [[1]] and draft.alive.tolist() == [[True]] and draft.parent.tolist() == [[0]]
     assert drafter.span(SHAPE) == SHAPE.nodes and drafter.span(PLAIN) == 1
-    assert drafter.taps == () and drafter.lookahead == 0 and drafter.kv_layers == ()
+    assert drafter.aux_layers == () and drafter.lookahead == 0 and drafter.kv_layers == ()
 
 
 def random_life(drafter: NGramDrafter, together: bool) -> list[Draft]:
@@ -213,9 +213,9 @@ def random_life(drafter: NGramDrafter, together: bool) -> list[Draft]:
             rows = torch.tensor(batch)
             prefix = torch.tensor([*before, 0])[rows]
             ids = torch.zeros(6 * len(batch), dtype=torch.int64)
-            drafter.observe(slots, decode_batch(rows, prefix), None, ids, torch.tensor([*counts, 1])[rows])
+            drafter.extend(slots, decode_batch(rows, prefix), None, ids, torch.tensor([*counts, 1])[rows])
         for batch in batches:
-            drafter.outlook(slots, torch.tensor(batch), bound)
+            drafter.confidence(slots, torch.tensor(batch), bound)
         parts = [drafter.propose(slots, torch.tensor(batch), SHAPE, bound) for batch in batches]
         drafts.append(Draft(*(torch.cat(p)[:4] for p in zip(*parts, strict=True))))
     return drafts
@@ -236,11 +236,11 @@ def test_reads_nothing_on_the_host() -> None:
         for shape in (PLAIN, SHAPE, TreeShape(30, 2, 200)):
             prefix = torch.zeros(3, dtype=torch.int64)
             ids = torch.zeros(3 * shape.max_commit, dtype=torch.int64)
-            drafter.observe(slots, decode_batch(rows, prefix), None, ids, torch.ones(3, dtype=torch.int64))
-            assert drafter.outlook(slots, rows, 50).shape == (3,)
+            drafter.extend(slots, decode_batch(rows, prefix), None, ids, torch.ones(3, dtype=torch.int64))
+            assert drafter.confidence(slots, rows, 50).shape == (3,)
             draft = drafter.propose(slots, rows, shape, 50)
             assert draft.tokens.shape == draft.parent.shape == draft.alive.shape == (3, shape.nodes)
-        drafter.observe(slots, decode_batch(rows, rows), None, rows, None)
+        drafter.extend(slots, decode_batch(rows, rows), None, rows, None)
         drafter.flush()
 
 

@@ -42,7 +42,7 @@ class Follower:
         self.at, self.seen = -1, prompt_len - 1
 
     def follow(self, history: list[int]) -> tuple[list[int] | None, int]:
-        """What follows the newest tokens, None without a match; and the outlook."""
+        """What follows the newest tokens, None without a match; and the confidence."""
         newest = len(history) - 1
         expected = self.at + newest - self.seen
         best: tuple[int, int] | None = None
@@ -92,15 +92,15 @@ def test_random_predictions_step_by_step() -> None:
             inner = roots(slots, rows, shape.nodes)
             inner.alive[:, 1] = True
             before = [x.clone() for x in inner]
-            outlook = predicted.outlook(slots, rows[which], bound)
+            confidence = predicted.confidence(slots, rows[which], bound)
             draft = predicted.overlay(inner, slots, rows, which, shape, bound)
             assert all(torch.equal(a, b) for a, b in zip(inner, before, strict=True))
-            hints = dict(zip(which.tolist(), outlook.tolist(), strict=True))
+            confidences = dict(zip(which.tolist(), confidence.tolist(), strict=True))
             for b, row in enumerate(rows.tolist()):
-                following, hint = followers[row].follow(histories[row]) if row in followers else (None, 0)
+                following, confidence = followers[row].follow(histories[row]) if row in followers else (None, 0)
                 if row in followers:
-                    assert hints[b] == hint
-                    steady += hint > WINDOW
+                    assert confidences[b] == confidence
+                    steady += confidence > WINDOW
                 if following is None:
                     assert all(torch.equal(x[b], y[b]) for x, y in zip(draft, inner, strict=True))
                     missed += row in followers
@@ -154,7 +154,7 @@ def test_nothing_to_do() -> None:
     predicted = PredictedOutput(1, 4, torch.device("cpu"))
     inner = roots(slots, row, 1)
     assert predicted.overlay(inner, slots, row, row, TreeShape(0, 1, 1), 0) is inner
-    assert predicted.outlook(slots, row, predicted.longest([0])).tolist() == [0]
+    assert predicted.confidence(slots, row, predicted.longest([0])).tolist() == [0]
     predicted.write(0, range(9), 1)
     assert predicted.longest([0]) == 4 and predicted.tokens.shape == (1, 4)
 
@@ -168,4 +168,4 @@ def test_runs_on_fake_tensors() -> None:
         inner = Draft(*(torch.zeros(2, 5, dtype=d) for d in (torch.int64, torch.int64, torch.bool)))
         draft = predicted.overlay(inner, slots, rows, which, TreeShape(4, 1, 5), 20)
         assert [x.shape for x in draft] == [(2, 5)] * 3
-        assert predicted.outlook(slots, which, 20).shape == (1,)
+        assert predicted.confidence(slots, which, 20).shape == (1,)

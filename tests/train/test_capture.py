@@ -20,7 +20,7 @@ from draftwing.errors import ConfigError
 from draftwing.models.decoder import DecoderModel
 from draftwing.train import files as files_module
 from draftwing.train import store as store_module
-from draftwing.train.capture import FeatureModel, batches, capture, eagle3_taps, online, target_taps
+from draftwing.train.capture import FeatureModel, batches, capture, eagle3_aux_layers, online, target_aux_layers
 from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
 from draftwing.train.vocabulary import covered, draft_vocabulary
 
@@ -72,19 +72,19 @@ def test_features_are_those_that_serving_feeds_a_head(
     with LLM(str(folder), **options) as llm, monkeypatch.context() as patch:
         patch.setattr(DecoderModel, "forward", spy)
         llm.generate([ids], {"temperature": 0, "max_new_tokens": 1})
-    served_final, served_taps = (torch.cat([out[i] for out in given])[:41] for i in (0, 1))  # type: ignore[misc]
+    served_final, served_aux = (torch.cat([out[i] for out in given])[:41] for i in (0, 1))  # type: ignore[misc]
 
     model = FeatureModel.load(folder, algorithm, "cpu", "float32")
-    taps, final = model(torch.tensor(ids))
-    assert len(given) > 2 and taps.shape == (41, (3 if algorithm == "EAGLE3" else 1) * 32)
+    aux_hidden, final = model(torch.tensor(ids))
+    assert len(given) > 2 and aux_hidden.shape == (41, (3 if algorithm == "EAGLE3" else 1) * 32)
     torch.testing.assert_close(final, served_final, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(taps, served_taps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(aux_hidden, served_aux, rtol=1e-5, atol=1e-5)
     # In a batch, padded, they are the same again.
     for one, (taps_too, final_too) in zip(
         (ids, ids[:7]), model.batch([torch.tensor(ids), torch.tensor(ids[:7])]), strict=True
     ):
         torch.testing.assert_close(final_too, served_final[: len(one)], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(taps_too, served_taps[: len(one)], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(taps_too, served_aux[: len(one)], rtol=1e-5, atol=1e-5)
 
 
 def test_final_gives_the_target_s_own_choices(model: Path, target: FeatureModel) -> None:
@@ -97,14 +97,19 @@ def test_final_gives_the_target_s_own_choices(model: Path, target: FeatureModel)
 
 
 def test_which_streams(target: FeatureModel) -> None:
-    assert eagle3_taps(32) == (2, 16, 29) and eagle3_taps(30) == (2, 15, 27)
+    assert eagle3_aux_layers(32) == (2, 16, 29) and eagle3_aux_layers(30) == (2, 15, 27)
     for layers in range(1, 40):
-        taps = eagle3_taps(layers)
-        assert len(taps) == 3 and list(taps) == sorted(taps) and taps[0] >= 0 and taps[-1] <= layers
-    assert target_taps("EAGLE", 30) == target_taps("MTP", 30) == (31,)
-    assert target_taps("EAGLE3", 30, [1, 15, 30]) == (1, 15, 30)
+        aux_layers = eagle3_aux_layers(layers)
+        assert (
+            len(aux_layers) == 3
+            and list(aux_layers) == sorted(aux_layers)
+            and aux_layers[0] >= 0
+            and aux_layers[-1] <= layers
+        )
+    assert target_aux_layers("EAGLE", 30) == target_aux_layers("MTP", 30) == (31,)
+    assert target_aux_layers("EAGLE3", 30, [1, 15, 30]) == (1, 15, 30)
     with pytest.raises(ConfigError, match="expected 0 to 30"):
-        target_taps("EAGLE3", 30, [1, 15, 31])
+        target_aux_layers("EAGLE3", 30, [1, 15, 31])
 
 
 # ---- capture ---------------------------------------------------------------------------------------------------------
@@ -138,9 +143,9 @@ def test_a_store_has_what_the_target_gives(model: Path, tmp_path: Path, algorith
         stored, direct = found[one.key], source.read(i)
         assert stored.ids.dtype == torch.int32 and stored.ids.tolist() == one.ids.tolist() == direct.ids.tolist()
         assert stored.loss_mask.tolist() == one.loss_mask.tolist() == direct.loss_mask.tolist()
-        torch.testing.assert_close(stored.taps, direct.taps, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stored.aux_hidden, direct.aux_hidden, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(stored.final, direct.final, rtol=1e-5, atol=1e-5)
-    assert stored.taps.shape[1] == (3 if algorithm == "EAGLE3" else 1) * 32
+    assert stored.aux_hidden.shape[1] == (3 if algorithm == "EAGLE3" else 1) * 32
     if algorithm == "MTP":
         assert store.bytes < 1.2 * sum(LENGTHS) * 32 * 4 + 2000 * len(store), "the one tap is not stored twice"
     assert capture(target, store, tokens) == 0, "nothing is computed again"
@@ -193,8 +198,8 @@ def test_killed_at_any_moment_it_goes_on(
     found = content(FeatureStore(folder))
     assert set(found) == {one.key for one in tokens} and len(again) == len(tokens)
     for one in tokens:
-        taps, final = target(torch.from_numpy(one.ids))
-        torch.testing.assert_close(found[one.key].taps, taps, rtol=1e-5, atol=1e-5)
+        aux_hidden, final = target(torch.from_numpy(one.ids))
+        torch.testing.assert_close(found[one.key].aux_hidden, aux_hidden, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found[one.key].final, final, rtol=1e-5, atol=1e-5)
 
 
@@ -202,8 +207,8 @@ def test_a_store_refuses_what_is_not_its_own(target: FeatureModel, tmp_path: Pat
     meta = target.meta("tiny", "EAGLE3")
     store = FeatureStore.create(tmp_path / "f", meta)
     capture(target, store, sequences([9, 8]))
-    with pytest.raises(ConfigError, match=r"taps: expected .*, found"):
-        FeatureStore.create(tmp_path / "f", SourceMeta(**{**meta.__dict__, "taps": (1, 2, 3)}))
+    with pytest.raises(ConfigError, match=r"aux_layers: expected .*, found"):
+        FeatureStore.create(tmp_path / "f", SourceMeta(**{**meta.__dict__, "aux_layers": (1, 2, 3)}))
     with pytest.raises(ConfigError, match="expected features from"):
         FeatureStore(tmp_path)
     with pytest.raises(IndexError):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
 from draftwing.engine.device import pick_device
-from draftwing.models.heads.config import resolve_taps
+from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel
@@ -96,7 +96,7 @@ def test_an_eagle3_head_is_stored_as_published(family, tmp_path):
     assert (config["rope_theta"], config["rope_scaling"]) == (THETA[family], None)  # llama3 scaling is not inherited
     assert "eagle_config" not in config  # default layers: every engine has the same
     loaded = load_draft_head(folder, head.target, "EAGLE3", torch.float32, "cpu")
-    assert loaded.taps == (2, 4, 5) and loaded.target_ids.tolist() == KEPT.tolist()
+    assert loaded.aux_layers == (2, 4, 5) and loaded.target_ids.tolist() == KEPT.tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -164,7 +164,7 @@ def test_layers_are_named_so_that_they_are_read_back():
                     assert first in (0, 3) and last < layers
                     continue
                 raw = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
-                assert resolve_taps(raw, 2, layers, "auto") == (first, last)
+                assert resolve_aux_layers(raw, 2, layers, "auto") == (first, last)
     assert unnamed
     assert aux_layer_ids((2, 4, 5), 8) is None and aux_layer_ids((2, 4, 6), 8) == [1, 3, 5]
     with pytest.raises(ConfigError, match="0 to 8"):
@@ -173,12 +173,12 @@ def test_layers_are_named_so_that_they_are_read_back():
 
 def test_a_head_of_other_layers_and_width(tmp_path):
     target = target_of("llama", tmp_path)
-    head = new_eagle3_head(target, None, taps=(1, 6), ffn_size=20)
+    head = new_eagle3_head(target, None, aux_layers=(1, 6), ffn_size=20)
     loaded = load_draft_head(save_head(head, tmp_path / "h"), target, "EAGLE3", torch.float32, "cpu")
-    assert loaded.taps == (1, 6) and loaded.config.ffn_size == 20 and loaded.target_ids is None
+    assert loaded.aux_layers == (1, 6) and loaded.config.ffn_size == 20 and loaded.target_ids is None
     assert not {"d2t", "t2d"} & set(stored(tmp_path / "h")) and loaded.vocab == V
     with pytest.raises(ConfigError, match="taken for others"):
-        new_eagle3_head(target, None, taps=(3, 4, 5))
+        new_eagle3_head(target, None, aux_layers=(3, 4, 5))
     for ids in (torch.tensor([3, 3]), torch.tensor([5, 2]), torch.tensor([1, V])):
         with pytest.raises(ConfigError, match="ascending"):
             new_eagle3_head(target, ids)
@@ -227,13 +227,15 @@ def test_trainer_and_engine_have_the_same_logits(algorithm, served_target, tmp_p
         drafter.head.logits = lambda hidden: served.append(logits(hidden).clone()) or logits(hidden)
         (answer,) = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True})
     served = served[:depth]  # of the first tree: after the prompt, and its chain's levels
-    taps, _ = FeatureModel(target, head.taps, pick_device("cpu"))(torch.tensor(prompt))
+    aux_hidden, _ = FeatureModel(target, head.aux_layers, pick_device("cpu"))(torch.tensor(prompt))
     drafts = [int(row.argmax()) for row in served]
     if head.target_ids is not None:
         drafts = head.target_ids[drafts].tolist()
     ids = torch.tensor([[*prompt, answer.token_ids[0], *drafts]])
     head.set_max_positions(64)
-    features = head.features(torch.cat((taps, taps.new_zeros(ids.shape[1] - len(prompt), taps.shape[1]))))
+    features = head.features(
+        torch.cat((aux_hidden, aux_hidden.new_zeros(ids.shape[1] - len(prompt), aux_hidden.shape[1])))
+    )
     with torch.no_grad():
         for found, hidden in zip(served, unroll(head, ids, features, depth), strict=True):
             expected = head.logits(hidden[len(prompt) - 1 : len(prompt)])

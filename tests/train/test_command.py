@@ -339,7 +339,10 @@ def test_what_cannot_work_is_refused_at_once(
         (["--shapes", "3,2,99"], "--shapes: expected 4 to 11 draft tokens for 3 steps and topk 2, found 99"),
         (["--greedy-share", "1.5"], "greedy_share must be at most 1; found 1.5"),
         (["--temperatures", "1", "0.5"], "--temperatures: expected the lowest and the highest"),
-        (["--aux-layers", "1", "2", "40"], "taps: expected 0 to 7 for a target of 7 layers, found [1, 2, 40]"),
+        (
+            ["--aux-layers", "1", "2", "40"],
+            "aux_layers: expected 0 to 7 for a target of 7 layers, found [1, 2, 40]",
+        ),
         (["--regenerate"], "--regenerate needs --conversations"),
         (["--data", str(tmp_path)], "holds no run of `draftwing train`"),
         ([*data, "--seed", "5"], "was made with --seed 0, not 5"),

@@ -56,7 +56,7 @@ def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
     head = make[algorithm](target) if algorithm in make else new_eagle3_head(target, torch.arange(256))
     name = "NEXTN" if algorithm == "MTP" else algorithm
     before = learnable.accept_length(path, save_head(head, tmp_path / "before", torch.float32), name)
-    features = capture.FeatureModel(target, head.taps, pick_device("cpu"))
+    features = capture.FeatureModel(target, head.aux_layers, pick_device("cpu"))
     store = FeatureStore.create(tmp_path / "store", features.meta("tiny", algorithm))
     capture.capture(features, store, tokens[:160])
     steps, chain = LESSONS[algorithm]
@@ -80,7 +80,7 @@ def test_a_published_head_is_trained_further(target, tmp_path):
     folder = save_head(head, tmp_path / "head", torch.float32)
     body = load_model(target, torch.float32, "cpu")
     again = load_head(folder, body, "EAGLE3")
-    meta = SourceMeta("tiny", "EAGLE3", again.taps, 32, 64, "float32")
+    meta = SourceMeta("tiny", "EAGLE3", again.aux_layers, 32, 64, "float32")
     settings = config("EAGLE3", steps=20, lr=1e-3, log_every=5)
     more = Fit(again, TargetHead(body), Random(meta, 23, 1), None, settings, tmp_path / "b").run()
     rows = [float(row["loss"]) for row in csv.DictReader((tmp_path / "b" / "metrics.csv").open())]
@@ -99,7 +99,7 @@ def test_on_a_gpu_products_are_in_half_precision(algorithm, target, tmp_path):
         body = load_model(target, dtype, device)
         make = {"EAGLE3": lambda b: new_eagle3_head(b, torch.arange(32)), "EAGLE": new_eagle_head, "MTP": new_mtp_head}
         head = make[algorithm](body)
-        meta = SourceMeta("tiny", algorithm, head.taps, 32, 64, "float32")
+        meta = SourceMeta("tiny", algorithm, head.aux_layers, 32, 64, "float32")
         loss = Loss(**{**vars(recipe(algorithm).loss), "noise": 0.0})  # which differs between devices
         precision = "auto" if device == "cuda" else "float32"
         settings = config(algorithm, loss=loss, steps=30, log_every=1, precision=precision)
@@ -125,17 +125,24 @@ def test_what_does_not_fit_is_refused(target, tmp_path):
     head = new_eagle3_head(body, None)
 
     def fails(match: str, head: Any = head, **changes: Any) -> None:
-        meta = {"model": "m", "algorithm": "EAGLE3", "taps": head.taps, "hidden": 32, "vocab": 64, "dtype": "float32"}
+        meta = {
+            "model": "m",
+            "algorithm": "EAGLE3",
+            "aux_layers": head.aux_layers,
+            "hidden": 32,
+            "vocab": 64,
+            "dtype": "float32",
+        }
         source = Random(SourceMeta(**{**meta, **changes}), 3, 1)
         source.lengths = changes.get("lengths", source.lengths)
         with pytest.raises(ConfigError, match=match):
             Fit(head, TargetHead(body), source, None, config("EAGLE3"), tmp_path / "out").run()
 
-    fails(r"layers \[2, 3, 4\].*found those of \[1, 2, 3\]", taps=(1, 2, 3))
+    fails(r"layers \[2, 3, 4\].*found those of \[1, 2, 3\]", aux_layers=(1, 2, 3))
     fails("another size", hidden=16)
     fails("no trainable parameters", new_eagle_head(body).requires_grad_(False))
     fails("float32 parameters", new_eagle_head(body).bfloat16())
-    short = Random(SourceMeta("m", "EAGLE3", head.taps, 32, 64, "float32"), 3, 1)
+    short = Random(SourceMeta("m", "EAGLE3", head.aux_layers, 32, 64, "float32"), 3, 1)
     short.lengths = [1, 2, 2]
     with pytest.raises(ConfigError, match="none of 3 samples"):
         Fit(head, TargetHead(body), short, None, config("EAGLE3"), tmp_path / "out").run()
@@ -183,7 +190,9 @@ def test_batches_hold_what_samples_hold():
     assert source.lengths[:4] == [5, 12, 19, 10] and batch.lengths.tolist() == [5, 9, 9]
     for row, sample, end in zip(range(3), samples, (5, 9, 9), strict=True):
         assert torch.equal(batch.ids[row, :end], sample.ids[:end].long()) and not batch.ids[row, end:].any()
-        assert torch.equal(batch.taps[row, :end], sample.taps[:end]) and not batch.taps[row, end:].any()
+        assert (
+            torch.equal(batch.aux_hidden[row, :end], sample.aux_hidden[:end]) and not batch.aux_hidden[row, end:].any()
+        )
         at = (batch.position // 9 == row).nonzero().flatten()
         assert batch.depth[at].tolist() == list(range(1, end - 1)) == (batch.position[at] % 9).tolist()
         assert torch.equal(batch.final[at], sample.final[1 : end - 1])

@@ -42,13 +42,13 @@ def test_a_fresh_head_does_what_the_last_layer_does(tmp_path):
     target = load_model(folder, torch.float32, "cpu")
     ids = torch.randint(0, 64, (11,), generator=torch.Generator().manual_seed(1))
     kept = torch.arange(0, 64, 2)
-    head = new_eagle3_head(target, kept, taps=(1, 3, 6), seed=2)
-    taps, final = FeatureModel(target, head.taps, pick_device("cpu"))(ids)
+    head = new_eagle3_head(target, kept, aux_layers=(1, 3, 6), seed=2)
+    aux_hidden, final = FeatureModel(target, head.aux_layers, pick_device("cpu"))(ids)
     head.set_max_positions(32)
     with torch.no_grad():
         assert head.fusion.attention.qkv.weight[:, : head.width].any()
         head.fusion.attention.qkv.weight[:, : head.width].zero_()  # what reads the next token
-        hidden = head.run(ids, torch.arange(11), head.features(taps), 0, causal(1, 11))
+        hidden = head.run(ids, torch.arange(11), head.features(aux_hidden), 0, causal(1, 11))
         torch.testing.assert_close(head.logits(hidden), TargetHead(target)(final)[:, kept], rtol=1e-4, atol=1e-5)
 
 
@@ -65,8 +65,8 @@ def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
     target = load_model(llama_target(0, num_hidden_layers=7).write(tmp_path / "target"), torch.float32, "cpu")
     kept = torch.arange(0, 64, 2)
 
-    def saved(name, seed=1, ids=kept, taps=(1, 3, 6), **changes):
-        folder = save_head(new_eagle3_head(target, ids, taps, seed=seed), tmp_path / name, torch.float32)
+    def saved(name, seed=1, ids=kept, aux_layers=(1, 3, 6), **changes):
+        folder = save_head(new_eagle3_head(target, ids, aux_layers, seed=seed), tmp_path / name, torch.float32)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
         return folder
@@ -81,7 +81,7 @@ def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
     assert not torch.equal(parts[0]["fusion.attention.qkv.weight"], parts[1]["fusion.attention.qkv.weight"])
     for number, (changes, message) in enumerate(
         (
-            ({"taps": (1, 4, 6)}, r"taps: \(1, 3, 6\), \(1, 4, 6\)$"),
+            ({"aux_layers": (1, 4, 6)}, r"aux_layers: \(1, 3, 6\), \(1, 4, 6\)$"),
             ({"norm_before_residual": True}, "norm_before_residual: False, True$"),
             ({"norm_output": True}, "norm_output: False, True$"),
             ({"rms_norm_eps": 0.5}, "norm_eps: .*, 0.5$"),

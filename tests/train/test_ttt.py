@@ -52,9 +52,11 @@ def make_samples(head: Any, seed: int = 0) -> list[Sample]:
         # a prompt, an answer, a second turn: chains must stop being counted where a turn ends
         mask = torch.arange(length) >= 2
         mask[5:6] = False
-        taps = torch.randn(length, len(head.taps) * config.hidden_size, generator=generator, dtype=torch.float64)
+        aux_hidden = torch.randn(
+            length, len(head.aux_layers) * config.hidden_size, generator=generator, dtype=torch.float64
+        )
         final = torch.randn(length, config.hidden_size, generator=generator, dtype=torch.float64)
-        samples.append(Sample(ids, mask, taps, taps if len(head.taps) == 1 else final))
+        samples.append(Sample(ids, mask, aux_hidden, aux_hidden if len(head.aux_layers) == 1 else final))
     return samples
 
 
@@ -84,7 +86,7 @@ def served_loss(head: Any, samples: list[Sample], loss: Loss) -> tuple[Tensor, T
     teacher = TargetHead(head.target)
     for sample in samples:
         ids, length = sample.ids.long(), len(sample.ids)
-        features = head.features(sample.taps)
+        features = head.features(sample.aux_hidden)
         committed = Served()
         for t in range(length - 2):
             hidden, cache, whole, right = features[t : t + 1], committed, True, True
@@ -331,13 +333,15 @@ def test_half_precision_is_close_and_gives_gradients_in_float32(tmp_path):
     head = make_head("EAGLE3", tmp_path).float()
     head.target.float()
     head.set_max_positions(64)
-    samples = [s._replace(taps=s.taps.bfloat16(), final=s.final.bfloat16()) for s in make_samples(head)]
+    samples = [s._replace(aux_hidden=s.aux_hidden.bfloat16(), final=s.final.bfloat16()) for s in make_samples(head)]
     objective = Objective(head, TargetHead(head.target), Loss())
     with torch.autocast("cpu", torch.bfloat16):
         half, _ = objective(collate(samples, 64))
     half.backward()
     assert {param.grad.dtype for param in head.parameters()} == {torch.float32}
-    whole, _ = objective(collate([s._replace(taps=s.taps.float(), final=s.final.float()) for s in samples], 64))
+    whole, _ = objective(
+        collate([s._replace(aux_hidden=s.aux_hidden.float(), final=s.final.float()) for s in samples], 64)
+    )
     torch.testing.assert_close(half, whole, rtol=0.02, atol=0)
 
 

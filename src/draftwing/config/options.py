@@ -15,7 +15,7 @@ from draftwing.config.choices import AUX_LAYER_IDS, LOG_LEVELS, REASONING_PARSER
 from draftwing.config.drafters import NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
 from draftwing.config.trees import TREE
-from draftwing.core import MAX_HINT, PLAIN, TreeShape
+from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 
 MODEL, SERVER, MEMORY, SPECULATION = "model", "server", "memory and scheduling", "speculation"
@@ -178,10 +178,10 @@ class Options:
         "take smaller drafts, or none, where that is faster (always on for NGRAM, and if no tree is given)",
     )  # fmt: skip
     speculative_ngram_min_match_window_size: int = option(
-        1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_HINT
+        1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_CONFIDENCE
     )
     speculative_ngram_max_match_window_size: int = option(
-        12, SPECULATION, "most last tokens that are matched", minimum=1, maximum=MAX_HINT
+        12, SPECULATION, "most last tokens that are matched", minimum=1, maximum=MAX_CONFIDENCE
     )
     speculative_ngram_min_bfs_breadth: int = option(1, SPECULATION, "least breadth of a draft", minimum=1, maximum=64)
     speculative_ngram_max_bfs_breadth: int = option(10, SPECULATION, "most breadth of a draft", minimum=1, maximum=64)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Foreign:
+class Unsupported:
     """kind: of the value, bool for a flag without one.  neutral: values that ask for nothing."""
 
     kind: type[Any]
@@ -38,50 +38,54 @@ _QUANTIZATION = (
 )
 
 NO_EFFECT = {
-    "grammar_backend": Foreign(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
-    "attention_backend": Foreign(str, "this version has its own attention, chosen by the device"),
-    "page_size": Foreign(int, "the KV pool is handed out by single tokens", neutral=(1,)),
-    "cuda_graph_max_bs_prefill": Foreign(int, "prompts of up to 512 tokens run from CUDA graphs"),
-    "speculative_use_rejection_sampling": Foreign(bool, _EXACT),
-    "speculative_use_block_verification": Foreign(bool, _EXACT),
-    "speculative_attention_mode": Foreign(str, _ONE_DTYPE),
-    "speculative_draft_attention_backend": Foreign(str, _ONE_DTYPE),
-    "speculative_draft_kv_cache_dtype": Foreign(str, _ONE_DTYPE),
-    "speculative_adaptive_config": Foreign(str, _ADAPTS),
-    "speculative_ngram_match_type": Foreign(str, "matches are ranked by how often they were right", neutral=("BFS",)),
-    "speculative_ngram_external_corpus_max_tokens": Foreign(int, "there is no external corpus"),
-    "speculative_moe_runner_backend": Foreign(str, "there are no mixture-of-experts drafts"),
-    "speculative_moe_a2a_backend": Foreign(str, "there are no mixture-of-experts drafts"),
-    "speculative_domino_candidate_pool_size": Foreign(int, _OTHER_DRAFTER),
+    "grammar_backend": Unsupported(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
+    "attention_backend": Unsupported(str, "this version has its own attention, chosen by the device"),
+    "page_size": Unsupported(int, "the KV pool is handed out by single tokens", neutral=(1,)),
+    "cuda_graph_max_bs_prefill": Unsupported(int, "prompts of up to 512 tokens run from CUDA graphs"),
+    "speculative_use_rejection_sampling": Unsupported(bool, _EXACT),
+    "speculative_use_block_verification": Unsupported(bool, _EXACT),
+    "speculative_attention_mode": Unsupported(str, _ONE_DTYPE),
+    "speculative_draft_attention_backend": Unsupported(str, _ONE_DTYPE),
+    "speculative_draft_kv_cache_dtype": Unsupported(str, _ONE_DTYPE),
+    "speculative_adaptive_config": Unsupported(str, _ADAPTS),
+    "speculative_ngram_match_type": Unsupported(
+        str, "matches are ranked by how often they were right", neutral=("BFS",)
+    ),
+    "speculative_ngram_external_corpus_max_tokens": Unsupported(int, "there is no external corpus"),
+    "speculative_moe_runner_backend": Unsupported(str, "there are no mixture-of-experts drafts"),
+    "speculative_moe_a2a_backend": Unsupported(str, "there are no mixture-of-experts drafts"),
+    "speculative_domino_candidate_pool_size": Unsupported(int, _OTHER_DRAFTER),
 }
 
 REFUSED = {
-    "tp": Foreign(int, _ONE_DEVICE, True, (1,)),
-    "tp_size": Foreign(int, _ONE_DEVICE, True, (1,)),
-    "tensor_parallel_size": Foreign(int, _ONE_DEVICE, True, (1,)),
-    "dp": Foreign(int, _ONE_DEVICE, True, (1,)),
-    "dp_size": Foreign(int, _ONE_DEVICE, True, (1,)),
-    "data_parallel_size": Foreign(int, _ONE_DEVICE, True, (1,)),
-    "quantization": Foreign(str, _QUANTIZATION, True, ("none",)),
-    "enable_dp_attention": Foreign(
+    "tp": Unsupported(int, _ONE_DEVICE, True, (1,)),
+    "tp_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
+    "tensor_parallel_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
+    "dp": Unsupported(int, _ONE_DEVICE, True, (1,)),
+    "dp_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
+    "data_parallel_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
+    "quantization": Unsupported(str, _QUANTIZATION, True, ("none",)),
+    "enable_dp_attention": Unsupported(
         bool, "attention is not split over devices; run one server per device and balance the load in front", True
     ),
-    "speculative_accept_threshold_single": Foreign(float, _LOSSY, True, (1.0,)),
-    "speculative_accept_threshold_acc": Foreign(float, _LOSSY, True, (1.0,)),
-    "speculative_draft_load_format": Foreign(str, "weights are read as they are found", True, ("auto", "safetensors")),
-    "speculative_draft_model_quantization": Foreign(
+    "speculative_accept_threshold_single": Unsupported(float, _LOSSY, True, (1.0,)),
+    "speculative_accept_threshold_acc": Unsupported(float, _LOSSY, True, (1.0,)),
+    "speculative_draft_load_format": Unsupported(
+        str, "weights are read as they are found", True, ("auto", "safetensors")
+    ),
+    "speculative_draft_model_quantization": Unsupported(
         str, "drafts are computed with float weights only", True, ("unquant",)
     ),
-    "speculative_draft_window_size": Foreign(int, "the draft attends to everything", True),
-    "speculative_draft_sink_size": Foreign(int, "the draft attends to everything", True),
-    "speculative_ngram_external_corpus_path": Foreign(str, "only prompts and answers are remembered", True),
-    "speculative_ngram_external_sam_budget": Foreign(int, "only prompts and answers are remembered", True, (0,)),
-    "speculative_dflash_block_size": Foreign(int, _OTHER_DRAFTER, True),
-    "speculative_dspark_block_size": Foreign(int, _OTHER_DRAFTER, True),
-    "speculative_dspark_sps_table_path": Foreign(str, _OTHER_DRAFTER, True),
-    "speculative_dspark_confidence_sts_path": Foreign(str, _OTHER_DRAFTER, True),
-    "enable_multi_layer_eagle": Foreign(bool, "NEXTN uses all prediction layers of a checkpoint as it is", True),
-    "uno_lora_path": Foreign(str, _OTHER_DRAFTER, True),
+    "speculative_draft_window_size": Unsupported(int, "the draft attends to everything", True),
+    "speculative_draft_sink_size": Unsupported(int, "the draft attends to everything", True),
+    "speculative_ngram_external_corpus_path": Unsupported(str, "only prompts and answers are remembered", True),
+    "speculative_ngram_external_sam_budget": Unsupported(int, "only prompts and answers are remembered", True, (0,)),
+    "speculative_dflash_block_size": Unsupported(int, _OTHER_DRAFTER, True),
+    "speculative_dspark_block_size": Unsupported(int, _OTHER_DRAFTER, True),
+    "speculative_dspark_sps_table_path": Unsupported(str, _OTHER_DRAFTER, True),
+    "speculative_dspark_confidence_sts_path": Unsupported(str, _OTHER_DRAFTER, True),
+    "enable_multi_layer_eagle": Unsupported(bool, "NEXTN uses all prediction layers of a checkpoint as it is", True),
+    "uno_lora_path": Unsupported(str, _OTHER_DRAFTER, True),
 }
 
 FOREIGN = NO_EFFECT | REFUSED

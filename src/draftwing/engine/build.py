@@ -19,7 +19,7 @@ from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.engine.executor import Executor
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, row_length, size_pool
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.errors import ConfigError
@@ -136,7 +136,7 @@ def assemble(
     log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
 
     model.set_max_positions(length)
-    slots = SlotTable(rows, length, device)
+    slots = RowTable(rows, length, device)
     attn = device.ops.attention(pool, options.deterministic)
     if drafter is not None:
         drafter.attach(attn, len(layers), length)
@@ -161,7 +161,7 @@ def assemble(
             lookahead=drafter.lookahead if drafter is not None else 0,
             tail=drafter.tail if drafter is not None else 0,
             radix=not options.disable_radix_cache,
-            first_hint=drafter.first_hint if drafter is not None else 0,
+            initial_confidence=drafter.initial_confidence if drafter is not None else 0,
             ahead=SLOTS_AHEAD,
         ),
         policy,
@@ -211,7 +211,7 @@ def make_drafter(
 def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -> None:
     """Raises ConfigError where a user's drafter, which needs no pool, proposes another tree than it is asked for.
     Kernels would not notice."""
-    slots = SlotTable(1, row_length(shape.nodes + 1), device)
+    slots = RowTable(1, row_length(shape.nodes + 1), device)
     rows = torch.zeros(1, dtype=torch.int64, device=device.device)
     draft = drafter.propose(slots, rows, shape, 1, rows[:0])
     if not isinstance(draft, Draft):

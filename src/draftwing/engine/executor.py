@@ -1,10 +1,10 @@
 """Runs plans: the device side of a step, which never waits for the device and never reads from it.
 
-launch: upload, draft, target forward.  settle: sample, accept, advance the rows, let the drafter observe, pack.
+launch: upload, draft, target forward.  commit: sample, accept, advance the rows, let the drafter extend, pack.
 Everything in between is device state indexed by row; the host learns of it from the packed result.
 
 A tree step has three stages, each a function of the rows and of the stage before: `draft` (propose, the target's
-batch), `verify` (the target's forward), `settle`. On CUDA they are captured as graphs, see `engine/graphs/cuda.py`.
+batch), `verify` (the target's forward), `commit`. On CUDA they are captured as graphs, see `engine/graphs/cuda.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key
 from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
-from draftwing.engine.row_table import SlotTable, Upload
+from draftwing.engine.row_table import RowTable, Upload
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention, spans_of
-from draftwing.ops.types import HEAD, HINT, Committed, Draft, Drawing, Rescoring, Tree, unpack
+from draftwing.ops.types import CONFIDENCE, HEAD, Committed, Draft, Drawing, Rescoring, Tree, unpack
 from draftwing.sched.guidance import Guidance
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.simulate import Simulation
@@ -46,7 +46,7 @@ class Verified(NamedTuple):
     """What the target's forward gives."""
 
     hidden: Tensor  # tree: [B * N, H]; prefill: [M, H]
-    taps: Tensor | None
+    aux_hidden: Tensor | None
 
 
 class Special(NamedTuple):
@@ -82,7 +82,7 @@ class Pending(NamedTuple):
 
 
 class InFlight:
-    """A settled step whose result is on its way to the host."""
+    """A committed step whose result is on its way to the host."""
 
     def __init__(self, plan: Plan, download: Download, started: float, logprobs: Logprobs | None = None) -> None:
         self.plan = plan
@@ -93,7 +93,7 @@ class InFlight:
     def wait(self, previous_ready: float) -> tuple[StepResult, float]:
         """The result and the monotonic time it was ready; the step is charged from the later of its own launch and
         `previous_ready`, the end of the step before it."""
-        hint, count, tokens, order, depth = unpack(self._download.wait(), self.plan.shape)
+        confidence, count, tokens, order, depth = unpack(self._download.wait(), self.plan.shape)
         ready = self._download.ready_at
         assert ready is not None
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
@@ -102,7 +102,7 @@ class InFlight:
             count=count,
             order=order,
             depth=depth,
-            hint=hint,
+            confidence=confidence,
             seconds=ready - max(self._started, previous_ready),
             logprobs=rows,
             prompt_logprobs=parts,
@@ -115,7 +115,7 @@ class Executor:
         self,
         model: DecoderModel,
         drafter: Drafter | None,
-        slots: SlotTable,
+        slots: RowTable,
         attn: AttnBackend,
         device: Device,
         graph_size: int = 0,
@@ -138,10 +138,10 @@ class Executor:
         if graph_size and attn.takes_tiles:
             tiled, heads = cast(TiledAttention, attn), model.config.num_heads
             self.prefills = PrefillGraphs(device, slots, tiled, heads, chunk or slots.length, self._target)
-        self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
+        self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
-        # The outlook of every row, where nobody needs to ask for it.
-        self._hint = drafter.first_hint if drafter is not None and drafter.fixed_hint else 0
+        # The confidence of every row, where nobody needs to ask for it.
+        self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
         self._roots: dict[int, tuple[tuple[Tensor, Tensor], Tree]] = {}
         self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
@@ -161,12 +161,12 @@ class Executor:
         return Pending(plan, started, verified, step=step, drafted=drafted, special=special)
 
     @torch.inference_mode()
-    def settle(self, pending: Pending) -> InFlight:
+    def commit(self, pending: Pending) -> InFlight:
         plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
-            packed, logprobs = self._settle_prefill(pending)
+            packed, logprobs = self._commit_prefill(pending)
         elif pending.special is not None:
-            packed, logprobs = self.run_stage("settle", None, self._settle_special, pending, pending.special)
+            packed, logprobs = self.run_stage("commit", None, self._commit_special, pending, pending.special)
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         return InFlight(plan, self.device.download(packed), pending.started, logprobs)
@@ -221,7 +221,7 @@ class Executor:
         filtered = len(plan.filtered) > 0
         if key is None:
             rows, drawing = self.slots.upload_step(plan)
-            return TreeStep(None, rows, plan.shape, plan.max_bound, drawing, filtered, special)
+            return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special)
         self.slots.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
@@ -239,7 +239,7 @@ class Executor:
     ) -> Tensor:
         """The packed result, as in `Committed`."""
         key = None if step.key is None else (step.key, step.filtered)
-        packed: Tensor = run("settle", key, self._settle, step, drafted, verified, keep=True)
+        packed: Tensor = run("commit", key, self._commit, step, drafted, verified, keep=True)
         return packed
 
     def _draft(self, step: TreeStep) -> Drafted:
@@ -257,20 +257,20 @@ class Executor:
         return Verified(*self._target(drafted.batch))
 
     def _target(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        return self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self.taps)
+        return self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self.aux_layers)
 
-    def _settle(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
+    def _commit(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
         drawn = self._nodes(step, drafted, verified)
         return self._accept(step, drafted, verified, self._sample(step.drawing, step.filtered, drawn))
 
-    def _settle_special(self, pending: Pending, special: Special) -> tuple[Tensor, Logprobs]:
+    def _commit_special(self, pending: Pending, special: Special) -> tuple[Tensor, Logprobs]:
         plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
         assert step is not None and drafted is not None and verified is not None
         drawn = self._nodes(step, drafted, verified)
         target = self._sample(step.drawing, step.filtered, drawn)
         target = self._special.draw(plan, drawn, target, special.guidance)
         packed = self._accept(step, drafted, verified, target)
-        packed[:, HINT] = self._special.outlook(plan, step.rows, packed[:, HINT])
+        packed[:, CONFIDENCE] = self._special.confidence(plan, step.rows, packed[:, CONFIDENCE])
         width = step.shape.max_commit
         tokens, nodes = packed[:, HEAD : HEAD + width], packed[:, HEAD + width : HEAD + 2 * width]
         return packed, Logprobs(self._special.path_logprobs(plan, drawn, nodes, tokens), [])
@@ -289,32 +289,41 @@ class Executor:
         draft, batch, tree = drafted
         if self._simulation is not None:
             target = self._simulation(self.ops, draft, tree, target, step.rows, batch.prefix_len)
-        observed = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.taps)
-        done = self.ops.commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, self._hint, observed)
+        observed = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.aux_layers)
+        done = self.ops.commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, self._confidence, observed)
         if self.drafter is not None:
-            self._observe(self.drafter, step, done, batch.prefix_len, verified.taps)
+            self._extend(self.drafter, step, done, batch.prefix_len, verified.aux_hidden)
         return done.packed
 
     # -- what the stages are made of --------------------------------------------------------------------------------
 
-    def _last_tokens(self, rows: Tensor, max_bound: int) -> Drafted:
+    def _last_tokens(self, rows: Tensor, max_kv_len: int) -> Drafted:
         """Plain decoding: trees of the rows' last tokens alone, so there is nothing to propose."""
         slots = self.slots
         (parent, alive), tree = self._lone_roots(rows.shape[0])
         ids, kv_len, write_slots = self.ops.plain_inputs(slots, rows)
         batch = Batch(
-            rows, ids, kv_len, write_slots, slots.table, kv_len, tree.path, tree.path_len, window=1, bound=max_bound + 1
+            rows,
+            ids,
+            kv_len,
+            write_slots,
+            slots.table,
+            kv_len,
+            tree.path,
+            tree.path_len,
+            window=1,
+            bound=max_kv_len + 1,
         )
         return Drafted(Draft(ids.unsqueeze(1), parent, alive), batch, tree)
 
-    def propose(self, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+    def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
             tokens = self.slots.last[rows].unsqueeze(1).expand(-1, shape.nodes)
             parent = torch.zeros_like(tokens)
             return Draft(tokens, parent, (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(parent))
-        return self.drafter.propose(self.slots, rows, shape, max_bound, noisy)
+        return self.drafter.propose(self.slots, rows, shape, max_kv_len, noisy)
 
-    def target_batch(self, rows: Tensor, draft: Draft, shape: TreeShape, max_bound: int) -> tuple[Batch, Tree]:
+    def target_batch(self, rows: Tensor, draft: Draft, shape: TreeShape, max_kv_len: int) -> tuple[Batch, Tree]:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
         slots = self.slots
         tree, (positions, write_slots, prefix_len) = self.ops.tree_inputs(slots, rows, draft, shape.depth)
@@ -328,7 +337,7 @@ class Executor:
             path=tree.path,
             path_len=tree.path_len,
             window=shape.nodes,
-            bound=max_bound + shape.nodes,
+            bound=max_kv_len + shape.nodes,
         )
         return batch, tree
 
@@ -361,8 +370,10 @@ class Executor:
             rescoring = Rescoring(hidden, self.model.lm_head.weight, self.model.exact_logits)
         return self.ops.draw(logits, positions, depth, depth_max, self.slots, rows, drawing, filtered, rescoring)
 
-    def _observe(self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, taps: Tensor | None) -> None:
-        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its outlook."""
+    def _extend(
+        self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None
+    ) -> None:
+        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its confidence."""
         slots, rows, width = self.slots, step.rows, step.shape.max_commit
         bound, path = step.bound + width, done.path
         if path is None:  # it runs no model: which rows went on, and from where, is all there is to see
@@ -374,10 +385,12 @@ class Executor:
                 rows, *path[:3], slots.table, before, chain, chain_len, window=width,
                 bound=bound + 1,  # up to the newest token's entry
             )  # fmt: skip
-            taps = self.ops.take_rows(taps, path.nodes) if taps is not None else None  # [B * N, T] -> [B * (D + 1), T]
-        drafter.observe(slots, batch, taps, done.tokens.flatten(), done.count, step.drawing.noisy)
-        if not drafter.fixed_hint:
-            drafter.outlook(slots, rows, bound, out=done.packed[:, HINT])
+            aux_hidden = (
+                self.ops.take_rows(aux_hidden, path.nodes) if aux_hidden is not None else None
+            )  # [B * N, T] -> [B * (D + 1), T]
+        drafter.extend(slots, batch, aux_hidden, done.tokens.flatten(), done.count, step.drawing.noisy)
+        if not drafter.fixed_confidence:
+            drafter.confidence(slots, rows, bound, out=done.packed[:, CONFIDENCE])
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -393,12 +406,12 @@ class Executor:
             table=slots.table,
             prefix_len=slots.kv_len[upload.rows],
             chunks=spans_of(plan.chunks),
-            bound=plan.max_bound + self._tail,
+            bound=plan.max_kv_len + self._tail,
         )
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None
         return Pending(plan, started, Verified(*found or self._target(batch)), upload, batch, special=special)
 
-    def _settle_prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
+    def _commit_prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
         """Result rows: one token for each final chunk, none for the last chunk if it is not. So the first rows draw,
         and batch indices of the plan's rows are also those of the rows that draw."""
         assert all(chunk.final for chunk in pending.plan.chunks[:-1])
@@ -408,7 +421,7 @@ class Executor:
         rows = upload.rows
         slots.kv_len.index_copy_(0, rows, upload.kv_len)
         zero = torch.zeros_like(rows)
-        token, drawn, hint = zero, zero, zero + self._hint if self._hint else zero
+        token, drawn, confidence = zero, zero, zero + self._confidence if self._confidence else zero
         logprobs: Download | None = None
         sent: Logprobs | None = None
         if upload.final.numel():
@@ -417,14 +430,14 @@ class Executor:
             drawn = zero.index_fill(0, upload.final, 1)
         if self.drafter is not None:
             next_ids = slots.tokens[upload.token_rows, upload.positions + 1]
-            self.drafter.observe(slots, batch, verified.taps, next_ids, None, upload.drawing.noisy)
-            if upload.final.numel() and not self.drafter.fixed_hint:
-                hint = self.drafter.outlook(slots, rows, plan.max_bound)
+            self.drafter.extend(slots, batch, verified.aux_hidden, next_ids, None, upload.drawing.noisy)
+            if upload.final.numel() and not self.drafter.fixed_confidence:
+                confidence = self.drafter.confidence(slots, rows, plan.max_kv_len)
         if pending.special is not None:
-            hint = self._special.outlook(plan, rows, hint)
+            confidence = self._special.confidence(plan, rows, confidence)
             offsets = [chunk.offset for chunk in batch.chunks]
             sent = Logprobs(logprobs, self._special.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
-        return torch.stack((hint, drawn, token, zero, zero), 1), sent
+        return torch.stack((confidence, drawn, token, zero, zero), 1), sent
 
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified

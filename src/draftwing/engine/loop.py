@@ -36,7 +36,7 @@ class Loop:
         flying = None
         if plan is not None:
             guidance = self._sched.guidance(plan)
-            flying = self._executor.settle(self._executor.launch(plan, guidance)), guidance
+            flying = self._executor.commit(self._executor.launch(plan, guidance)), guidance
         if self._flying is not None:
             self._commit(*self._flying)
             self._flying = None

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from draftwing.core import PLAIN, IntArray, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.types import Draft
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
@@ -60,7 +60,7 @@ class Logprobs(NamedTuple):
 
 
 class SpecialRows:
-    def __init__(self, model: DecoderModel, drafter: Drafter | None, slots: SlotTable, device: Device) -> None:
+    def __init__(self, model: DecoderModel, drafter: Drafter | None, slots: RowTable, device: Device) -> None:
         self.model, self.drafter, self.slots, self.device = model, drafter, slots, device
         rows, vocab = slots.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device, device.upload)
@@ -115,14 +115,14 @@ class SpecialRows:
             draft.alive.index_copy(0, at, alive_.bool()),
         )
 
-    def outlook(self, plan: Plan, rows: Tensor, hint: Tensor) -> Tensor:
-        """`hint` [B] with what the predictions promise."""
+    def confidence(self, plan: Plan, rows: Tensor, confidence: Tensor) -> Tensor:
+        """`confidence` [B] with what the predictions promise."""
         if not len(plan.predicted):
-            return hint
+            return confidence
         at = self._rows_of(plan.predicted)
         longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
-        promised = self.predicted.outlook(self.slots, rows[at], longest)
-        return hint.index_copy(0, at, torch.maximum(hint[at], promised))
+        promised = self.predicted.confidence(self.slots, rows[at], longest)
+        return confidence.index_copy(0, at, torch.maximum(confidence[at], promised))
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class SpecialRows:
             bits = self._bits(wide)
         features = self.edits.features(plan.rows[which].tolist(), guided=bits is not None)
         edit = self.edits.apply(
-            part.logits.float(), features, part.rows, self.slots.tokens, part.positions[:, 0], plan.max_bound,
+            part.logits.float(), features, part.rows, self.slots.tokens, part.positions[:, 0], plan.max_kv_len,
             part.tokens, part.path, part.path_len, bits,
         )  # fmt: skip
         logits = edit.logits
@@ -174,9 +174,9 @@ class SpecialRows:
             self._rows_of(_places(which, some)) for some in (plan.noisy, plan.filtered, plan.banning)
         )
         params = self.slots.sampling(part.rows)
-        settle = exact if half and not processing else None
+        rescore = exact if half and not processing else None
         return self.device.ops.sample(
-            logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, settle
+            logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, rescore
         )
 
     def _processed(self, logits: Tensor, guided: IntArray, guidance: Guidance) -> Tensor:

@@ -32,7 +32,7 @@ class Upload(NamedTuple):
     final: Tensor  # [F] batch index of each final chunk
 
 
-class SlotTable:
+class RowTable:
     def __init__(self, rows: int, length: int, device: Device) -> None:
         """rows: requests that may run at once; length: page-table entries of a row (context, plus the room that a
         step may need past the last token)."""

@@ -18,7 +18,7 @@ from draftwing.sched.scheduler import Scheduler
 log = logging.getLogger("draftwing")
 
 KINDS = ("prefill", "plain", "speculative")  # of steps: of prompts, of one token per row, with drafts
-STAGES = ("draft", "verify", "settle")  # of a tree step: propose, the target's forward, sample and accept
+STAGES = ("draft", "verify", "commit")  # of a tree step: propose, the target's forward, sample and accept
 
 
 class StepTimes:

@@ -109,7 +109,7 @@ class DecoderModel(nn.Module):
         self.tie()
         self.register_buffer("rope", torch.empty(0), persistent=False)
         self._ops = PLAIN
-        self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the taps that are wanted
+        self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
 
     def tie(self) -> None:
         """Lets the head have the embedding's weight, where the config says so."""
@@ -117,7 +117,7 @@ class DecoderModel(nn.Module):
             self.lm_head.weight = self.embed.weight
 
     @property
-    def final_tap(self) -> int:
+    def final_aux_layer(self) -> int:
         return self.config.num_layers + 1
 
     def set_max_positions(self, positions: int) -> None:
@@ -126,35 +126,36 @@ class DecoderModel(nn.Module):
         self.rope = rope_table(self.config.rope, self.config.head_dim, positions, weight.dtype, weight.device)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int] = ()
+        self, ids: Tensor, positions: Tensor, attend: Attend, aux_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """ids, positions [M] int64 -> hidden states after the final norm [M, hidden], and the taps.
+        """ids, positions [M] int64 -> hidden states after the final norm [M, hidden], and the auxiliary hidden states.
 
-        taps: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
-        wanted, `final_tap` for what comes after the final norm; they come concatenated in the order given,
-        [M, len(taps) * hidden], or None when there are none.
+        aux_layers: layers whose input (the residual stream before them, `num_layers` for that before the final norm) is
+        wanted, `final_aux_layer` for what comes after the final norm; they come concatenated in the order given,
+        [M, len(aux_layers) * hidden], or None when there are none.
         """
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = self._ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
-        whole = self._whole_layers(taps) if ids.shape[0] <= FEW_ROWS else None
+        whole = self._whole_layers(aux_layers) if ids.shape[0] <= FEW_ROWS else None
         # [M, hidden]; a few rows are looked up faster than torch starts to
         x = self.embed(ids) if whole is None else self._ops.take_rows(self.embed.weight.detach(), ids)
         outs = None if whole is None else whole(x, None, cos, sin, attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
-            return x, x if tuple(taps) == (self.final_tap,) else whole.joined(outs)
-        streams = {0: x} if 0 in taps else {}
+            return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
+        streams = {0: x} if 0 in aux_layers else {}
         for i, layer in enumerate(self.layers, 1):
             x = layer(x, cos, sin, attend)
-            if i in taps:
+            if i in aux_layers:
                 streams[i] = x
         x = self.norm(x)
-        streams[self.final_tap] = x
-        return x, torch.cat([streams[i] for i in taps], -1) if taps else None
+        streams[self.final_aux_layer] = x
+        return x, torch.cat([streams[i] for i in aux_layers], -1) if aux_layers else None
 
-    def _whole_layers(self, taps: Sequence[int]) -> WholeLayers | None:
-        """All layers in one call, where the taps are outputs of them, or what comes after the final norm alone."""
-        kept = () if tuple(taps) == (self.final_tap,) else tuple(taps)
+    def _whole_layers(self, aux_layers: Sequence[int]) -> WholeLayers | None:
+        """All layers in one call, where the auxiliary hidden states are outputs of them, or what comes after the final
+        norm alone."""
+        kept = () if tuple(aux_layers) == (self.final_aux_layer,) else tuple(aux_layers)
         if kept not in self._whole:
             weights = [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
             self._whole[kept] = self._ops.whole_layers(weights, kept)
@@ -168,7 +169,7 @@ class DecoderModel(nn.Module):
         """hidden [..., hidden] after the final norm, ids [..., K] -> the logits of those ids, [..., K] float32.
 
         A half-precision GEMM rounds logits to 8 or 11 bits, 0.125 at a logit of 25 in bfloat16: near ties come out
-        as ties or reversed. A few candidates computed again from the same weights, summed in float32, settle them.
+        as ties or reversed. A few candidates computed again from the same weights, summed in float32, decide them.
         """
         return self.lm_head.exact_logits(hidden, ids)
 

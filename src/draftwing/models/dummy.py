@@ -72,8 +72,8 @@ def draft_weights(
         if raw.get("bias"):
             weights["fc.bias"] = meta(hidden)
         return weights
-    taps = raw.get("num_aux_hidden_states") or len(raw.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
-    weights["fc.weight"] = meta(hidden, taps * target.hidden_size)
+    aux_hidden = raw.get("num_aux_hidden_states") or len(raw.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+    weights["fc.weight"] = meta(hidden, aux_hidden * target.hidden_size)
     rows = raw.get("draft_vocab_size") or vocab
     weights["lm_head.weight"] = meta(rows, hidden)
     if rows != vocab:

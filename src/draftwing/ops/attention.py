@@ -87,11 +87,11 @@ class Batch(NamedTuple):
     `path_len` are valid indices whose content is ignored.
     """
 
-    rows: Tensor  # [B] int64, rows of the SlotTable
+    rows: Tensor  # [B] int64, rows of the RowTable
     ids: Tensor  # [M] int64 token ids
     positions: Tensor  # [M] int64, for RoPE
     write_slots: Tensor  # [M] int64, where each query's key and value go
-    table: Tensor  # [R + 1, L] int64: the page tables of all rows of the SlotTable
+    table: Tensor  # [R + 1, L] int64: the page tables of all rows of the RowTable
     prefix_len: Tensor  # [B] int64, lengths on the device
     path: Tensor | None = None  # [B, Q, D] int64
     path_len: Tensor | None = None  # [B, Q] int64, >= 1

@@ -12,8 +12,8 @@ from draftwing.core import IntArray, TreeShape
 # -- the slot table ---------------------------------------------------------------------------------------------------
 
 
-class RowTable(Protocol):
-    """Row-indexed device state of R rows and a dummy, the last one (`engine.row_table.SlotTable`). All int64 but
+class RowTensors(Protocol):
+    """Row-indexed device state of R rows and a dummy, the last one (`engine.row_table.RowTable`). All int64 but
     `floats`; L entries a row. Operations that commit write `table`, `tokens`, `kv_len` and `last`."""
 
     rows: int  # R
@@ -128,19 +128,19 @@ class AcceptedPath(NamedTuple):
 class Committed(NamedTuple):
     """What `TreeOps.commit` has written to the slot table."""
 
-    packed: Tensor  # [B, 2 + (D + 1) + N + N] int64: hint, count, tokens, order, depth of the nodes; see `unpack`
+    packed: Tensor  # [B, 2 + (D + 1) + N + N] int64: confidence, count, tokens, order, depth of the nodes; see `unpack`
     tokens: Tensor  # [B, D + 1] int64: the accepted drafts and the target's token after them; 0 past count
     count: Tensor  # type: ignore[assignment]  # [B] int64: tokens committed, 1 .. D + 1; hides tuple.count
     path: AcceptedPath | None
 
 
-HINT, COUNT, HEAD = range(3)  # columns of a packed result; the tokens begin at HEAD, also in ops/cpu/csrc/tree.c
+CONFIDENCE, COUNT, HEAD = range(3)  # columns of a packed result; the tokens begin at HEAD, also in ops/cpu/csrc/tree.c
 
 
 class Unpacked(NamedTuple):
     """Views of a packed result on the host, see `StepResult`."""
 
-    hint: IntArray  # [B]
+    confidence: IntArray  # [B]
     count: IntArray  # type: ignore[assignment]  # [B]; hides tuple.count
     tokens: IntArray  # [B, D + 1]
     order: IntArray  # [B, N]
@@ -157,7 +157,7 @@ def unpack(packed: IntArray, shape: TreeShape) -> Unpacked:
     commit, nodes = HEAD + shape.max_commit, shape.nodes
     assert packed.shape[1] == commit + 2 * nodes, f"a result of {shape} with {packed.shape[1]} columns"
     return Unpacked(
-        packed[:, HINT],
+        packed[:, CONFIDENCE],
         packed[:, COUNT],
         packed[:, HEAD:commit],
         packed[:, commit : commit + nodes],

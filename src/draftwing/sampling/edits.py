@@ -64,7 +64,7 @@ class _Rows(NamedTuple):
 
 
 class EditTable:
-    """Row-indexed device state of the requests' edits, [R + 1] rows as in `SlotTable`."""
+    """Row-indexed device state of the requests' edits, [R + 1] rows as in `RowTable`."""
 
     def __init__(
         self, rows: int, vocab: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy

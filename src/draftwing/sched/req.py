@@ -81,7 +81,7 @@ class Req:
     verify_steps: int = 0
     proposed: int = 0
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
-    hint: int = 0  # the drafter's outlook, as of the last commit
+    confidence: int = 0  # the drafter's confidence, as of the last commit
     allowed: frozenset[int] | None = None  # the only tokens of the answer, if it names any
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # as far as they are known
 

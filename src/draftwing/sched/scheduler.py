@@ -36,7 +36,7 @@ class SchedulerConfig:
     lookahead: int = 0
     tail: int = 0  # page-table entries past a prompt's end that its last chunk may write
     radix: bool = True
-    first_hint: int = 0  # the drafter's outlook, as long as no result has told it
+    initial_confidence: int = 0  # the drafter's confidence, as long as no result has told it
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
     vocab: int = 0  # width of the target's logits
 
@@ -150,7 +150,7 @@ class Scheduler:
             req.append_slots(match.slots)
             req.owned[:cached] = False
             req.kv = req.sent = req.bound = cached
-            req.inflight, req.hint = 0, self.config.first_hint
+            req.inflight, req.confidence = 0, self.config.initial_confidence
             if not req.retractions:
                 req.cached_tokens = cached
             self._by_row[req.row] = req
@@ -208,20 +208,20 @@ class Scheduler:
                 chosen.append(req)
         if not chosen:
             return None
-        max_bound, most = max(req.bound for req in chosen), shape.max_commit
+        max_kv_len, most = max(req.bound for req in chosen), shape.max_commit
         for req in chosen:
             req.bound += most
             req.inflight += 1
-        return self._make_plan("tree", shape, chosen, max_bound, [])
+        return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
         if not self.policy.sees_predictions and any(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose([req.hint if req.may_draft else 0 for req in ready])
+        return self.policy.choose([req.confidence if req.may_draft else 0 for req in ready])
 
-    def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_bound: int, chunks: list[Chunk]) -> Plan:
+    def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         admits = tuple(self._admits.values())
-        plan = make_plan(self._steps, kind, shape, reqs, max_bound, chunks, admits, self._new_slots)
+        plan = make_plan(self._steps, kind, shape, reqs, max_kv_len, chunks, admits, self._new_slots)
         self._steps += 1
         self._admits, self._new_slots = {}, {}
         return plan
@@ -304,8 +304,8 @@ class Scheduler:
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:
                 req.prompt_logprobs += values
-        rows = zip(live, result.count.tolist(), result.tokens.tolist(), result.hint.tolist(), strict=True)
-        for i, (req, count, tokens, hint) in enumerate(rows):
+        rows = zip(live, result.count.tolist(), result.tokens.tolist(), result.confidence.tolist(), strict=True)
+        for i, (req, count, tokens, confidence) in enumerate(rows):
             if req is None:
                 continue
             new, failure = tokens[:count], None
@@ -315,7 +315,7 @@ class Scheduler:
                     self._finish(req, [], {"type": "abort", "message": failure})
                     continue
             if count:  # a chunk that is not the last says nothing of drafts yet
-                req.hint = hint
+                req.confidence = confidence
             if plan.kind == "prefill":
                 self._commit_chunk(req, plan.chunks[i], new, logprobs.get(i, []))
             else:
@@ -332,7 +332,10 @@ class Scheduler:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
         sees = self.policy.sees_predictions
         return np.asarray(
-            [0 if req is None or req.limited or (req.request.prediction and not sees) else req.hint for req in live],
+            [
+                0 if req is None or req.limited or (req.request.prediction and not sees) else req.confidence
+                for req in live
+            ],
             np.int64,
         )
 

@@ -7,23 +7,23 @@ from typing import Protocol
 
 import numpy as np
 
-from draftwing.core import MAX_HINT, PLAIN, IntArray, TreeShape
+from draftwing.core import MAX_CONFIDENCE, PLAIN, IntArray, TreeShape
 
 
 class ShapePolicy(Protocol):
     """menu: all shapes, the largest first.
 
-    sees_predictions: whether an outlook tells what a predicted output is worth. If not, it gets the largest shape.
+    sees_predictions: whether an confidence tells what a predicted output is worth. If not, it gets the largest shape.
     """
 
     menu: tuple[TreeShape, ...]
     sees_predictions: bool
 
-    def choose(self, hints: Sequence[int]) -> TreeShape:
-        """Returns the shape for a batch whose rows have these outlooks (0: nothing can be proposed)."""
+    def choose(self, confidences: Sequence[int]) -> TreeShape:
+        """Returns the shape for a batch whose rows have these confidences (0: nothing can be proposed)."""
         ...
 
-    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+    def record(self, shape: TreeShape, confidences: IntArray, accepted: IntArray, seconds: float) -> None:
         """Learns what a step of `shape` gave: accepted drafts of each row, and how long the step took."""
         ...
 
@@ -45,10 +45,10 @@ class FixedShape:
     def __init__(self, shape: TreeShape) -> None:
         self.menu: tuple[TreeShape, ...] = (shape,) if shape == PLAIN else (shape, PLAIN)
 
-    def choose(self, hints: Sequence[int]) -> TreeShape:
-        return self.menu[0] if any(hints) else PLAIN
+    def choose(self, confidences: Sequence[int]) -> TreeShape:
+        return self.menu[0] if any(confidences) else PLAIN
 
-    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+    def record(self, shape: TreeShape, confidences: IntArray, accepted: IntArray, seconds: float) -> None:
         pass
 
 
@@ -88,16 +88,16 @@ class WorthDrafting:
         self._chosen: dict[int, int] = {}  # batch bucket -> shape index
         self._steps = 0
 
-    def choose(self, hints: Sequence[int]) -> TreeShape:
-        drafting = sum(1 for hint in hints if hint)
+    def choose(self, confidences: Sequence[int]) -> TreeShape:
+        drafting = sum(1 for confidence in confidences if confidence)
         if not drafting:
             return PLAIN
         self._steps += 1
-        bucket = len(hints).bit_length()
+        bucket = len(confidences).bit_length()
         tries = [self._tried.get((i, bucket), 0) for i in range(len(self.menu))]
         if min(tries) < self.TRIES:
             return self.menu[tries.index(min(tries))]
-        rates = [(len(hints) + drafting * sum(survival)) / self._seconds[i, bucket]
+        rates = [(len(confidences) + drafting * sum(survival)) / self._seconds[i, bucket]
                  for i, survival in enumerate(self._survival)]  # fmt: skip
         turn, place = divmod(self._steps, self.PROBE_EVERY)
         if place < self.PROBE:
@@ -109,9 +109,9 @@ class WorthDrafting:
             self._chosen[bucket] = now = best
         return self.menu[now]
 
-    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+    def record(self, shape: TreeShape, confidences: IntArray, accepted: IntArray, seconds: float) -> None:
         index = self.menu.index(shape)
-        key = (index, len(hints).bit_length())
+        key = (index, len(confidences).bit_length())
         if seconds > 0:
             self._tried[key] = self._tried.get(key, 0) + 1
             old = self._seconds.get(key)
@@ -124,7 +124,9 @@ class WorthDrafting:
         if not shape.depth:
             return
         # Lists: to start an operation of numpy takes longer than all of this, and it is a part of every step.
-        drafts = [count for hint, count in zip(hints.tolist(), accepted.tolist(), strict=True) if hint]
+        drafts = [
+            count for confidence, count in zip(confidences.tolist(), accepted.tolist(), strict=True) if confidence
+        ]
         if not drafts:
             return
         reached = [sum(count > k for count in drafts) / len(drafts) for k in range(shape.depth)]
@@ -139,10 +141,10 @@ class WorthDrafting:
 
 
 class ExpectedGain:
-    """Maximises expected tokens per second, sum over rows of E[tokens | shape, outlook] / seconds[shape, batch].
+    """Maximises expected tokens per second, sum over rows of E[tokens | shape, confidence] / seconds[shape, batch].
 
     Both factors are exponential averages of what steps gave. A shape not timed yet is taken to cost `ROW_COST` of a
-    plain step for each row beyond the first; outlooks not met yet start from a moderate guess. Rarely, a step
+    plain step for each row beyond the first; confidences not met yet start from a moderate guess. Rarely, a step
     tries the largest shape against the estimate, so that an estimate cannot stay wrong for ever.
     """
 
@@ -153,44 +155,44 @@ class ExpectedGain:
 
     def __init__(self, menu: Sequence[TreeShape]) -> None:
         self.menu = tuple(menu)
-        outlook = np.arange(MAX_HINT + 1, dtype=np.float64)
-        # accepted[s, h]: drafts that shape s is expected to have accepted at outlook h
-        self._accepted = np.stack([np.minimum(shape.depth, 0.25 * outlook) for shape in self.menu])
+        confidence = np.arange(MAX_CONFIDENCE + 1, dtype=np.float64)
+        # accepted[s, h]: drafts that shape s is expected to have accepted at confidence h
+        self._accepted = np.stack([np.minimum(shape.depth, 0.25 * confidence) for shape in self.menu])
         self._seconds: dict[tuple[int, int], float] = {}  # (shape index, batch bucket) -> seconds
         self._steps = 0
 
-    def choose(self, hints: Sequence[int]) -> TreeShape:
-        if not any(hints):
+    def choose(self, confidences: Sequence[int]) -> TreeShape:
+        if not any(confidences):
             return PLAIN
         self._steps += 1
         if self._steps % self.PROBE_EVERY == 0:
             return self.menu[0]
-        bucket = len(hints).bit_length()
-        tokens = len(hints) + self._accepted[:, list(hints)].sum(axis=1)
-        rates = [tokens[i] / self._cost(i, bucket, len(hints)) for i in range(len(self.menu))]
+        bucket = len(confidences).bit_length()
+        tokens = len(confidences) + self._accepted[:, list(confidences)].sum(axis=1)
+        rates = [tokens[i] / self._cost(i, bucket, len(confidences)) for i in range(len(self.menu))]
         return self.menu[int(np.argmax(rates))]
 
-    def record(self, shape: TreeShape, hints: IntArray, accepted: IntArray, seconds: float) -> None:
+    def record(self, shape: TreeShape, confidences: IntArray, accepted: IntArray, seconds: float) -> None:
         index = self.menu.index(shape)
-        key = (index, len(hints).bit_length())
+        key = (index, len(confidences).bit_length())
         # A first step pays for caches and allocations: the smaller of the two is nearer to the truth.
         old = self._seconds.get(key)
         if seconds > 0:
             self._seconds[key] = seconds if old is None else old + self.RATE * (min(seconds, 3 * old) - old)
-        for hint, drafts in zip(hints.tolist(), accepted.tolist(), strict=True):
-            if hint and shape.depth:
-                self._learn(index, hint, drafts)
+        for confidence, drafts in zip(confidences.tolist(), accepted.tolist(), strict=True):
+            if confidence and shape.depth:
+                self._learn(index, confidence, drafts)
 
-    def _learn(self, index: int, hint: int, drafts: int) -> None:
-        """`drafts` were accepted at this outlook. A smaller tree would have got as many as fit into it, a larger one
+    def _learn(self, index: int, confidence: int, drafts: int) -> None:
+        """`drafts` were accepted at this confidence. A smaller tree would have got as many as fit into it, a larger one
         at least as many; where the tree was accepted to its full depth, the larger one is given credit for more."""
         for i, shape in enumerate(self.menu):
-            old = float(self._accepted[i, hint])
+            old = float(self._accepted[i, confidence])
             got = float(min(drafts, shape.depth))
             if i < index:
                 full = drafts == self.menu[index].depth
                 got = max(old, float(min(2 * drafts + 1, shape.depth)) if full else got)
-            self._accepted[i, hint] = old + self.RATE * (got - old)
+            self._accepted[i, confidence] = old + self.RATE * (got - old)
 
     def _cost(self, index: int, bucket: int, batch: int) -> float:
         """Seconds of a step; for a shape not timed yet scaled from one that was, or relative where none was."""

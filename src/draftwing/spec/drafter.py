@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from draftwing.config.options import Options
-from draftwing.core import MAX_HINT, TreeShape
+from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Draft, RowTable
+from draftwing.ops.types import Draft, RowTensors
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Drafter(ABC):
     - slots: device state indexed by row. `slots.tokens` [R, L] int64 is the text of each row, valid at 0 .. kv_len;
       `slots.kv_len` [R] the index of its newest token, which is `slots.last` [R].
     - rows [B] int64: the rows of this step.
-    - max_bound: upper bound of their kv_len, known on the host.
+    - max_kv_len: upper bound of their kv_len, known on the host.
     - noisy: indices of the rows with temperature > 0, for drafters that couple with the target by adding the same
       noise before they choose; their number is known on the host.
     """
@@ -72,12 +72,12 @@ class Drafter(ABC):
     num_draft_tokens: int | None = None
     reads_options: tuple[str, ...] = ()
 
-    taps: tuple[int, ...] = ()  # layers of the target whose hidden states `observe` wants
+    aux_layers: tuple[int, ...] = ()  # layers of the target whose hidden states `extend` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
     kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
     tail: int = 0  # page-table entries past the end of a prompt that observing its last chunk may write
-    first_hint: int = MAX_HINT  # the outlook to assume for a row until a result tells it
-    fixed_hint: bool = True  # whether that is what it always is, so that `outlook` need not be called
+    initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result tells it
+    fixed_confidence: bool = True  # whether that is what it always is, so that `confidence` need not be called
 
     @classmethod
     def build(cls, context: DraftContext) -> Self:
@@ -85,10 +85,10 @@ class Drafter(ABC):
         return cls()
 
     @abstractmethod
-    def propose(self, slots: RowTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+    def propose(self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         """Returns a draft tree for each row, of shape.nodes nodes and at most shape.depth levels."""
 
-    def chain(self, slots: RowTable, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
+    def chain(self, slots: RowTensors, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
         """Returns chains of drafts, for `propose`. tokens [B, D] int64: valid ids that may follow the newest token, in
         their order; known [B, D] bool: whether there is such a token. What follows an unknown one is not drafted."""
         depth, nodes = min(tokens.shape[1], shape.depth), shape.nodes
@@ -106,7 +106,7 @@ class Drafter(ABC):
         """Returns what chooses the tree of each step. adaptive: whether it may be smaller than `shape`, or none."""
         if not adaptive:
             return FixedShape(shape)
-        return WorthDrafting(chain_menu(shape)) if self.fixed_hint else ExpectedGain(shape_menu(shape))
+        return WorthDrafting(chain_menu(shape)) if self.fixed_confidence else ExpectedGain(shape_menu(shape))
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:  # noqa: B027
         """Called once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its
@@ -116,33 +116,34 @@ class Drafter(ABC):
         """Returns the number of page-table entries past kv_len that a step of this shape may write."""
         return shape.nodes
 
-    def observe(  # noqa: B027
+    def extend(  # noqa: B027
         self,
-        slots: RowTable,
+        slots: RowTensors,
         batch: Batch,
-        taps: Tensor | None,
+        aux_hidden: Tensor | None,
         next_ids: Tensor,
         count: Tensor | None,
         noisy: Tensor,
     ) -> None:
         """Sees what the target ran: a prefill chunk (`batch.chunks`) or the accepted path of each row. The table has
-        advanced already; `batch.prefix_len` is kv_len before the step. Of the accepted path, drafters without taps
-        and without KV layers are told next_ids and count alone.
+        advanced already; `batch.prefix_len` is kv_len before the step. Of the accepted path, drafters without auxiliary
+        hidden states and without KV layers are told next_ids and count alone.
 
         next_ids [M]: the token that follows each query.  count [B]: valid queries of each row's path, None for
         prefill. Queries past the count are garbage: what they write past kv_len is never read.
         noisy: among the batch's rows; for prefill among those whose chunk is final.
         """
 
-    def outlook(self, slots: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
-        """Returns [B] int64 in [0, MAX_HINT]: how promising the next draft is; 0 means that nothing can be proposed.
-        Written into `out` where that is given, a column of a packed result. Not called with `fixed_hint`.
+    def confidence(self, slots: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+        """Returns [B] int64 in [0, MAX_CONFIDENCE]: how promising the next draft is; 0 means that nothing can be
+        proposed. Written into `out` where that is given, a column of a packed result. Not called with
+        `fixed_confidence`.
 
         Runs last in every step, so that a drafter may look its next draft up here and keep it as row state.
         """
-        return (torch.empty_like(rows) if out is None else out).fill_(self.first_hint)
+        return (torch.empty_like(rows) if out is None else out).fill_(self.initial_confidence)
 
-    def constrain(self, slots: RowTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
+    def constrain(self, slots: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
         """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
         [b], banned [b, V] bool; noisy: among them."""
 

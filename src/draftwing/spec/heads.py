@@ -16,13 +16,13 @@ from draftwing.ops.torch.layer_ops import HeadTopK
 class DraftHead(Protocol):
     """lookahead: 0 where the row at position t is made of token t; 1 where it is made of token t + 1 and of the
     target's feature at t; n where there are n layers, the last of which makes it of token t + n (`MTPDrafter`).
-    taps: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
+    aux_layers: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
     target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
     top_k: `logits` and the best of them in one call, None where there is none.
     forward_name: the method that runs the network, which --enable-torch-compile compiles."""
 
     lookahead: int
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     width: int
     vocab: int
     kv_layers: Sequence[LayerSpec]
@@ -34,8 +34,9 @@ class DraftHead(Protocol):
         """Makes the rotary table."""
         ...
 
-    def features(self, taps: Tensor) -> Tensor:
-        """taps [M, len(taps) * hidden of the target] -> [M, width]: what rows made by the target are fed."""
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, width]: what rows made by the target are
+        fed."""
         ...
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
@@ -52,7 +53,7 @@ class DraftLM:
     """Any `DecoderModel` with the target's token ids."""
 
     lookahead = 0
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     width = 0
     target_ids: Tensor | None = None
     top_k: HeadTopK | None = None
@@ -67,7 +68,7 @@ class DraftLM:
     def set_max_positions(self, positions: int) -> None:
         self.model.set_max_positions(positions)
 
-    def features(self, taps: Tensor) -> Tensor:
+    def features(self, aux_hidden: Tensor) -> Tensor:
         raise AssertionError("a language model drafts from tokens alone")
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:

@@ -15,7 +15,7 @@ from draftwing.core import TreeShape
 from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.torch.layer_ops import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTable
+from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTensors
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead
 
@@ -32,10 +32,10 @@ class ModelDrafter(Drafter):
         device = ops.device
         assert 0 <= head.lookahead <= self.max_lookahead
         self.head, self.topk, self.ops = head, topk, ops
-        self.taps, self.lookahead = head.taps, head.lookahead
+        self.aux_layers, self.lookahead = head.aux_layers, head.lookahead
         self.kv_layers = head.kv_layers
         self.tail = int(head.lookahead == 0)  # without lookahead the first root has a row of its own
-        # The root's best continuations and its feature, row-indexed: written by `observe` (the continuations by
+        # The root's best continuations and its feature, row-indexed: written by `extend` (the continuations by
         # `propose` where `ops.reads_root_late`), read by `propose`.
         self._first = First(
             ids=torch.zeros(rows, topk, dtype=torch.int64, device=device),
@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
-    def propose(self, slots: RowTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+    def propose(self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         size, topk = rows.shape[0], shape.topk
         window = self.tail + topk * max(shape.depth - 1, 0)
         self._read_first(slots, rows, noisy)
@@ -77,16 +77,16 @@ class ModelDrafter(Drafter):
                 path=at.path,
                 path_len=at.path_len,
                 window=window,
-                bound=max_bound + window,
+                bound=max_kv_len + window,
             )
             hidden = self._run(batch, at.feature, level).view(size, topk, -1)
             growth.add(self._continuations(slots, rows, hidden, level + 1, topk, noisy), hidden)
         return growth.draft()
 
-    def _grow(self, slots: RowTable, rows: Tensor, shape: TreeShape) -> Expansion:
+    def _grow(self, slots: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
         return self.ops.expand(slots, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)
 
-    def constrain(self, slots: RowTable, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+    def constrain(self, slots: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         logits, ids = self.head.logits(self.ops.take_rows(self._newest_hidden, rows)), self.head.target_ids
         banned = banned[:, : self.head.vocab] if ids is None else banned[:, ids]
         # Not minus infinity: where everything is banned the scores must still be numbers.
@@ -95,18 +95,18 @@ class ModelDrafter(Drafter):
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
-    def observe(
+    def extend(
         self,
-        slots: RowTable,
+        slots: RowTensors,
         batch: Batch,
-        taps: Tensor | None,
+        aux_hidden: Tensor | None,
         next_ids: Tensor,
         count: Tensor | None,
         noisy: Tensor,
     ) -> None:
-        feature = self.head.features(taps) if taps is not None else None
+        feature = self.head.features(aux_hidden) if aux_hidden is not None else None
         if count is None:
-            self._observe_chunks(slots, batch, feature, next_ids, noisy)
+            self._extend_chunks(slots, batch, feature, next_ids, noisy)
             return
         batch = batch._replace(ids=next_ids) if self.lookahead else self._with_newest(slots, batch, next_ids)
         newest = self._newest(self._run(batch, feature, 0), batch.rows, count, self.lookahead)
@@ -116,7 +116,7 @@ class ModelDrafter(Drafter):
         """hidden [B * Q, H] -> [B, H]: per row, the query that the newest token is in; kept as the root's feature."""
         return self.ops.newest_rows(hidden, count, lookahead, rows, self._first.feature if self.head.width else None)
 
-    def _with_newest(self, slots: RowTable, batch: Batch, next_ids: Tensor) -> Batch:
+    def _with_newest(self, slots: RowTensors, batch: Batch, next_ids: Tensor) -> Batch:
         """The accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
         width = next_ids.shape[0] // batch.rows.shape[0] + 1
         chain = self.ops.chain(slots, batch.rows, batch.prefix_len, width)
@@ -126,13 +126,13 @@ class ModelDrafter(Drafter):
         if self.head.width:
             self._first.feature.index_copy_(0, rows, newest)
 
-    def _observe_chunks(
-        self, slots: RowTable, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
+    def _extend_chunks(
+        self, slots: RowTensors, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
     ) -> None:
         chunks = batch._replace(ids=next_ids) if self.lookahead else _with_sampled(batch, next_ids)
         self._keep_first_of_prompts(slots, chunks, self._run(chunks, feature, 0), noisy)
 
-    def _keep_first_of_prompts(self, slots: RowTable, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
+    def _keep_first_of_prompts(self, slots: RowTensors, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
         """hidden [M, H]; the last row of each last chunk is the one that the newest token is in."""
         final = [(span, span.offset + span.length - 1) for span in chunks.chunks if span.final]
         if final:
@@ -141,7 +141,7 @@ class ModelDrafter(Drafter):
             self._keep_feature(rows, newest)
             self._keep_first(slots, rows, newest, noisy)
 
-    def _keep_first(self, slots: RowTable, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
+    def _keep_first(self, slots: RowTensors, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
         """newest [B, H]: of the queries that the newest tokens are in, which is kept, on a GPU with what may follow."""
         if not self.head.width:
             if not self._newest_hidden.shape[1]:
@@ -150,7 +150,7 @@ class ModelDrafter(Drafter):
         if not self.ops.reads_root_late:
             self._write_first(rows, self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy))
 
-    def _read_first(self, slots: RowTable, rows: Tensor, noisy: Tensor) -> None:
+    def _read_first(self, slots: RowTensors, rows: Tensor, noisy: Tensor) -> None:
         """The root's continuations are known afterwards, of greedy rows in one call."""
         constrained, self._constrained = self._constrained, None
         native = self._readout(rows.shape[0], noisy)
@@ -170,7 +170,7 @@ class ModelDrafter(Drafter):
         return self.head.run(batch.ids, batch.positions, feature, level, self._attn.bind(batch, self._first_layer))
 
     def _continuations(
-        self, slots: RowTable, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
+        self, slots: RowTensors, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
     ) -> Continuations:
         """hidden [B, K, H] -> the best tokens that may follow its B * K nodes at kv_len + ahead."""
         hidden = hidden.flatten(0, 1)

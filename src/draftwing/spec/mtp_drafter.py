@@ -29,7 +29,7 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.expansion import of_parent
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Draft, RowTable
+from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
@@ -52,12 +52,12 @@ class MTPDrafter(ModelDrafter):
         super().__init__(head, rows, topk, dtype, ops)
         self.layers = head.lookahead
         assert self.layers >= 2
-        # Features of the positions kv_len - (n - 1) .. kv_len - 1: written by `observe`, read by both.
+        # Features of the positions kv_len - (n - 1) .. kv_len - 1: written by `extend`, read by both.
         self._kept = torch.zeros(rows, self.layers - 1, head.width, dtype=dtype, device=ops.device)
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
-    def propose(self, slots: RowTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor) -> Draft:
+    def propose(self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         size, topk, turns = rows.shape[0], shape.topk, self.layers - 1
         self._read_first(slots, rows, noisy)
         growth = self._grow(slots, rows, shape)
@@ -94,7 +94,7 @@ class MTPDrafter(ModelDrafter):
                 path=path.repeat_interleave(width, 1),  # [B, K * width, s]
                 path_len=(first + 1 + step).repeat(topk).expand(size, -1),
                 window=scratch,
-                bound=max_bound + scratch,
+                bound=max_kv_len + scratch,
             )
             out = self._run(_reaching_back(batch, back), feature, back)
             hidden = out.view(size, topk, width, -1)[:, :, -1]
@@ -103,17 +103,17 @@ class MTPDrafter(ModelDrafter):
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
-    def observe(
+    def extend(
         self,
-        slots: RowTable,
+        slots: RowTensors,
         batch: Batch,
-        taps: Tensor | None,
+        aux_hidden: Tensor | None,
         next_ids: Tensor,
         count: Tensor | None,
         noisy: Tensor,
     ) -> None:
-        assert taps is not None
-        feature = self.head.features(taps)
+        assert aux_hidden is not None
+        feature = self.head.features(aux_hidden)
         if count is None:
             self._observe_prompt(slots, batch, feature, noisy)
             return
@@ -138,7 +138,7 @@ class MTPDrafter(ModelDrafter):
         last = count.unsqueeze(1) + torch.arange(turns, device=rows.device)  # [B, n - 1]
         self._kept.index_copy_(0, rows, features.gather(1, _at(last, features.shape[2])))
 
-    def _observe_prompt(self, slots: RowTable, batch: Batch, feature: Tensor, noisy: Tensor) -> None:
+    def _observe_prompt(self, slots: RowTensors, batch: Batch, feature: Tensor, noisy: Tensor) -> None:
         turns, kept = self.layers - 1, self._kept[batch.rows]
         known = [  # of each chunk: features of the positions start - (n - 1) .. start + length - 1
             torch.cat((kept[span.row], feature[span.offset : span.offset + span.length])) for span in batch.chunks

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from draftwing.core import MAX_HINT, TreeShape
+from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops.attention import Batch
 from draftwing.ops.torch.ngram import NGramOps
-from draftwing.ops.types import Draft, RowTable
+from draftwing.ops.types import Draft, RowTensors
 from draftwing.sched.shapes import ExpectedGain, shape_menu
 from draftwing.spec.drafter import Drafter
 
@@ -16,8 +16,8 @@ from draftwing.spec.drafter import Drafter
 class NGramDrafter(Drafter):
     """Tree drafts from token matches; a `Drafter` without weights and without KV around an `NGramIndex`."""
 
-    first_hint = 0
-    fixed_hint = False
+    initial_confidence = 0
+    fixed_confidence = False
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class NGramDrafter(Drafter):
         """rows: R + 1, the rows of the slot table with its dummy. A match has min_window to max_window tokens (longer
         ones count as max_window); a node has min_breadth to max_breadth children at most; branch_length: tokens of a
         continuation; capacity: tokens of the shared memory's log."""
-        if not 1 <= min_window <= max_window <= MAX_HINT:
+        if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:
             found = f"{min_window} and {max_window}"
-            raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_HINT}, found {found}")
+            raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_CONFIDENCE}, found {found}")
         if not 1 <= min_breadth <= max_breadth:
             raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
         if branch_length < 1 or capacity < 1:
@@ -46,17 +46,17 @@ class NGramDrafter(Drafter):
         )  # fmt: skip
 
     def policy(self, shape: TreeShape, adaptive: bool) -> ExpectedGain:
-        """Always adaptive: outlooks tell steps apart."""
+        """Always adaptive: confidences tell steps apart."""
         return ExpectedGain(shape_menu(shape))
 
     def flush(self) -> None:
         self.index.flush()
 
-    def observe(
+    def extend(
         self,
-        slots: RowTable,
+        slots: RowTensors,
         batch: Batch,
-        taps: Tensor | None,
+        aux_hidden: Tensor | None,
         next_ids: Tensor,
         count: Tensor | None,
         noisy: Tensor | None = None,
@@ -69,11 +69,11 @@ class NGramDrafter(Drafter):
         else:
             self.index.insert(slots, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
 
-    def outlook(self, slots: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
-        """The length of the best match, and higher where the row goes on copying: see `NGramIndex.outlook`."""
-        return self.index.outlook(slots, rows, max_bound, out)
+    def confidence(self, slots: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+        """The length of the best match, and higher where the row goes on copying: see `NGramIndex.confidence`."""
+        return self.index.confidence(slots, rows, max_kv_len, out)
 
     def propose(
-        self, slots: RowTable, rows: Tensor, shape: TreeShape, max_bound: int, noisy: Tensor | None = None
+        self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor | None = None
     ) -> Draft:
         return self.index.propose(slots, rows, shape)

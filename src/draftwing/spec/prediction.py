@@ -1,8 +1,8 @@
 """Drafts copied from the text that a request expects its answer to resemble (OpenAI's `prediction`).
 
 `write` takes a prediction when its request is admitted. In a step, `overlay` puts the copied chain over what the
-drafter proposed, or over bare roots where there is no drafter. At the end of a step, `outlook` says how promising the
-next copy is, so that the policy chooses a shape with room for it.
+drafter proposed, or over bare roots where there is no drafter. At the end of a step, `confidence` says how promising
+the next copy is, so that the policy chooses a shape with room for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import IntArray, TreeShape
-from draftwing.ops.types import Draft, RowTable
+from draftwing.ops.types import Draft, RowTensors
 
 WINDOW: Final = 8  # newest tokens that are looked for; a longer match counts as this long
 
@@ -77,7 +77,7 @@ class PredictedOutput:
         """Returns the tokens of the longest prediction among rows of the table, on the host."""
         return max((self._lengths[row] for row in rows), default=0)
 
-    def outlook(self, slots: RowTable, rows: Tensor, bound: int) -> Tensor:
+    def confidence(self, slots: RowTensors, rows: Tensor, bound: int) -> Tensor:
         """How promising the next `overlay` is for rows [b] of the table: [b] int64, 0 = it will find nothing, else the
         length m of the match, or WINDOW + m if it goes on where the answer was following the prediction (at most 16;
         m = 0 before the answer's first token).
@@ -88,7 +88,7 @@ class PredictedOutput:
         return torch.where(match.expected, match.length + WINDOW, match.length).mul_(match.found)
 
     def overlay(
-        self, draft: Draft, slots: RowTable, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
+        self, draft: Draft, slots: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
     ) -> Draft:
         """The draft [B, N = shape.nodes] with the rows `which` that are found in their predictions replaced by a chain
         of what follows there, at most shape.depth tokens; its other rows, and other nodes of these, as they were.
@@ -124,7 +124,7 @@ class PredictedOutput:
         replaced = (torch.where(found, x, y) for x, y in zip(chain, inner, strict=True))
         return Draft(*(x.index_copy(0, which, y) for x, y in zip(draft, replaced, strict=True)))
 
-    def _match(self, slots: RowTable, rows: Tensor, bound: int) -> _Match:
+    def _match(self, slots: RowTensors, rows: Tensor, bound: int) -> _Match:
         assert 0 < bound <= self.tokens.shape[1]
         newest = slots.kv_len.index_select(0, rows)  # [b]
         back = torch.arange(WINDOW - 1, -1, -1, device=rows.device)

@@ -71,15 +71,15 @@ def collate(samples: Sequence[Sample], max_length: int) -> Batch:
     that nothing waits for the copies."""
     lengths = [min(len(sample.ids), max_length) for sample in samples]
     count, length, first = len(samples), max(lengths), samples[0]
-    device = first.taps.device
+    device = first.aux_hidden.device
     ids = torch.zeros(count, length, dtype=torch.int64)
-    width, dtype = first.taps.shape[1], first.taps.dtype
+    width, dtype = first.aux_hidden.shape[1], first.aux_hidden.dtype
     lock = device.type == "cpu" and torch.cuda.is_available()
-    taps = torch.zeros(count, length, width, dtype=dtype, device=device, pin_memory=lock)
+    aux_hidden = torch.zeros(count, length, width, dtype=dtype, device=device, pin_memory=lock)
     position, depth = [], []
     for row, (sample, end) in enumerate(zip(samples, lengths, strict=True)):
         ids[row, :end] = sample.ids[:end]
-        taps[row, :end] = sample.taps[:end]
+        aux_hidden[row, :end] = sample.aux_hidden[:end]
         at = sample.loss_mask[1:end].nonzero().flatten()  # the target's position before each token to be learnt
         position.append(row * length + at)
         depth.append(at)
@@ -90,7 +90,7 @@ def collate(samples: Sequence[Sample], max_length: int) -> Batch:
     if lock:
         final = final.pin_memory()
     rest = (torch.cat(position), torch.cat(depth), torch.tensor(lengths))
-    return Batch(_locked(ids), taps, final, *map(_locked, rest))
+    return Batch(_locked(ids), aux_hidden, final, *map(_locked, rest))
 
 
 def _same_device() -> Callable[[], None] | None:
@@ -110,8 +110,8 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
     def move(x: Tensor) -> Tensor:
         return x.to(device, dtype if x.is_floating_point() else None, non_blocking=True)
 
-    ids, taps, final, position, depth, lengths = map(move, batch)
-    return Batch(ids, taps, final, position, depth, lengths)
+    ids, aux_hidden, final, position, depth, lengths = map(move, batch)
+    return Batch(ids, aux_hidden, final, position, depth, lengths)
 
 
 def load(source: FeatureSource, numbers: Iterable[list[int]], max_length: int, readers: int = 2) -> Iterator[Batch]:

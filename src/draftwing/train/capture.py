@@ -30,7 +30,7 @@ BATCH_TOKENS = 16384  # of one forward, padding included
 _WINDOW = 64  # batches whose sequences are sorted by length together
 
 
-def eagle3_taps(layers: int) -> tuple[int, ...]:
+def eagle3_aux_layers(layers: int) -> tuple[int, ...]:
     """Returns the residual streams that EAGLE-3 reads by default (Li et al. 2025): early, middle, late. Targets of
     fewer than six layers, which have no such three, give what lies evenly between their ends."""
     if layers >= 6:
@@ -38,23 +38,23 @@ def eagle3_taps(layers: int) -> tuple[int, ...]:
     return layers // 4, layers // 2, layers - layers // 4
 
 
-def target_taps(algorithm: str, layers: int, aux_layers: Sequence[int] | None = None) -> tuple[int, ...]:
+def target_aux_layers(algorithm: str, layers: int, aux_layers: Sequence[int] | None = None) -> tuple[int, ...]:
     """Returns what `DecoderModel.forward` is asked for. aux_layers: other residual streams for EAGLE-3, 0 the
     embedding, `layers` what comes before the final norm. Raises ConfigError for streams that the target does not
     have."""
     if not training(algorithm).aux_hidden_states:
-        return (layers + 1,)  # `DecoderModel.final_tap`
-    taps = tuple(aux_layers or eagle3_taps(layers))
-    aux_layer_ids(taps, layers)  # refuses what a config could not name, before anything is computed
-    return taps
+        return (layers + 1,)  # `DecoderModel.final_aux_layer`
+    aux_layers = tuple(aux_layers or eagle3_aux_layers(layers))
+    aux_layer_ids(aux_layers, layers)  # refuses what a config could not name, before anything is computed
+    return aux_layers
 
 
 class FeatureModel:
     """A frozen target that gives features of whole sequences."""
 
-    def __init__(self, model: DecoderModel, taps: tuple[int, ...], device: Device) -> None:
+    def __init__(self, model: DecoderModel, aux_layers: tuple[int, ...], device: Device) -> None:
         """model: not packed."""
-        self.model, self.taps, self.device = model.requires_grad_(False), taps, device
+        self.model, self.aux_layers, self.device = model.requires_grad_(False), aux_layers, device
 
     @classmethod
     def load(
@@ -64,15 +64,15 @@ class FeatureModel:
         ConfigError."""
         config = load_config(path)
         where = pick_device(device)
-        taps = target_taps(algorithm, config.num_layers, aux)
-        return cls(load_model(path, pick_dtype(dtype, where, config.dtype), where.device), taps, where)
+        aux_layers = target_aux_layers(algorithm, config.num_layers, aux)
+        return cls(load_model(path, pick_dtype(dtype, where, config.dtype), where.device), aux_layers, where)
 
     def meta(self, name: str, algorithm: str) -> SourceMeta:
         config, dtype = self.model.config, str(self.model.norm.weight.dtype).removeprefix("torch.")
-        return SourceMeta(name, algorithm, self.taps, config.hidden_size, config.vocab_size, dtype)
+        return SourceMeta(name, algorithm, self.aux_layers, config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [T] -> taps [T, len(taps) * hidden], final [T, hidden]"""
+        """ids [T] -> aux_hidden [T, len(aux_layers) * hidden], final [T, hidden]"""
         return self.batch([ids])[0]
 
     @torch.no_grad()
@@ -84,12 +84,13 @@ class FeatureModel:
         for row, ids in zip(padded, sequences, strict=True):
             row[: len(ids)] = ids
         positions = torch.arange(longest, device=self.device.device).repeat(count)
-        final, taps = self.model(
-            padded.flatten().to(self.device.device, non_blocking=True), positions, causal(count, longest), self.taps
+        final, aux_hidden = self.model(
+            padded.flatten().to(self.device.device, non_blocking=True), positions, causal(count, longest),
+            self.aux_layers
         )  # fmt: skip
-        assert taps is not None
-        final, taps = final.view(count, longest, -1), taps.view(count, longest, -1)
-        return [(taps[i, : len(ids)], final[i, : len(ids)]) for i, ids in enumerate(sequences)]
+        assert aux_hidden is not None
+        final, aux_hidden = final.view(count, longest, -1), aux_hidden.view(count, longest, -1)
+        return [(aux_hidden[i, : len(ids)], final[i, : len(ids)]) for i, ids in enumerate(sequences)]
 
 
 def causal(count: int, length: int) -> Attend:
@@ -140,7 +141,7 @@ def capture(
 
 def bytes_per_token(meta: SourceMeta) -> int:
     """Returns what a token takes in a store on the disk."""
-    streams = 1 + len(meta.taps) if training(meta.algorithm).aux_hidden_states else 1
+    streams = 1 + len(meta.aux_layers) if training(meta.algorithm).aux_hidden_states else 1
     return streams * meta.hidden * meta.torch_dtype.itemsize + 5
 
 

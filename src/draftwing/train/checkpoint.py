@@ -17,7 +17,7 @@ from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.heads.config import resolve_taps
+from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
@@ -87,36 +87,38 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
         return keys
     eagle, layers = head.eagle, head.target.config.num_layers
     keys["draft_vocab_size"] = eagle.draft_vocab or config.vocab_size
-    keys["target_hidden_size"] = eagle.tap_size
+    keys["target_hidden_size"] = eagle.aux_size
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         if getattr(eagle, key):
             keys[key] = True
-    ids = aux_layer_ids(eagle.taps, layers)
+    ids = aux_layer_ids(eagle.aux_layers, layers)
     if ids is not None:
         keys["num_aux_hidden_states"] = len(ids)
         keys["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     return keys
 
 
-def aux_layer_ids(taps: Sequence[int], layers: int) -> list[int] | None:
-    """Returns the ids by which a config names the residual streams `taps` of a target with so many layers; None where
-    nothing need be said.
+def aux_layer_ids(aux_layers: Sequence[int], layers: int) -> list[int] | None:
+    """Returns the ids by which a config names the residual streams `aux_layers` of a target with so many layers; None
+    where nothing need be said.
 
-    Ids count the layers whose output is meant, unless that would be read otherwise; see `resolve_taps`. Raises
-    ConfigError for taps that no ids name without being misread.
+    Ids count the layers whose output is meant, unless that would be read otherwise; see `resolve_aux_layers`. Raises
+    ConfigError for auxiliary hidden states that no ids name without being misread.
     """
-    if min(taps) < 0 or max(taps) > layers:
-        raise ConfigError(f"taps: expected 0 to {layers} for a target of {layers} layers, found {list(taps)}")
-    for ids in (None, [tap - 1 for tap in taps], list(taps)):
+    if min(aux_layers) < 0 or max(aux_layers) > layers:
+        raise ConfigError(
+            f"aux_layers: expected 0 to {layers} for a target of {layers} layers, found {list(aux_layers)}"
+        )
+    for ids in (None, [tap - 1 for tap in aux_layers], list(aux_layers)):
         raw = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
         try:
-            if resolve_taps(raw, len(taps), layers, "auto") == tuple(taps):
+            if resolve_aux_layers(raw, len(aux_layers), layers, "auto") == tuple(aux_layers):
                 return ids
         except CheckpointError:
             continue
     raise ConfigError(
-        f"taps {list(taps)}: a config could only name them in a way that is taken for others; let the first be "
-        "neither 0 nor 3, or the last the number of layers"
+        f"auxiliary layers {list(aux_layers)}: a config could only name them in a way that is taken for others; "
+        "let the first be neither 0 nor 3, or the last the number of layers"
     )
 
 

@@ -369,9 +369,10 @@ def _check(head: AnyHead, params: Sequence[Tensor], source: FeatureSource, eval_
     if any(param.dtype not in (torch.float32, torch.float64) for param in params):
         raise ConfigError(f"expected a head with float32 parameters, found {params[0].dtype}")
     for one in (source, eval_source):
-        if one is not None and tuple(one.meta.taps) != head.taps:
+        if one is not None and tuple(one.meta.aux_layers) != head.aux_layers:
             raise ConfigError(
-                f"expected features of the layers {list(head.taps)} of the target, found those of {list(one.meta.taps)}"
+                f"expected features of the layers {list(head.aux_layers)} of the target, "
+                f"found those of {list(one.meta.aux_layers)}"
             )
         if one is not None and (one.meta.hidden, one.meta.vocab) != (
             head.target.config.hidden_size,

@@ -25,7 +25,7 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import fill_parameters, folder_tensors, load_config
 from draftwing.models.weight_map import canonical, checkpoint_names
 from draftwing.ops.torch.layer_ops import PLAIN
-from draftwing.train.capture import eagle3_taps
+from draftwing.train.capture import eagle3_aux_layers
 from draftwing.train.checkpoint import aux_layer_ids
 
 Head = TypeVar("Head", bound=FeatureHead)
@@ -34,27 +34,28 @@ TRAINED = torch.float32  # what parameters are kept in
 
 
 def new_eagle3_head(
-    target: DecoderModel, target_ids: Tensor | None, taps: Sequence[int] = (), ffn_size: int = 0, seed: int = 0
+    target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int] = (), ffn_size: int = 0, seed: int = 0
 ) -> Eagle3Head:
     """Returns an untrained EAGLE-3 head of one layer of the target's sizes, on the device of the target's embedding.
 
     target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
-    taps: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_taps`.
+    aux_layers: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_aux_layers`.
     ffn_size: width of its MLP, 0 for the target's.
 
     Its lm_head and final norm start as the target's, and its layer as the target's last one, fed with the last tap.
 
-    Raises ConfigError for taps that its config could not name, and for ids that are no ascending ids of the target.
+    Raises ConfigError for auxiliary hidden states that its config could not name, and for ids that are no ascending ids
+    of the target.
     """
     config = _layer_config(target.config, ffn_size)
-    taps = tuple(taps) or eagle3_taps(target.config.num_layers)
-    aux_layer_ids(taps, target.config.num_layers)
+    aux_layers = tuple(aux_layers) or eagle3_aux_layers(target.config.num_layers)
+    aux_layer_ids(aux_layers, target.config.num_layers)
     rows = config.vocab_size
     if target_ids is not None:
         _check_ids(target_ids, rows)
         rows = target_ids.shape[0]
     device = target.embed.weight.device
-    head = Eagle3Head(config, Eagle3Config(taps, config.hidden_size, rows), target, TRAINED, device)
+    head = Eagle3Head(config, Eagle3Config(aux_layers, config.hidden_size, rows), target, TRAINED, device)
     head.target_ids = None if target_ids is None else target_ids.to(device)
     _initialise(head, seed)
     assert head.lm_head is not None
@@ -106,11 +107,11 @@ def new_mtp_head(target: DecoderModel, seed: int = 0) -> MTPHead:
 
 
 def new_head(
-    kind: str, target: DecoderModel, target_ids: Tensor | None, taps: Sequence[int], ffn_size: int, seed: int
+    kind: str, target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int], ffn_size: int, seed: int
 ) -> EagleHead | Eagle3Head | MTPHead:
     """An untrained head of a kind (`DrafterSpec.heads`); each takes of these what it can use."""
     if kind == "eagle3":
-        return new_eagle3_head(target, target_ids, taps, ffn_size, seed)
+        return new_eagle3_head(target, target_ids, aux_layers, ffn_size, seed)
     if kind == "eagle":
         return new_eagle_head(target, ffn_size, seed=seed)
     return new_mtp_head(target, seed)
@@ -172,7 +173,7 @@ def _traits(head: FeatureHead) -> dict[str, Any]:
         traits |= asdict(head.eagle)
     traits = {name: value for name, value in traits.items() if name not in unlike}
     shapes = {f"shape of {name}": list(parameter.shape) for name, parameter in head.named_parameters()}
-    return traits | {"taps": head.taps} | shapes
+    return traits | {"aux_layers": head.aux_layers} | shapes
 
 
 def trainable(head: Head) -> Head:

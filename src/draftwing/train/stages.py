@@ -27,7 +27,7 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 from draftwing.train import heads
-from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_taps
+from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Skipped, held_out, original
@@ -85,7 +85,7 @@ class Stages:
 
     def check(self) -> None:
         """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
-        assert self.taps
+        assert self.aux_layers
         out = self.run.out
         if not (out / "head").exists():  # with one, heads that it started from may be gone
             assert len(self.init_heads) == len(self.settings.init_head)
@@ -164,13 +164,13 @@ class Stages:
         return found
 
     @cached_property
-    def taps(self) -> tuple[int, ...]:
-        return target_taps(self.settings.algorithm, self.config.num_layers, self.settings.aux_layers)
+    def aux_layers(self) -> tuple[int, ...]:
+        return target_aux_layers(self.settings.algorithm, self.config.num_layers, self.settings.aux_layers)
 
     @property
     def features(self) -> Path:
         """Returns the folder of the features; heads that read other hidden states have others."""
-        return self.run.data / f"features-{self.settings.algorithm.lower()}-{'-'.join(map(str, self.taps))}"
+        return self.run.data / f"features-{self.settings.algorithm.lower()}-{'-'.join(map(str, self.aux_layers))}"
 
     def _target(self, device: str | torch.device) -> FeatureModel:
         return FeatureModel.load(
@@ -296,7 +296,7 @@ class Stages:
                 self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
             return head
         ids = self._target_ids(tokens) if settings.training.aux_hidden_states else None
-        return heads.new_head(settings.drafter.heads[0], target, ids, self.taps, settings.ffn_size, settings.seed)
+        return heads.new_head(settings.drafter.heads[0], target, ids, self.aux_layers, settings.ffn_size, settings.seed)
 
     def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:
         vocab = self.config.vocab_size

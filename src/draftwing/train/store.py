@@ -35,14 +35,15 @@ class Sample(NamedTuple):
     """One sequence of T tokens. ids and loss_mask are on the CPU, features where their source has them.
 
     ids [T] int32.  loss_mask [T] bool: the token at t is the assistant's, so that predicting it counts.
-    taps [T, len(meta.taps) * hidden]: what `DecoderModel.forward` gives for `meta.taps` at each position.
-    final [T, hidden]: after the final norm; the frozen head makes the target's logits for position t + 1 of it.
+    aux_hidden [T, len(meta.aux_layers) * hidden]: what `DecoderModel.forward` gives for `meta.aux_layers` at each
+    position. final [T, hidden]: after the final norm; the frozen head makes the target's logits for position t + 1 of
+    it.
     key: names the sequence, so that it is not captured twice.
     """
 
     ids: Tensor
     loss_mask: Tensor
-    taps: Tensor
+    aux_hidden: Tensor
     final: Tensor
     key: str = ""
 
@@ -59,13 +60,13 @@ class Tokens(NamedTuple):
 class SourceMeta:
     """Describes features: what they were computed by and for.
 
-    model: as the user named it.  algorithm: of `draftwing train`.  taps: as for `DecoderModel.forward`.
-    hidden, vocab: of the target.  dtype: of taps and final, such as "bfloat16".
+    model: as the user named it.  algorithm: of `draftwing train`.  aux_layers: as for `DecoderModel.forward`.
+    hidden, vocab: of the target.  dtype: of auxiliary hidden states and final, such as "bfloat16".
     """
 
     model: str
     algorithm: str
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     hidden: int
     vocab: int
     dtype: str
@@ -160,7 +161,7 @@ class FeatureStore:
             "final": torch.cat([s.final for s in samples]).to("cpu", dtype),
         }
         if not self._final_only:
-            tensors["taps"] = torch.cat([s.taps for s in samples]).to("cpu", dtype)
+            tensors["aux_hidden"] = torch.cat([s.aux_hidden for s in samples]).to("cpu", dtype)
         total = len(tensors["ids"])
         assert all(len(tensor) == total for tensor in tensors.values()), "all of a sample's tensors have T rows"
         partial = path.with_suffix(".partial")
@@ -182,8 +183,8 @@ class FeatureStore:
         end = start + shard.lengths[within]
         file = self._file(number)
         ids, mask, final = (file.get_slice(name)[start:end] for name in ("ids", "loss_mask", "final"))
-        taps = final if self._final_only else file.get_slice("taps")[start:end]
-        return Sample(ids, mask, taps, final, shard.keys[within])
+        aux_hidden = final if self._final_only else file.get_slice("aux_hidden")[start:end]
+        return Sample(ids, mask, aux_hidden, final, shard.keys[within])
 
     def __getstate__(self) -> dict[str, Any]:
         """Open files stay behind: a store may be sent to a loader's worker."""
@@ -220,8 +221,8 @@ Features = Callable[[Sequence[Tensor]], list[tuple[Tensor, Tensor]]]
 class OnlineSource:
     """Features computed when samples are read, by the model itself: no disk, but a forward of the target each time.
 
-    features: sequences of ids [T] int32 -> (taps [T, len(taps) * hidden], final [T, hidden]) of each, on the target's
-    device (`capture.FeatureModel.batch`).
+    features: sequences of ids [T] int32 -> (aux_hidden [T, len(aux_layers) * hidden], final [T, hidden]) of each, on
+    the target's device (`capture.FeatureModel.batch`).
     """
 
     def __init__(self, meta: SourceMeta, tokens: Sequence[Tokens], features: Features) -> None:
@@ -240,8 +241,8 @@ class OnlineSource:
         chosen = [self._tokens[i] for i in numbers]
         ids = [torch.from_numpy(one.ids) for one in chosen]
         found = []
-        for one, row, (taps, final) in zip(chosen, ids, self._features(ids), strict=True):
-            found.append(Sample(row, torch.from_numpy(one.loss_mask), taps, final, one.key))
+        for one, row, (aux_hidden, final) in zip(chosen, ids, self._features(ids), strict=True):
+            found.append(Sample(row, torch.from_numpy(one.loss_mask), aux_hidden, final, one.key))
         return found
 
 
@@ -272,7 +273,7 @@ def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:
         index = json.loads(path.read_text(encoding="utf-8"))
         if index["version"] != _VERSION:
             raise ConfigError(f"{path}: expected version {_VERSION}, found {index['version']}: capture again")
-        meta = SourceMeta(**{**index["meta"], "taps": tuple(index["meta"]["taps"])})
+        meta = SourceMeta(**{**index["meta"], "aux_layers": tuple(index["meta"]["aux_layers"])})
         shards = [_Shard(s["file"], s["bytes"], tuple(s["keys"]), tuple(s["lengths"])) for s in index["shards"]]
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no index.json: expected features from `draftwing train capture`") from None

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     """B sequences, padded at their ends to the length T of the longest, and the n loss positions."""
 
     ids: Tensor  # [B, T] int64
-    taps: Tensor  # [B, T, len(taps) * hidden]
+    aux_hidden: Tensor  # [B, T, len(aux_layers) * hidden]
     final: Tensor  # [n, hidden]: the target's state after its final norm at each loss position
     position: Tensor  # [n] int64: index into the flat [B * T]
     depth: Tensor  # [n] int64: index within the sequence
@@ -92,7 +92,7 @@ class Objective(nn.Module):
         """
         loss, head = self.loss, self.head
         teacher = self._teach(batch.final)
-        features = head.features(batch.taps.flatten(0, 1))  # [B * T, width]
+        features = head.features(batch.aux_hidden.flatten(0, 1))  # [B * T, width]
         if loss.noise and generator is not None:
             features = features + _noise(features, batch, loss.noise, generator)
         total = features.new_zeros((), dtype=torch.float32)

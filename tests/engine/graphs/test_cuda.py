@@ -27,10 +27,10 @@ class Cycle:
         self.menu = (*shapes, PLAIN)
         self._next = itertools.cycle(self.menu)
 
-    def choose(self, hints):
+    def choose(self, confidences):
         return next(self._next)
 
-    def record(self, shape, hints, accepted, seconds):
+    def record(self, shape, confidences, accepted, seconds):
         pass
 
 
@@ -150,7 +150,7 @@ def test_every_shape_is_captured_for_every_size(harness, case):
     graphs = rig.executor.graphs
     assert [graphs.key(TREE, size) for size in (1, 3, 4, 6, 7)] == [Key(TREE, n) for n in (1, 4, 4, 6)] + [None]
     assert graphs.key(TreeShape(1, 1, 2), 1) is None
-    # Draft, verify, settle; with Triton another settle for rows with filters, which torch's code takes without graphs.
+    # Draft, verify, commit; with Triton another commit for rows with filters, which torch's code takes without graphs.
     stages = 4 if rig.executor.ops.draws_by_row else 3
     assert len(graphs) == stages * 3 * 4
 

@@ -75,8 +75,8 @@ def test_states_are_those_of_a_forward(harness, model, monkeypatch):
         expected = executor._target(batch)[0].clone()
         for kv in rig.pool.kv:
             kv[batch.write_slots] = torch.nan
-        found, taps = executor.prefills.run(chunks)
-        assert taps is None and torch.equal(found, expected)
+        found, aux_layers = executor.prefills.run(chunks)
+        assert aux_layers is None and torch.equal(found, expected)
         assert all(kv[batch.write_slots].isfinite().all() for kv in rig.pool.kv), "they are written again"
     assert all(kv[0].isfinite().all() for kv in rig.pool.kv), "what the dummy row writes"
 

@@ -57,7 +57,7 @@ def test_what_an_engine_launches(job: precompile.Job, tmp_path: Path) -> None:
     found = json.loads(done.stdout.decode().splitlines()[-1])
     names = {name for _, name in found}
     # Of every stage, of prompts, and of filters; norm and rope as the model has them.
-    wanted = "rms_norm rope prefill tree silu_mul pick limit settle outlook build"
+    wanted = "rms_norm rope prefill tree silu_mul pick limit commit confidence build"
     assert {f"_{name}_kernel" for name in wanted.split()} <= names
     assert list((tmp_path / "cache").glob("*/_silu_mul_kernel.cubin"))
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"

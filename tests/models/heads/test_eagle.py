@@ -31,10 +31,10 @@ def load(folder: Path, target: DecoderModel, algorithm: str, **options: Any) -> 
 def test_final_tap_is_the_output(drafts: SimpleNamespace, target: DecoderModel) -> None:
     with torch.inference_mode():
         ids = torch.tensor([1, 2, 3])
-        hidden, taps = target(ids, torch.arange(3), drafts.DenseCache(), (8, target.final_tap))
-    assert taps is not None
-    assert torch.equal(taps[:, 32:], hidden)
-    assert torch.equal(target.norm(taps[:, :32]), hidden)
+        hidden, aux_hidden = target(ids, torch.arange(3), drafts.DenseCache(), (8, target.final_aux_layer))
+    assert aux_hidden is not None
+    assert torch.equal(aux_hidden[:, 32:], hidden)
+    assert torch.equal(target.norm(aux_hidden[:, :32]), hidden)
 
 
 # ---- EAGLE and EAGLE-2 -----------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_final_tap_is_the_output(drafts: SimpleNamespace, target: DecoderModel) 
 def eagle_row(drafts: SimpleNamespace, target: DecoderModel, weights: Any, layers: int, theta: float) -> Any:
     reference = drafts.Reference(weights, theta=theta)
 
-    def row(token: int, taps: Tensor | None, feature: Tensor, position: int, level: int) -> tuple[Tensor, Tensor]:
+    def row(token: int, aux_hidden: Tensor | None, feature: Tensor, position: int, level: int) -> tuple[Tensor, Tensor]:
         x = reference.linear(torch.cat((target.embed.weight[token], feature)), "fc")
         for i in range(layers):
             normed = reference.rms(x, f"layers.{i}.input_layernorm.weight") if i else x
@@ -68,7 +68,7 @@ def test_eagle(
 ) -> None:
     weights = drafts.eagle_weights(**options)
     head = load(drafts.write(tmp_path, weights, pickled=True, **changes), target, "EAGLE")
-    assert head.taps == (9,) and head.lookahead == 1 and head.target_ids is None
+    assert head.aux_layers == (9,) and head.lookahead == 1 and head.target_ids is None
     assert [tuple(spec) for spec in head.kv_layers] == [(2, 8)] * options.get("layers", 1)
     row = eagle_row(drafts, target, weights, options.get("layers", 1), changes.get("rope_theta", 10000.0))
     drafts.check_chain(head, target, row)
@@ -117,16 +117,16 @@ def eagle3_row(
     embed = reference.w.get("embed_tokens.weight", target.embed.weight)
     lm_head = reference.w.get("lm_head.weight", target.lm_head.weight)
 
-    def fuse(taps: Tensor) -> Tensor:
+    def fuse(aux_hidden: Tensor) -> Tensor:
         if "input_norm.weight" in weights:
-            taps = reference.rms(taps, "input_norm.weight")
+            aux_hidden = reference.rms(aux_hidden, "input_norm.weight")
         if "fc_norm.0.weight" in weights:
-            parts = taps.chunk(3)
-            taps = torch.cat([reference.rms(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
-        return reference.linear(taps, "fc")
+            parts = aux_hidden.chunk(3)
+            aux_hidden = torch.cat([reference.rms(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
+        return reference.linear(aux_hidden, "fc")
 
-    def row(token: int, taps: Tensor | None, feature: Tensor, position: int, level: int) -> tuple[Tensor, Tensor]:
-        g = feature if taps is None else fuse(taps)
+    def row(token: int, aux_hidden: Tensor | None, feature: Tensor, position: int, level: int) -> tuple[Tensor, Tensor]:
+        g = feature if aux_hidden is None else fuse(aux_hidden)
         normed = reference.rms(g, f"{first}.hidden_norm.weight")
         a = torch.cat((reference.rms(embed[token], f"{first}.input_layernorm.weight"), normed))
         x = reference.layer(first, a, normed if before_residual else g, position)
@@ -162,7 +162,7 @@ def test_eagle3(
 ) -> None:
     weights = drafts.eagle3_weights(**options)
     head = load(drafts.write(tmp_path, weights, **changes), target, "EAGLE3")
-    assert head.taps == ((2, 7) if "aux" in options else (2, 4, 5))
+    assert head.aux_layers == ((2, 7) if "aux" in options else (2, 4, 5))
     if options.get("draft_vocab", 20) == 20:
         assert torch.equal(head.target_ids, drafts.kept_ids(20))
     else:
@@ -202,7 +202,7 @@ def test_later_layers(drafts: SimpleNamespace, target: DecoderModel, tmp_path: P
 
 def test_a_wider_target_needs_an_embedding_of_the_draft(drafts: SimpleNamespace, tmp_path: Path) -> None:
     target = drafts.make_target(hidden=48)
-    weights = drafts.eagle3_weights(tap_size=48)
+    weights = drafts.eagle3_weights(aux_size=48)
     weights.matrix("embed_tokens.weight", 50, 32)
     head = load(drafts.write(tmp_path, weights, target_hidden_size=48), target, "EAGLE3")
     assert head.width == 32 and head.embed is not None
@@ -240,9 +240,9 @@ def test_every_parameter_gets_a_gradient_and_the_target_none(
     head = load(drafts.write(tmp_path, weights), target, algorithm).requires_grad_()
     ids = torch.tensor([4, 17, 3, 29])
     with torch.no_grad():
-        _, taps = target(ids, torch.arange(4), drafts.DenseCache(), head.taps)
+        _, aux_hidden = target(ids, torch.arange(4), drafts.DenseCache(), head.aux_layers)
     cache = drafts.DenseCache()
-    hidden = head.run(ids, torch.arange(4), head.features(taps), 0, cache)
+    hidden = head.run(ids, torch.arange(4), head.features(aux_hidden), 0, cache)
     hidden = head.run(ids, torch.arange(1, 5), hidden, 1, cache)
     F.cross_entropy(head.logits(hidden), torch.tensor([1, 2, 3, 4])).backward()
     for name, param in head.named_parameters():
@@ -259,7 +259,9 @@ def test_runs_on_fake_tensors(drafts: SimpleNamespace, tmp_path: Path, algorithm
     weights = drafts.eagle_weights() if algorithm == "EAGLE" else drafts.eagle3_weights()
     head = load(drafts.write(tmp_path, weights), target, algorithm)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        taps = torch.empty(5, 32 * len(head.taps))
+        aux_hidden = torch.empty(5, 32 * len(head.aux_layers))
         ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
-        hidden = head.run(ids, positions, head.features(taps), 0, FunctionAttend(lambda layer, q, k, v: q.flatten(1)))
+        hidden = head.run(
+            ids, positions, head.features(aux_hidden), 0, FunctionAttend(lambda layer, q, k, v: q.flatten(1))
+        )
         assert head.logits(hidden).shape == (5, head.vocab)

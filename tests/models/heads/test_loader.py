@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.config import resolve_taps
+from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
@@ -123,7 +123,7 @@ def test_parts_that_the_config_promises(drafts: SimpleNamespace, target: Decoder
     refused(
         drafts.write(tmp_path / "b", weights, norm_before_fc=True), target, "EAGLE3", "missing", "input_norm.weight"
     )
-    wide = drafts.eagle3_weights(tap_size=48)
+    wide = drafts.eagle3_weights(aux_size=48)
     folder = drafts.write(tmp_path / "c", wide, target_hidden_size=48)
     refused(folder, drafts.make_target(torch.float32, hidden=48), "EAGLE3", "missing", "embed_tokens.weight")
 
@@ -172,7 +172,7 @@ def test_vocabulary_maps(drafts: SimpleNamespace, target: DecoderModel, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("ids", "layers", "convention", "taps"),
+    ("ids", "layers", "convention", "aux_layers"),
     [
         (None, 32, "auto", (2, 16, 29)),
         (None, 32, "output", (2, 16, 29)),  # the default is no list of a config
@@ -186,8 +186,8 @@ def test_vocabulary_maps(drafts: SimpleNamespace, target: DecoderModel, tmp_path
         ([2, 18, 33], 36, "output", (3, 19, 34)),
     ],
 )
-def test_aux_layer_ids(ids: list[int] | None, layers: int, convention: Any, taps: tuple[int, ...]) -> None:
-    assert resolve_taps({"eagle_aux_hidden_state_layer_ids": ids}, 3, layers, convention) == taps
+def test_aux_layer_ids(ids: list[int] | None, layers: int, convention: Any, aux_layers: tuple[int, ...]) -> None:
+    assert resolve_aux_layers({"eagle_aux_hidden_state_layer_ids": ids}, 3, layers, convention) == aux_layers
 
 
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
@@ -198,9 +198,9 @@ def test_aux_layer_ids_reach_the_target(
     changes = ids if place == "top" else {"eagle_config": {**ids, "use_aux_hidden_state": True}}
     folder = drafts.write(tmp_path, drafts.eagle3_weights(), **changes)
     with caplog.at_level(logging.INFO):
-        assert load(folder, target).taps == (2, 4, 7)
+        assert load(folder, target).aux_layers == (2, 4, 7)
     assert "[1, 3, 6] are taken as layers whose output is meant" in caplog.text
-    assert load(folder, target, aux_layer_ids="boundary").taps == (1, 3, 6)
+    assert load(folder, target, aux_layer_ids="boundary").aux_layers == (1, 3, 6)
 
 
 def test_aux_layer_ids_refused() -> None:
@@ -215,7 +215,7 @@ def test_aux_layer_ids_refused() -> None:
         ({}, 4, "auto", "columns for 4"),
     ):
         with pytest.raises(CheckpointError, match=expected):
-            resolve_taps(raw, count, 8, convention)  # type: ignore[arg-type]
+            resolve_aux_layers(raw, count, 8, convention)  # type: ignore[arg-type]
 
 
 def test_number_of_aux_states(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_stored_names_are_the_published_ones(
 
 @pytest.mark.parametrize("norms", ["input_norm", "fc_norm", "both"])
 def test_stored_norms_and_embedding(drafts: SimpleNamespace, tmp_path: Path, norms: str) -> None:
-    weights = drafts.eagle3_weights(tap_size=48)
+    weights = drafts.eagle3_weights(aux_size=48)
     weights.matrix("embed_tokens.weight", 50, 32)
     if norms != "fc_norm":
         weights.norm("input_norm.weight", 144)

@@ -63,7 +63,7 @@ def mtp_row(drafts: SimpleNamespace, target: Any, weights: Any, layers: int) -> 
     """Every layer sees every row that a later one of its turns may attend to."""
     reference = drafts.Reference(weights, theta=640000.0)
 
-    def row(token: int, taps: Tensor | None, feature: Tensor, position: int, level: int) -> tuple[Tensor, Tensor]:
+    def row(token: int, aux_hidden: Tensor | None, feature: Tensor, position: int, level: int) -> tuple[Tensor, Tensor]:
         embedding = target.embed.weight[token] if position else torch.zeros(32, dtype=torch.float64)
         outputs = []
         for i in range(layers):
@@ -91,7 +91,7 @@ def test_mimo(drafts: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCapture
     head = load_mtp_head(tmp_path, target, torch.float64, "cpu")
     assert isinstance(head, MTPHead)
     head.set_max_positions(64)
-    assert head.taps == (3,) and head.width == 32 and len(head.kv_layers) == layers
+    assert head.aux_layers == (3,) and head.width == 32 and len(head.kv_layers) == layers
     drafts.check_chain(head, target, mtp_row(drafts, target, weights, layers))
     assert {name for name, _ in head.stored_tensors()} == {name for name in weights if "mtp_layers" in name}
     assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in head.stored_tensors())

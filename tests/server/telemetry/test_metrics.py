@@ -80,7 +80,7 @@ STATS: dict[str, Any] = {
     "steps": {"prefill": 4, "plain": 5, "speculative": 6},
     "step_seconds": {"prefill": 0.4, "plain": 0.5, "speculative": 0.9},
     "host_seconds": 0.125,
-    "stage_seconds": {"draft": 0.1, "verify": 0.6, "settle": 0.2},
+    "stage_seconds": {"draft": 0.1, "verify": 0.6, "commit": 0.2},
     "staged_steps": 6,
     "queried_tokens": 80,
     "hit_tokens": 60,

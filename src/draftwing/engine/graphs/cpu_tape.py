@@ -50,7 +50,7 @@ class RecordedStages(GraphCache):
             self.replays += 1
             out: T = known[1]
             return out
-        step = key if isinstance(key, Key) else key[0]  # a settle's has more
+        step = key if isinstance(key, Key) else key[0]  # a commit's has more
         first = (stage, key) not in self._met  # it may make constants, which are no part of a step
         self._met.add((stage, key))
         if first or step in self.refused:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from draftwing.core import Chunk, IntArray
 from draftwing.engine.device import Device
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, TiledAttention, spans_of
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # queries; more take longer than it takes to launch them
@@ -30,7 +30,7 @@ Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]
 
 
 class Inputs(NamedTuple):
-    """Parts of the buffer that the graphs of one size read; each begins at an even place, as `SlotTable._send` says."""
+    """Parts of the buffer that the graphs of one size read; each begins at an even place, as `RowTable._send` says."""
 
     token_rows: Tensor  # [M] row of each query
     positions: Tensor  # [M]
@@ -40,9 +40,10 @@ class Inputs(NamedTuple):
 
 class PrefillGraphs:
     def __init__(
-        self, device: Device, slots: SlotTable, attn: TiledAttention, heads: int, most: int, forward: Forward
+        self, device: Device, slots: RowTable, attn: TiledAttention, heads: int, most: int, forward: Forward
     ) -> None:
-        """heads: of the target; most: queries of a plan; forward: the target's, gives hidden states [M, H] and taps."""
+        """heads: of the target; most: queries of a plan; forward: the target's, gives hidden states [M, H] and
+        auxiliary hidden states."""
         self._device, self._slots, self._attn, self._heads, self._forward = device, slots, attn, heads, forward
         self.sizes = [size for size in prefill_sizes(most) if size <= slots.length]
         self.replays = 0
@@ -68,10 +69,10 @@ class PrefillGraphs:
         if at == len(self.sizes) or len(chunks) >= MOST_CHUNKS or self.sizes[at] not in self._graphs:
             return None
         self._fill(self.sizes[at], chunks)
-        replay, (hidden, taps) = self._graphs[self.sizes[at]]
+        replay, (hidden, aux_hidden) = self._graphs[self.sizes[at]]
         replay()
         self.replays += 1
-        return hidden[:tokens], None if taps is None else taps[:tokens]
+        return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
 
     # -- the buffer -------------------------------------------------------------------------------------------------
 
@@ -128,6 +129,6 @@ def prefill_sizes(most: int) -> list[int]:
     return [size for before, size in pairwise((0, *SIZES)) if before < most]
 
 
-def kept_bytes(most: int, hidden: int, taps: tuple[int, ...], dtype: torch.dtype) -> int:
+def kept_bytes(most: int, hidden: int, aux_layers: tuple[int, ...], dtype: torch.dtype) -> int:
     """Of what these graphs leave."""
-    return sum(prefill_sizes(most)) * hidden * (1 + len(taps)) * dtype.itemsize
+    return sum(prefill_sizes(most)) * hidden * (1 + len(aux_layers)) * dtype.itemsize

@@ -14,7 +14,7 @@ from draftwing.engine.device import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
 from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes
-from draftwing.engine.row_table import SlotTable
+from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
@@ -133,7 +133,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
     length = row_length(longest + 2 * shape.max_commit + span + 1)  # two steps
     pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
-    slots = SlotTable(rows, length, rig.device)
+    slots = RowTable(rows, length, rig.device)
     attn = rig.device.ops.attention(pool, options.deterministic)
     rig.model.set_max_positions(length)
     if rig.drafter is not None:
@@ -150,7 +150,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             # Graphs share their memory; a prompt's leave their results.
             prompts = prefill_sizes(tokens)
             graphs = max(graphs, peak(executor, first_step(min(prompts[-1], tokens), longest, length)))
-            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.taps, rig.dtype)
+            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.aux_layers, rig.dtype)
             graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -168,7 +168,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
 
 def peak(executor: Executor, plan: Plan) -> int:
     """Bytes allocated at most by a step beyond what was allocated before."""
-    return executor.device.peak(lambda: executor.settle(executor.launch(plan)).wait(0.0))
+    return executor.device.peak(lambda: executor.commit(executor.launch(plan)).wait(0.0))
 
 
 def first_step(tokens: int, longest: int, length: int) -> Plan:

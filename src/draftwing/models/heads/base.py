@@ -28,10 +28,10 @@ class FeatureHead(nn.Module):
     forward_name = "run"  # see `DraftHead`
     rope: Tensor  # [positions, 2, head_dim]
 
-    def __init__(self, config: ModelConfig, target: DecoderModel, taps: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, target: DecoderModel, aux_layers: tuple[int, ...]) -> None:
         """config: of the draft layers; its vocabulary is the target's."""
         super().__init__()
-        self.config, self.taps = config, taps
+        self.config, self.aux_layers = config, aux_layers
         self.width = config.hidden_size
         self.vocab = target.config.vocab_size
         self.kv_layers: Sequence[LayerSpec] = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers

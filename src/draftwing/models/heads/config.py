@@ -74,19 +74,19 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
 def eagle3_config(
     config: ModelConfig, raw: Mapping[str, Any], weights: Weights, target: DecoderModel, convention: AuxLayerIds
 ) -> Eagle3Config:
-    tap_size, vocab = target.config.hidden_size, target.config.vocab_size
+    aux_size, vocab = target.config.hidden_size, target.config.vocab_size
     if "fc.weight" not in weights:
         raise CheckpointError("tensors missing from the checkpoint: fc.weight")
     if weights["fc.weight"].dim() != 2:
         raise CheckpointError(f"fc.weight: expected a matrix, found the shape {list(weights['fc.weight'].shape)}")
     columns = weights["fc.weight"].shape[1]
-    if columns % tap_size:
+    if columns % aux_size:
         raise CheckpointError(
-            f"fc.weight: expected a multiple of the target's hidden size {tap_size} as columns, found {columns}"
+            f"fc.weight: expected a multiple of the target's hidden size {aux_size} as columns, found {columns}"
         )
-    count = columns // tap_size
+    count = columns // aux_size
     same("num_aux_hidden_states", count, raw.get("num_aux_hidden_states") or count)
-    own_embedding = tap_size != config.hidden_size
+    own_embedding = aux_size != config.hidden_size
     lm_head, draft_vocab = weights.get("lm_head.weight"), raw.get("draft_vocab_size")
     rows = draft_vocab or (vocab if lm_head is None else lm_head.shape[0])
     if lm_head is None and (rows != vocab or own_embedding):
@@ -99,8 +99,8 @@ def eagle3_config(
         raise CheckpointError("norm_before_fc and fc_norm together are not supported: their order is not defined")
     second = "layers.1.hidden_norm.weight"
     return Eagle3Config(
-        taps=resolve_taps(raw, count, target.config.num_layers, convention),
-        tap_size=tap_size,
+        aux_layers=resolve_aux_layers(raw, count, target.config.num_layers, convention),
+        aux_size=aux_size,
         draft_vocab=0 if lm_head is None else rows,
         fc_bias="fc.bias" in weights,
         own_embedding=own_embedding,
@@ -112,7 +112,7 @@ def eagle3_config(
     )
 
 
-def resolve_taps(raw: Mapping[str, Any], count: int, layers: int, convention: AuxLayerIds) -> tuple[int, ...]:
+def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, convention: AuxLayerIds) -> tuple[int, ...]:
     """Residual streams that an EAGLE-3 head reads, numbered as `DecoderModel.forward` does.
 
     count: how many fc has columns for.  layers: of the target.
@@ -135,11 +135,11 @@ def resolve_taps(raw: Mapping[str, Any], count: int, layers: int, convention: Au
         logger.info("aux layer ids %s are taken as %s", ids, meaning)
     if len(ids) != count:
         raise CheckpointError(f"fc.weight has columns for {count} hidden states, the config names the layers {ids}")
-    taps = tuple(i if boundary else i + 1 for i in ids)
-    if min(ids) < 0 or not all(0 <= tap <= layers for tap in taps):
+    aux_layers = tuple(i if boundary else i + 1 for i in ids)
+    if min(ids) < 0 or not all(0 <= tap <= layers for tap in aux_layers):
         highest = layers if boundary else layers - 1
         raise CheckpointError(f"aux layer ids: expected 0 to {highest} for a target of {layers} layers, found {ids}")
-    return taps
+    return aux_layers
 
 
 def has_part(raw: Mapping[str, Any], keys: tuple[str, ...], stored: bool) -> bool:

@@ -25,15 +25,15 @@ class EagleHead(FeatureHead):
     def __init__(
         self, config: ModelConfig, target: DecoderModel, fc_bias: bool, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__(config, target, (target.final_tap,))
+        super().__init__(config, target, (target.final_aux_layer,))
         device, hidden = torch.device(device), config.hidden_size
         self.fc = Linear(2 * hidden, hidden, fc_bias, dtype, device)
         layer, count = config.layer(), config.num_layers
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device, norms_input=i > 0) for i in range(count))
 
-    def features(self, taps: Tensor) -> Tensor:
-        """taps [M, hidden]: the target's output after its final norm, as it is."""
-        return taps
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden [M, hidden]: the target's output after its final norm, as it is."""
+        return aux_hidden
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden], an estimate of the next position's feature, which

@@ -27,15 +27,16 @@ from draftwing.ops.attention import Attend
 class Eagle3Config:
     """What EAGLE-3 heads differ in beside the sizes of their layers.
 
-    taps: what the target is asked for (`DecoderModel.forward`).  tap_size: hidden size of the target.
+    aux_layers: what the target is asked for (`DecoderModel.forward`).  aux_size: hidden size of the target.
     draft_vocab: rows of the head's own lm_head, 0 where it shares the target's.  own_embedding: needed where
-    tap_size is not the head's hidden size.  norm_before_residual: the residual stream starts from the normed feature.
-    norm_before_fc: one norm over all taps.  fc_norm: one norm per tap.  norm_output: what is fed back is normed.
+    aux_size is not the head's hidden size.  norm_before_residual: the residual stream starts from the normed feature.
+    norm_before_fc: one norm over all auxiliary hidden states.  fc_norm: one norm per auxiliary layer.  norm_output:
+    what is fed back is normed.
     later_norm: name that layers after the first have for the norm before attention.
     """
 
-    taps: tuple[int, ...]
-    tap_size: int
+    aux_layers: tuple[int, ...]
+    aux_size: int
     draft_vocab: int
     fc_bias: bool = False
     own_embedding: bool = False
@@ -79,7 +80,7 @@ class FusionLayer(DecoderLayer):
 
 
 class Eagle3Head(FeatureHead):
-    """fc over the taps, a `FusionLayer`, perhaps ordinary layers, a final norm and a head."""
+    """fc over the auxiliary hidden states, a `FusionLayer`, perhaps ordinary layers, a final norm and a head."""
 
     def __init__(
         self,
@@ -89,10 +90,10 @@ class Eagle3Head(FeatureHead):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        super().__init__(config, target, eagle.taps)
+        super().__init__(config, target, eagle.aux_layers)
         device, hidden, eps = torch.device(device), config.hidden_size, config.norm_eps
         self.eagle = eagle
-        count, size = len(eagle.taps), eagle.tap_size
+        count, size = len(eagle.aux_layers), eagle.aux_size
         self.input_norm = RMSNorm(count * size, eps, dtype, device) if eagle.norm_before_fc else None
         self.fc_norm = ChunkNorm(count, size, eps, dtype, device) if eagle.fc_norm else None
         self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device)
@@ -108,13 +109,13 @@ class Eagle3Head(FeatureHead):
         if eagle.draft_vocab:
             self.vocab = eagle.draft_vocab
 
-    def features(self, taps: Tensor) -> Tensor:
-        """taps [M, len(taps) * hidden of the target] -> [M, hidden]"""
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]"""
         if self.input_norm is not None:
-            taps = self.input_norm(taps)
+            aux_hidden = self.input_norm(aux_hidden)
         if self.fc_norm is not None:
-            taps = self.fc_norm(taps)
-        return self.fc(taps)
+            aux_hidden = self.fc_norm(aux_hidden)
+        return self.fc(aux_hidden)
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden] before the final norm, unless the head was trained
@@ -142,10 +143,10 @@ class Eagle3Head(FeatureHead):
         if eagle.fc_bias:
             table["fc.bias"] = ParamSlice("fc.bias", 0, hidden)
         if eagle.norm_before_fc:
-            table["input_norm.weight"] = ParamSlice("input_norm.weight", 0, len(eagle.taps) * eagle.tap_size)
+            table["input_norm.weight"] = ParamSlice("input_norm.weight", 0, len(eagle.aux_layers) * eagle.aux_size)
         if eagle.fc_norm:
-            for i in range(len(eagle.taps)):
-                table[f"fc_norm.{i}.weight"] = ParamSlice("fc_norm.weight", i * eagle.tap_size, eagle.tap_size)
+            for i in range(len(eagle.aux_layers)):
+                table[f"fc_norm.{i}.weight"] = ParamSlice("fc_norm.weight", i * eagle.aux_size, eagle.aux_size)
         if eagle.draft_vocab:
             table["lm_head.weight"] = ParamSlice("lm_head.weight", 0, eagle.draft_vocab)
         if eagle.own_embedding:

@@ -302,7 +302,7 @@ def _finish(head: Head, token_ids: Tensor | None, started: float, dummy: bool) -
         sum(p.nbytes for p in head.parameters()) / 1e9,
         type(head).__name__,
         head.config.num_layers,
-        ", ".join(map(str, head.taps)),
+        ", ".join(map(str, head.aux_layers)),
         head.vocab,
     )
     return head.requires_grad_(False)

@@ -52,13 +52,13 @@ class MTPHead(FeatureHead):
     forward_name = "run_layer"
 
     def __init__(self, target: DecoderModel, layers: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__(replace(target.config, num_layers=layers), target, (target.final_tap,))
+        super().__init__(replace(target.config, num_layers=layers), target, (target.final_aux_layer,))
         self.layers = nn.ModuleList(MTPLayer(self.config, i, dtype, torch.device(device)) for i in range(layers))
         self.lookahead = layers
 
-    def features(self, taps: Tensor) -> Tensor:
-        """taps [M, hidden]: the target's output after its final norm, as it is."""
-        return taps
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden [M, hidden]: the target's output after its final norm, as it is."""
+        return aux_hidden
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden]: the rows in every layer that has its turn at this

@@ -12,7 +12,7 @@ from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MOST
 from draftwing.ops.cpu.tree import addresses, ints, with_rows
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
-from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTable
+from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors
 
 
 class CpuExpansionOps(ExpansionOps):
@@ -20,7 +20,7 @@ class CpuExpansionOps(ExpansionOps):
 
     raw: Any
 
-    def chain(self, table: RowTable, rows: Tensor, prefix: Tensor, width: int) -> Chain:
+    def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
         batch, rows, prefix = rows.shape[0], rows.contiguous(), prefix.contiguous()
         ids, positions, write_slots = ints(batch * width), ints(batch * width), ints(batch * width)
         path_len, path = ints(batch, width), ints(batch, width, width)
@@ -42,7 +42,7 @@ class CpuExpansionOps(ExpansionOps):
         return newest
 
     def continuations(
-        self, logits: Tensor, table: RowTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
+        self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
         noisy: Tensor,
     ) -> Continuations:  # fmt: skip
         if logits.dtype not in DTYPES or topk > MOST:
@@ -63,7 +63,7 @@ class CpuExpansionOps(ExpansionOps):
         )
 
     def expand(
-        self, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
+        self, table: RowTensors, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
         target_ids: Tensor | None,
     ) -> Expansion:  # fmt: skip
         return CpuTreeExpansion(self.raw, table, rows, shape, first, tail, lookahead)
@@ -106,7 +106,7 @@ class CpuTreeExpansion:
     """An `Expansion` in C: three calls a level, and one for the draft."""
 
     def __init__(
-        self, raw: Any, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int
+        self, raw: Any, table: RowTensors, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int
     ) -> None:
         """raw: the extension module; the others as for `ExpansionOps.expand`."""
         size, topk = rows.shape[0], shape.topk

@@ -1,7 +1,7 @@
-"""The n-gram drafter in C (ops/cpu/csrc/ngram.c): the same state, hints and trees as in torch.
+"""The n-gram drafter in C (ops/cpu/csrc/ngram.c): the same state, confidences and trees as in torch.
 
-Two things differ, and nothing reads them: the dummy row is left alone, its hint is 0; candidates behind a row's last
-match (`match` 0) are not written. Lengths are read from the tensors: no bounds of the host.
+Two things differ, and nothing reads them: the dummy row is left alone, its confidence is 0; candidates behind a row's
+last match (`match` 0) are not written. Lengths are read from the tensors: no bounds of the host.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.core import MAX_HINT
+from draftwing.core import MAX_CONFIDENCE
 from draftwing.ops.cpu.tree import addresses, ints
 from draftwing.ops.torch.ngram import OWN, STEADY, NGramIndex, NGramOps
 from draftwing.ops.torch.ngram_memory import CANDIDATES
-from draftwing.ops.types import Draft, RowTable
+from draftwing.ops.types import Draft, RowTensors
 
-assert (OWN, CANDIDATES, MAX_HINT) == (8, 8, 31), "as in ops/cpu/csrc/ngram.c"
+assert (OWN, CANDIDATES, MAX_CONFIDENCE) == (8, 8, 31), "as in ops/cpu/csrc/ngram.c"
 
 
 class CpuNGramIndex(NGramIndex):
@@ -25,7 +25,7 @@ class CpuNGramIndex(NGramIndex):
 
     raw: Any = None  # the extension module
 
-    def insert(self, table: RowTable, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
+    def insert(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
         memory, tokens = self.memory, table.tokens
         assert tokens.is_contiguous() and 0 < limit < memory.cells - 1
         rows, prefix_len, count = rows.contiguous(), prefix_len.contiguous(), count.contiguous()
@@ -36,20 +36,20 @@ class CpuNGramIndex(NGramIndex):
             memory.clock.data_ptr(),
         )  # fmt: skip
 
-    def outlook(self, table: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         memory, tokens, window = self.memory, table.tokens, self.max_window
         out = torch.empty_like(rows) if out is None else out
         assert tokens.is_contiguous()
         rows, kv_len = rows.contiguous(), table.kv_len.contiguous()
-        self.raw.ngram_outlook(
+        self.raw.ngram_confidence(
             rows.data_ptr(), rows.shape[0], tokens.data_ptr(), tokens.shape[1], tokens.numel(),
             memory.row.data_ptr(), memory.log.data_ptr(), memory.table.data_ptr(), memory.factors.data_ptr(),
             memory.mask, window, kv_len.data_ptr(), *addresses((self.candidates, self.match, self.gap)),
-            self.branch_length, self.min_window, min(STEADY, window), MAX_HINT, out.data_ptr(), out.stride(0),
+            self.branch_length, self.min_window, min(STEADY, window), MAX_CONFIDENCE, out.data_ptr(), out.stride(0),
         )  # fmt: skip
         return out
 
-    def build(self, table: RowTable, rows: Tensor, depth: int, nodes: int) -> Draft:
+    def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, weight = rows.contiguous(), table.last.contiguous(), self.tree.weight
         batch = rows.shape[0]
         draft = Draft(ints(batch, nodes), ints(batch, nodes), torch.empty(batch, nodes, dtype=torch.bool))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.torch.tree import TreeOps
-from draftwing.ops.types import AcceptedPath, Committed, Draft, RowTable, TargetInputs, Tree, packed_width
+from draftwing.ops.types import AcceptedPath, Committed, Draft, RowTensors, TargetInputs, Tree, packed_width
 
 
 class CpuTreeOps(TreeOps):
@@ -17,7 +17,7 @@ class CpuTreeOps(TreeOps):
 
     raw: Any
 
-    def plain_inputs(self, table: RowTable, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, batch = rows.contiguous(), rows.shape[0]
         found = ints(batch), ints(batch), ints(batch)
         self.raw.plain_inputs(
@@ -26,7 +26,7 @@ class CpuTreeOps(TreeOps):
         )  # fmt: skip
         return found
 
-    def tree_inputs(self, table: RowTable, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
+    def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
         batch, nodes = draft.parent.shape
         parent, alive, rows = draft.parent.contiguous(), draft.alive.contiguous(), rows.contiguous()
         tree = Tree(ints(batch, nodes), ints(batch, nodes, depth_max + 1), ints(batch, nodes))
@@ -38,8 +38,8 @@ class CpuTreeOps(TreeOps):
         return tree, found
 
     def commit(
-        self, table: RowTable, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor, hint: int,
-        observed: bool,
+        self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
+        confidence: int, observed: bool,
     ) -> Committed:  # fmt: skip
         batch, nodes = draft.tokens.shape
         width = tree.path.shape[2]
@@ -47,9 +47,9 @@ class CpuTreeOps(TreeOps):
         held = [part.contiguous() for part in read]
         done = ints(batch, packed_width(width - 1, nodes)), ints(batch, width), ints(batch)
         path = AcceptedPath(*(ints(batch * width) for _ in range(4))) if observed else None
-        self.raw.settle(
+        self.raw.commit(
             *addresses(held), batch, nodes, width - 1, table.table.data_ptr(), table.tokens.data_ptr(),
-            table.kv_len.data_ptr(), table.last.data_ptr(), table.length, table.rows, hint, *addresses(done),
+            table.kv_len.data_ptr(), table.last.data_ptr(), table.length, table.rows, confidence, *addresses(done),
             *(addresses(path) if path is not None else (0, 0, 0, 0)),
         )  # fmt: skip
         return Committed(*done, path)

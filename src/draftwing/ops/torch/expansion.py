@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.core import TreeShape
 from draftwing.ops.torch.argmax import first_argmax
 from draftwing.ops.torch.sampling import SamplingOps
-from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTable
+from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors
 
 
 class ExpansionOps(SamplingOps):
@@ -23,7 +23,7 @@ class ExpansionOps(SamplingOps):
     # drafts then does without them.
     reads_root_late = True
 
-    def chain(self, table: RowTable, rows: Tensor, prefix: Tensor, width: int) -> Chain:
+    def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
         """Tokens at the positions prefix[b] .. prefix[b] + width - 1 of rows [B], from the token history."""
         step = torch.arange(width, device=rows.device)
         column, positions = rows.unsqueeze(1), prefix.unsqueeze(1) + step  # [B, Q]
@@ -46,7 +46,7 @@ class ExpansionOps(SamplingOps):
         return newest
 
     def continuations(
-        self, logits: Tensor, table: RowTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
+        self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
         noisy: Tensor,
     ) -> Continuations:  # fmt: skip
         """The best `topk` next tokens at kv_len + ahead of logits [M, V], any float type, which may be overwritten; M a
@@ -75,7 +75,7 @@ class ExpansionOps(SamplingOps):
         first.logp.index_copy_(0, rows, following.logp)
 
     def expand(
-        self, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
+        self, table: RowTensors, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
         target_ids: Tensor | None,
     ) -> Expansion:  # fmt: skip
         """The expansion of a tree for each of rows [B], with the rows that a head of one layer per level runs for each
@@ -93,7 +93,7 @@ class TreeExpansion:
     """An `Expansion`, in torch."""
 
     def __init__(
-        self, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int
+        self, table: RowTensors, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int
     ) -> None:
         """See `ExpansionOps.expand`."""
         assert shape.nodes - 1 <= capacity(shape.depth, shape.topk), "more nodes than expansion has candidates"

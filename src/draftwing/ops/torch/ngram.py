@@ -1,6 +1,6 @@
 """Token matches for drafts without a model: `NGramIndex`, what rows said and what requests of the same salt generated.
 
-The end of a step looks for earlier occurrences of each row's newest tokens (`outlook`) and keeps what followed them;
+The end of a step looks for earlier occurrences of each row's newest tokens (`confidence`) and keeps what followed them;
 the next step makes a tree of it (`propose`). Both work on device state alone, so the host may be a step behind.
 """
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import MAX_HINT, TreeShape
+from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.ops.torch.ngram_memory import CANDIDATES, NGramMemory
 from draftwing.ops.torch.ngram_tree import TreeBuilder
-from draftwing.ops.types import Draft, RowTable
+from draftwing.ops.types import Draft, RowTensors
 
 OWN: Final = 8  # matches kept from the row's own history
 STEADY: Final = 3  # a match this long is what the row is copying from
@@ -53,7 +53,7 @@ class NGramIndex:
         self.memory = NGramMemory(min_window, max_window, branch_length, capacity, rows, device)
         kept = OWN + CANDIDATES
         self.tree = TreeBuilder(kept, branch_length, max_window, min_breadth, max_breadth, device)
-        # Written by `outlook` and read by `propose`: candidates in rank order.
+        # Written by `confidence` and read by `propose`: candidates in rank order.
         self.candidates = torch.full((rows, branch_length, kept), -1, dtype=torch.int64, device=device)
         self.match = torch.zeros(rows, kept, dtype=torch.int64, device=device)
         # What the row is copying from lies this many tokens before its newest token's predecessor; a copy goes on at
@@ -69,12 +69,12 @@ class NGramIndex:
         self.steady = (4 * (window - min(STEADY, window)) + 2) << _LEVEL  # keys of long enough matches lie below
         self.shared = (2 << _LEVEL) + torch.arange(CANDIDATES, device=device)
         self.position = torch.empty(0, dtype=torch.int64, device=device)
-        # By level: the length of the match, 0 if it is too short; and the outlook.
+        # By level: the length of the match, 0 if it is too short; and the confidence.
         match = window - torch.arange((_FAR >> _LEVEL) + 4 * (window + 1)) // 4
         match = torch.where(match >= self.min_window, match, 0)
         source = (torch.arange(match.numel()) % 4 == 0) & (match > 0)
         self.match_of = match.to(device)
-        self.hint_of = (match + source * window).clamp_max(MAX_HINT).to(device)
+        self.confidence_of = (match + source * window).clamp_max(MAX_CONFIDENCE).to(device)
 
     def flush(self) -> None:
         """Forgets the shared memory; candidates found in it before are dropped too."""
@@ -82,28 +82,28 @@ class NGramIndex:
         self.match.zero_()
         self.candidates.fill_(-1)
 
-    def begin(self, table: RowTable, rows: Tensor) -> None:
+    def begin(self, table: RowTensors, rows: Tensor) -> None:
         """rows [B]: what these rows hold from now on is another request's."""
         self.memory.begin(rows, table.salt.index_select(0, rows))
         self.match.index_fill_(0, rows, 0)
         self.candidates.index_fill_(0, rows, -1)
         self.gap.index_fill_(0, rows, -1)
 
-    def insert(self, table: RowTable, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
+    def insert(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
         """The newest count [B] tokens of rows that had prefix_len [B] enter the memory; limit: host bound of count."""
         self.memory.insert(table.tokens, rows, prefix_len, count, limit)
 
-    def outlook(self, table: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
-        """Finds and keeps the next candidates. max_bound: host bound of the rows' kv_len now.
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+        """Finds and keeps the next candidates. max_kv_len: host bound of the rows' kv_len now.
 
-        Returns [B] int64: the length m of the longest match, 1 to max_window, or max_window + m (at most `MAX_HINT`)
-        if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens. Written into `out`
-        if that is given, of any stride.
+        Returns [B] int64: the length m of the longest match, 1 to max_window, or max_window + m (at most
+        `MAX_CONFIDENCE`) if it goes on where the row has been copying from; 0 = nothing of at least min_window tokens.
+        Written into `out` if that is given, of any stride.
         """
         context = table.tokens.shape[1]
         if self.position.numel() < context:  # once: the table's width is not known before
             self.position = torch.arange(1, context + 1, device=rows.device)
-        length = min(max(max_bound + 1, OWN), context)
+        length = min(max(max_kv_len + 1, OWN), context)
         history = table.tokens[:, :length].index_select(0, rows)
         newest = table.kv_len.index_select(0, rows)[:, None]  # [B, 1] index of the newest token
         suffix = history.gather(1, (newest - self.back).clamp_min_(0))  # [B, max_window]; before the start, its first
@@ -124,7 +124,7 @@ class NGramIndex:
         level = key.bitwise_right_shift_(_LEVEL)
         self.match.index_copy_(0, rows, self.match_of.take(level))
         self.candidates.index_copy_(0, rows, found.gather(2, order[:, None].expand_as(found)))
-        return torch.take(self.hint_of, level[:, 0], out=out)
+        return torch.take(self.confidence_of, level[:, 0], out=out)
 
     def _search(self, history: Tensor, newest: Tensor, suffix: Tensor, source: Tensor) -> Tensor:
         """Exact search of the rows' own history [B, length]: keys of the `OWN` best matches, best first [B, OWN].
@@ -145,8 +145,9 @@ class NGramIndex:
         key.add_(gap != source, alpha=1 << _LEVEL)
         return key.topk(OWN, dim=1, largest=False).values  # keys are distinct
 
-    def propose(self, table: RowTable, rows: Tensor, shape: TreeShape) -> Draft:
-        """A tree of the candidates that the last `outlook` kept; dead nodes where they are fewer than shape.nodes."""
+    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Draft:
+        """A tree of the candidates that the last `confidence` kept; dead nodes where they are fewer than
+        shape.nodes."""
         depth = min(shape.depth, self.branch_length)
         if shape.nodes > 1 and depth > 0:
             return self.build(table, rows, depth, shape.nodes)
@@ -154,7 +155,7 @@ class NGramIndex:
         alive = (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(root)
         return Draft(table.last.index_select(0, rows)[:, None].expand_as(root), root, alive)
 
-    def build(self, table: RowTable, rows: Tensor, depth: int, nodes: int) -> Draft:
+    def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         """The same: 1 <= depth <= branch_length, nodes > 1."""
         candidates, match = self.candidates[:, :depth].index_select(0, rows), self.match.index_select(0, rows)
         return self.tree.build(candidates, match, table.last.index_select(0, rows), nodes)

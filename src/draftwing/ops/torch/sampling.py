@@ -15,7 +15,7 @@ from torch import Tensor
 from draftwing.ops.torch.argmax import first_argmax, top_candidates
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.noise import gumbel, gumbel_at
-from draftwing.ops.types import Drawing, Rescoring, RowTable, SamplingRows
+from draftwing.ops.types import Drawing, Rescoring, RowTensors, SamplingRows
 
 CANDIDATES = 8
 # (ids [B, N, K], batch indices of those B rows or None for all) -> their logits [B, N, K] float32
@@ -42,7 +42,7 @@ class SamplingOps:
         positions: Tensor,
         depth: Tensor,
         depth_max: int,
-        table: RowTable,
+        table: RowTensors,
         rows: Tensor,
         drawing: Drawing,
         filtered: bool,

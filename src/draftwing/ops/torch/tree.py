@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.torch.noise import position_words
-from draftwing.ops.types import AcceptedPath, Committed, Draft, RowTable, TargetInputs, Tree
+from draftwing.ops.types import AcceptedPath, Committed, Draft, RowTensors, TargetInputs, Tree
 
 FRACTION_BITS = 24  # of the choice in `simulate`
 
@@ -29,13 +29,13 @@ class TreeOps:
 
     device: torch.device
 
-    def plain_inputs(self, table: RowTable, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Plain decoding: ids, positions (which are kv_len) and write slots of the rows' last tokens, [B] int64
         each."""
         ids, kv_len = table.last.index_select(0, rows), table.kv_len.index_select(0, rows)
         return ids, kv_len, table.table[rows, kv_len]
 
-    def tree_inputs(self, table: RowTable, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
+    def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
         """The trees' geometry, and where their nodes stand: node n of a row is written at page-table entry
         kv_len + n, and its position is kv_len + depth."""
         tree = derive(draft.parent, draft.alive, depth_max)
@@ -45,19 +45,19 @@ class TreeOps:
         return tree, TargetInputs((column + tree.depth).flatten(), write_slots.flatten(), kv_len)
 
     def commit(
-        self, table: RowTable, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor, hint: int,
-        observed: bool,
+        self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
+        confidence: int, observed: bool,
     ) -> Committed:  # fmt: skip
         """Accepts, and advances the rows: permutes the page-table entries past kv_len so that the accepted path comes
         first, appends the tokens, moves kv_len and last. The dummy row stays empty.
 
-        target [B, N]: what the target drew at every node; prefix_len [B]: kv_len of the rows; hint: for the packed
-        result; observed: whether a drafter wants to see the path.
+        target [B, N]: what the target drew at every node; prefix_len [B]: kv_len of the rows; confidence: for the
+        packed result; observed: whether a drafter wants to see the path.
         """
         accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
         _advance(table, rows, accepted, prefix_len)
         zero = tree.depth[:, :1]  # the root's
-        head = zero + hint if hint else zero, accepted.count.unsqueeze(1)
+        head = zero + confidence if confidence else zero, accepted.count.unsqueeze(1)
         packed = torch.cat((*head, accepted.committed, accepted.order, tree.depth), 1)
         path = _accepted_path(table, rows, accepted, prefix_len) if observed else None
         return Committed(packed, accepted.committed, accepted.count, path)
@@ -150,7 +150,7 @@ def accept(tokens: Tensor, parent: Tensor, alive: Tensor, tree: Tree, target: Te
     return Accepted(count, order, target.gather(1, path).mul_(live))
 
 
-def _advance(table: RowTable, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> None:
+def _advance(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> None:
     """Writes what was accepted to rows whose length is kv_len [B]."""
     nodes, tokens = accepted.order.shape[1], accepted.committed.shape[1]
     after = kv_len + accepted.count  # [B]
@@ -170,7 +170,7 @@ def _advance(table: RowTable, rows: Tensor, accepted: Accepted, kv_len: Tensor) 
     table.dummy_len.zero_()
 
 
-def _accepted_path(table: RowTable, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> AcceptedPath:
+def _accepted_path(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> AcceptedPath:
     """Of rows that have advanced from kv_len [B]."""
     (batch, nodes), tokens = accepted.order.shape, accepted.committed.shape[1]
     column = rows.unsqueeze(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftwing.ops.triton.common import lanes, launch_options, start
 from draftwing.ops.triton.noise import gumbel, position_words
-from draftwing.ops.types import Continuations, RowTable
+from draftwing.ops.types import Continuations, RowTensors
 
 LAST = tl.constexpr(-(1 << 63))  # after every key
 
@@ -148,7 +148,7 @@ def merge_chunks(
 
 
 def continuations(
-    logits: Tensor, table: RowTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None
+    logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None
 ) -> Continuations:
     """See `ExpansionOps.continuations`; which rows have a temperature is read on the device."""
     nodes, vocab = logits.shape

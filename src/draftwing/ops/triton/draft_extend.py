@@ -13,7 +13,7 @@ from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.triton.continuations import continuations, merge_chunks
 from draftwing.ops.triton.expansion import TritonTreeExpansion
-from draftwing.ops.types import Chain, Continuations, Expansion, First, RowTable
+from draftwing.ops.types import Chain, Continuations, Expansion, First, RowTensors
 
 
 @triton.jit
@@ -101,7 +101,7 @@ class TritonExpansionOps(ExpansionOps):
 
     reads_root_late = False  # they cost little here, and the stages of a step stay what they are
 
-    def chain(self, table: RowTable, rows: Tensor, prefix: Tensor, width: int) -> Chain:
+    def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
         size = rows.shape[0]
         ints, (ids, positions, write_slots, path_len) = int_fields(4, rows, size, width)
         path = torch.empty(size, width, width, dtype=torch.int64, device=rows.device)
@@ -123,7 +123,7 @@ class TritonExpansionOps(ExpansionOps):
         return newest
 
     def continuations(
-        self, logits: Tensor, table: RowTable, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
+        self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,
         noisy: Tensor,
     ) -> Continuations:  # fmt: skip
         return continuations(logits, table, rows, ahead, topk, target_ids)
@@ -139,7 +139,7 @@ class TritonExpansionOps(ExpansionOps):
         )  # fmt: skip
 
     def expand(
-        self, table: RowTable, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
+        self, table: RowTensors, rows: Tensor, shape: TreeShape, first: First, tail: int, lookahead: int,
         target_ids: Tensor | None,
     ) -> Expansion:  # fmt: skip
         return TritonTreeExpansion(table, rows, shape, first, tail, lookahead, target_ids)

@@ -16,7 +16,7 @@ from draftwing.core import TreeShape
 from draftwing.ops.torch.expansion import capacity
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.triton.continuations import LAST, best_keys, key_place, key_value, merge_chunks, sort_key
-from draftwing.ops.types import Continuations, Draft, First, Level, LevelRows, RowTable
+from draftwing.ops.types import Continuations, Draft, First, Level, LevelRows, RowTensors
 
 # Fields of a level's integers (`int_fields`), [B, K] each:
 _IDS, _POSITIONS, _SLOTS, _PATH_LEN, _PARENT, _NUMBER = (tl.constexpr(i) for i in range(6))
@@ -276,7 +276,7 @@ class TritonTreeExpansion:
 
     def __init__(
         self,
-        table: RowTable,
+        table: RowTensors,
         rows: Tensor,
         shape: TreeShape,
         first: First,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.triton.common import launch_options, start
-from draftwing.ops.types import RowTable
+from draftwing.ops.types import RowTensors
 
 BINS = tl.constexpr(128)  # each a quarter of the temperature wide; the last one takes all beyond, which has no mass
 _BINS_PER_UNIT = tl.constexpr(4.0)
@@ -284,7 +284,7 @@ def _limit_kernel(
     tl.store(limits + place, limit)
 
 
-def limits(logits: Tensor, positions: Tensor, rows: Tensor, params: RowTable) -> Limits:
+def limits(logits: Tensor, positions: Tensor, rows: Tensor, params: RowTensors) -> Limits:
     """The filters of each query.
 
     logits [B, N, V], any float type; positions [B, N] int64 of the queries; rows [B] int64, the rows of `params` of

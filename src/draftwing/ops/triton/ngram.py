@@ -1,4 +1,4 @@
-"""The n-gram drafter on the GPU, three launches a step: insert, outlook, build.
+"""The n-gram drafter on the GPU, three launches a step: insert, confidence, build.
 
 The kernels work on the tensors of `ops.torch.ngram`, `ngram_memory` and `ngram_tree` and use their terms. Lengths are
 read on the device: a launch covers the longest context, and programs past the end of a row's text exit at once. The
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.core import MAX_HINT
+from draftwing.core import MAX_CONFIDENCE
 from draftwing.ops.torch.ngram import OWN, STEADY, NGramIndex, NGramOps
 from draftwing.ops.torch.ngram_memory import CANDIDATES, WAYS
 from draftwing.ops.triton.common import launch_options, start
-from draftwing.ops.types import Draft, RowTable
+from draftwing.ops.types import Draft, RowTensors
 
 CHUNK = 1024  # positions of the context that a program searches at a time
 _MAX_BATCH = 4096  # rows of a step, padding included
@@ -150,13 +150,13 @@ def _lookup(
     return missing, tl.where(step < end[:, None], after - 1, -1)
 
 
-@triton.jit(do_not_specialize=["context", "hint_stride", "splits"])
-def _outlook_kernel(
+@triton.jit(do_not_specialize=["context", "confidence_stride", "splits"])
+def _confidence_kernel(
     tokens_ptr, context, kv_len_ptr, rows_ptr, state_ptr, log_ptr, table_ptr, factors_ptr,
-    candidates_ptr, match_ptr, gap_ptr, hint_ptr, hint_stride, partial_ptr, ticket_ptr, splits,
+    candidates_ptr, match_ptr, gap_ptr, confidence_ptr, confidence_stride, partial_ptr, ticket_ptr, splits,
     MASK: tl.constexpr, MIN_WINDOW: tl.constexpr, WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
     STEADY: tl.constexpr, BRANCH: tl.constexpr, BRANCH_BLOCK: tl.constexpr, FOUND: tl.constexpr, WAYS: tl.constexpr,
-    OWN: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, MAX_HINT: tl.constexpr, PDL: tl.constexpr,
+    OWN: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, MAX_CONFIDENCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -221,9 +221,9 @@ def _outlook_kernel(
             tl.store(gap_ptr + row, (first & _LOW).to(tl.int64), mask=real & copying)
             level = tl.minimum(first, tl.min(shared, 0)) >> _BITS
             length = WINDOW - level // 3
-            hint = tl.minimum(tl.where(level % 3 == 0, length + WINDOW, length), MAX_HINT)
-            hint = tl.where((length >= MIN_WINDOW) & real, hint, 0)
-            tl.store(hint_ptr + b * hint_stride, hint.to(tl.int64))
+            confidence = tl.minimum(tl.where(level % 3 == 0, length + WINDOW, length), MAX_CONFIDENCE)
+            confidence = tl.where((length >= MIN_WINDOW) & real, confidence, 0)
+            tl.store(confidence_ptr + b * confidence_stride, confidence.to(tl.int64))
 
 
 @triton.jit
@@ -302,7 +302,7 @@ class TritonNGramIndex(NGramIndex):
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)  # these two: 0 between launches
         self.tickets = torch.zeros(_MAX_BATCH, dtype=torch.int32, device=device)
 
-    def insert(self, table: RowTable, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
+    def insert(self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int) -> None:
         memory, tokens, block = self.memory, table.tokens, triton.next_power_of_2(limit + 2)
         assert 0 < limit < memory.cells - 1
         _insert_kernel[(rows.shape[0],)](
@@ -313,24 +313,24 @@ class TritonNGramIndex(NGramIndex):
             num_warps=1 if block <= 64 else 4, **launch_options(tokens.device),
         )  # fmt: skip
 
-    def outlook(self, table: RowTable, rows: Tensor, max_bound: int, out: Tensor | None = None) -> Tensor:
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         memory, tokens, window, branch = self.memory, table.tokens, self.max_window, self.branch_length
         out = torch.empty_like(rows) if out is None else out
         batch, context = rows.shape[0], tokens.shape[1]
         assert context <= MAX_CONTEXT and batch <= _MAX_BATCH
         splits = min(triton.cdiv(context, CHUNK), MAX_SPLITS, max(4, triton.cdiv(512, batch)))
         partial = torch.empty(batch, splits, OWN, dtype=torch.int32, device=rows.device)
-        _outlook_kernel[(batch, splits)](
+        _confidence_kernel[(batch, splits)](
             tokens, context, table.kv_len, rows, memory.row, memory.log, memory.table, memory.factors,
             self.candidates, self.match, self.gap, out, out.stride(0), partial, self.tickets, splits,
             MASK=memory.mask, MIN_WINDOW=self.min_window, WINDOW=window, WINDOW_BLOCK=triton.next_power_of_2(window),
             STEADY=min(STEADY, window), BRANCH=branch, BRANCH_BLOCK=triton.next_power_of_2(branch), FOUND=CANDIDATES,
-            WAYS=WAYS, OWN=OWN, CHUNK=CHUNK, SPLITS=MAX_SPLITS, MAX_HINT=MAX_HINT,
+            WAYS=WAYS, OWN=OWN, CHUNK=CHUNK, SPLITS=MAX_SPLITS, MAX_CONFIDENCE=MAX_CONFIDENCE,
             num_warps=4, **launch_options(rows.device),
         )  # fmt: skip
         return out
 
-    def build(self, table: RowTable, rows: Tensor, depth: int, nodes: int) -> Draft:
+    def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         candidates, weight, batch, ways = self.candidates, self.tree.weight, rows.shape[0], OWN + CANDIDATES
         block, new = triton.next_power_of_2(depth), candidates.new_empty
         key = torch.empty(batch, block * ways, dtype=torch.float64, device=rows.device)

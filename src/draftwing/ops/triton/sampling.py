@@ -18,7 +18,7 @@ from draftwing.ops.torch.sampling import CANDIDATES, SamplingOps
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.filters import Limits, limits, load_logits, without_bans
 from draftwing.ops.triton.noise import gumbel, position_words
-from draftwing.ops.types import Drawing, Rescoring, RowTable
+from draftwing.ops.types import Drawing, Rescoring, RowTensors
 
 _GROUP = 128  # tokens; 8 groups of it are about as many values as a vocabulary has groups
 _FEW = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
@@ -147,10 +147,10 @@ def _pick_kernel(
     tokens, peaks, hidden, weight, logits, positions, depth, rows, seed, floats, ban_until, ban_ids, tops, limit,
     nodes,
     VOCAB: tl.constexpr, HIDDEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    FAN: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, SETTLED: tl.constexpr, BANS: tl.constexpr,
+    FAN: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, RESCORED: tl.constexpr, BANS: tl.constexpr,
     FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best token of the COUNT best groups; SETTLED: of the COUNT best tokens, by exact logits."""
+    """The best token of the COUNT best groups; RESCORED: of the COUNT best tokens, by exact logits."""
     start(PDL)
     place = tl.program_id(0)
     row, temperature, banned, word0, word1 = _state(place, positions, depth, rows, seed, floats, ban_until, nodes)
@@ -166,7 +166,7 @@ def _pick_kernel(
     x = load_logits(logits, place, ids, VOCAB)
     z = _scores(x, ids, place, row, temperature, banned, word0, word1, ban_ids, tops, limit, BANS, FILTERED)
     keys = tl.reshape(_keys(z, ids), [COUNT * FAN])
-    if SETTLED:
+    if RESCORED:
         best = _largest_in_rounds(keys, COUNT)
         chosen, score = _index(best), _value(best)
         inside = tl.minimum(chosen, VOCAB - 1)
@@ -190,7 +190,7 @@ class TritonSamplingOps(SamplingOps):
         positions: Tensor,
         depth: Tensor,
         depth_max: int,
-        table: RowTable,
+        table: RowTensors,
         rows: Tensor,
         drawing: Drawing,
         filtered: bool,
@@ -223,6 +223,6 @@ class TritonSamplingOps(SamplingOps):
         blocks = max(CANDIDATES, triton.next_power_of_2(triton.cdiv(groups, _FAN)))
         _pick_kernel[(count,)](
             tokens, peaks, *product, *state, HIDDEN=size, BLOCK=blocks, FAN=_FAN, COUNT=CANDIDATES, STEP=_DOT_STEP,
-            SETTLED=rescoring is not None, **sizes, num_warps=_PICK_WARPS,
+            RESCORED=rescoring is not None, **sizes, num_warps=_PICK_WARPS,
         )  # fmt: skip
         return tokens

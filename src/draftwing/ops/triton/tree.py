@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwing.ops.torch.tree import FRACTION_BITS, TreeOps
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.noise import position_words
-from draftwing.ops.types import HEAD, AcceptedPath, Committed, Draft, RowTable, TargetInputs, Tree, packed_width
+from draftwing.ops.types import HEAD, AcceptedPath, Committed, Draft, RowTensors, TargetInputs, Tree, packed_width
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -108,10 +108,10 @@ def _walk(
     return count, node, committed, place
 
 
-@triton.jit(do_not_specialize=["length", "dummy", "hint"])
-def _settle_kernel(
+@triton.jit(do_not_specialize=["length", "dummy", "confidence"])
+def _commit_kernel(
     tokens_ptr, parent_ptr, alive_ptr, depth_ptr, target_ptr, rows_ptr,
-    table_ptr, text_ptr, kv_len_ptr, last_ptr, length, dummy, hint,
+    table_ptr, text_ptr, kv_len_ptr, last_ptr, length, dummy, confidence,
     packed_ptr, committed_ptr, count_ptr, ids_ptr, positions_ptr, slots_ptr, nodes_ptr,
     NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     HEAD: tl.constexpr, PATH: tl.constexpr, PDL: tl.constexpr,
@@ -139,7 +139,7 @@ def _settle_kernel(
     tl.store(last_ptr + row, newest, mask=moves)
 
     packed = packed_ptr + b * (HEAD + DEPTH + 1 + 2 * NODES)
-    tl.store(packed, hint)
+    tl.store(packed, confidence)
     tl.store(packed + 1, count.to(tl.int64))
     tl.store(packed + HEAD + step, committed, mask=step <= DEPTH)
     order = packed + HEAD + DEPTH + 1
@@ -204,7 +204,7 @@ def _simulate_kernel(
 class TritonTreeOps(TreeOps):
     """Overrides what every step does, each in one launch."""
 
-    def plain_inputs(self, table: RowTable, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch = rows.shape[0]
         ids, positions, write_slots = (torch.empty_like(rows) for _ in range(3))
         _plain_kernel[(triton.cdiv(batch, 32),)](
@@ -213,7 +213,7 @@ class TritonTreeOps(TreeOps):
         )  # fmt: skip
         return ids, positions, write_slots
 
-    def tree_inputs(self, table: RowTable, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
+    def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
         batch, nodes = draft.parent.shape
         new = draft.parent.new_empty
         tree = Tree(new(batch, nodes), new(batch, nodes, depth_max + 1), new(batch, nodes))
@@ -227,17 +227,17 @@ class TritonTreeOps(TreeOps):
         return tree, inputs
 
     def commit(
-        self, table: RowTable, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor, hint: int,
-        observed: bool,
+        self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
+        confidence: int, observed: bool,
     ) -> Committed:  # fmt: skip
         (batch, nodes), width, new = draft.tokens.shape, tree.path.shape[2], draft.tokens.new_empty
         assert table.table.is_contiguous() and table.tokens.is_contiguous()
         path = AcceptedPath(*(new(batch * width) for _ in range(4))) if observed else None
         done = Committed(new(batch, packed_width(width - 1, nodes)), new(batch, width), new(batch), path)
-        _settle_kernel[(batch,)](
+        _commit_kernel[(batch,)](
             draft.tokens.contiguous(), draft.parent.contiguous(), _bytes(draft.alive), tree.depth.contiguous(),
             target.contiguous(), rows, table.table, table.tokens, table.kv_len, table.last, table.length, table.rows,
-            hint, *done[:3], *(path if path is not None else (done.packed,) * 4),
+            confidence, *done[:3], *(path if path is not None else (done.packed,) * 4),
             NODES=nodes, LANES=_lanes(nodes), DEPTH=width - 1, STEPS=_lanes(width), HEAD=HEAD, PATH=observed,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip

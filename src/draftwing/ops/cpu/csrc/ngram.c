@@ -1,4 +1,4 @@
-/* The n-gram drafter on the CPU: insert, outlook, build. The references are ops/torch/ngram.py, ngram_memory.py
+/* The n-gram drafter on the CPU: insert, confidence, build. The references are ops/torch/ngram.py, ngram_memory.py
    and ngram_tree.py, whose tensors these functions share and whose terms they use.
 
    One thread: a row takes microseconds, less than to wake another. The GIL is kept for the same reason. Rows of the
@@ -10,7 +10,7 @@
 #define WAYS 4  /* places of a bucket */
 #define FOUND 8 /* places of the buckets of all hashed lengths */
 #define KEPT (OWN + FOUND)
-#define MOST_WINDOW 31 /* MAX_HINT */
+#define MOST_WINDOW 31 /* MAX_CONFIDENCE */
 #define BLOCK 32       /* positions of the history that are looked at together */
 
 /* Matches are ranked by a key, the least first: 4 * (window - length) + kind above, below it the gap or the number of
@@ -72,7 +72,7 @@ static void insert_row(const Memory *m, int64_t row, int64_t prefix, int64_t cou
     }
 }
 
-/* -- outlook: NGramDrafter.outlook -------------------------------------------------------------------------------- */
+/* -- confidence: NGramIndex.confidence ------------------------------------------------------------------------------ */
 
 typedef struct {
     int64_t key[KEPT];
@@ -158,13 +158,13 @@ static void copy_shared(const int64_t *place, int64_t branch, int64_t *to) {
 }
 
 /* The table's rows of candidates [branch, KEPT], match [KEPT] and gap. Past the last match, candidates stay as they
-   are: their match is 0. Returns the hint. */
-static int64_t outlook_row(const Memory *m, int64_t row, int64_t branch, int64_t min_window, int64_t steady,
-                           int64_t max_hint, int64_t *candidates, int64_t *match, int64_t *gap) {
+   are: their match is 0. Returns the confidence. */
+static int64_t confidence_row(const Memory *m, int64_t row, int64_t branch, int64_t min_window, int64_t steady,
+                              int64_t max_confidence, int64_t *candidates, int64_t *match, int64_t *gap) {
     const int64_t *state = m->state + row * COLUMNS, *text = m->tokens + row * m->context, newest = m->kv_len[row];
     if (!state[QUOTA]) return 0;
     Best best = {.count = 0};
-    int64_t places[FOUND], hint = 0;
+    int64_t places[FOUND], confidence = 0;
     search(text, newest, *gap, m->window, &best);
     if (best.count && best.key[0] >> LEVEL < 4 * (m->window - steady) + SHARED) *gap = best.key[0] & LOW;
     lookup(m, text, newest, state[TAG], places, &best);
@@ -173,10 +173,10 @@ static int64_t outlook_row(const Memory *m, int64_t row, int64_t branch, int64_t
         if (level % 4 == SHARED) copy_shared(m->log + places[low], branch, candidates + r);
         else copy_own(text, newest, low, branch, candidates + r);
         match[r] = length >= min_window ? length : 0;
-        if (!r && match[r]) hint = least(level % 4 == CONTINUED ? length + m->window : length, max_hint);
+        if (!r && match[r]) confidence = least(level % 4 == CONTINUED ? length + m->window : length, max_confidence);
     }
     for (int64_t r = best.count; r < KEPT; r++) match[r] = 0;
-    return hint;
+    return confidence;
 }
 
 /* -- build: TreeBuilder.build ------------------------------------------------------------------------------------- */
@@ -271,8 +271,8 @@ static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t giv
 }
 
 /* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, kv_len, candidates, match, gap,
-   branch, min_window, steady, max_hint, out, its stride */
-static PyObject *py_outlook(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+   branch, min_window, steady, max_confidence, out, its stride */
+static PyObject *py_ngram_confidence(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[21];
     if (!numbers(args, given, 21, n)) return NULL;
     const Memory m = {.rows = POINTER(n[0]),
@@ -290,8 +290,8 @@ static PyObject *py_outlook(PyObject *self, PyObject *const *args, Py_ssize_t gi
     int64_t *candidates = POINTER(n[12]), *match = POINTER(n[13]), *gap = POINTER(n[14]), *out = POINTER(n[19]);
     for (int64_t b = 0; b < m.batch; b++) {
         const int64_t row = m.rows[b];
-        out[b * n[20]] = outlook_row(&m, row, n[15], n[16], n[17], n[18], candidates + row * n[15] * KEPT,
-                                     match + row * KEPT, gap + row);
+        out[b * n[20]] = confidence_row(&m, row, n[15], n[16], n[17], n[18], candidates + row * n[15] * KEPT,
+                                        match + row * KEPT, gap + row);
     }
     Py_RETURN_NONE;
 }
@@ -321,7 +321,7 @@ static PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t give
 
 PyMethodDef ngram_methods[] = {
     {"ngram_insert", (PyCFunction)(void (*)(void))py_insert, METH_FASTCALL, NULL},
-    {"ngram_outlook", (PyCFunction)(void (*)(void))py_outlook, METH_FASTCALL, NULL},
+    {"ngram_confidence", (PyCFunction)(void (*)(void))py_ngram_confidence, METH_FASTCALL, NULL},
     {"ngram_build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

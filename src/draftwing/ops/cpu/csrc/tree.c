@@ -79,19 +79,19 @@ static PyObject *py_plain_inputs(PyObject *self, PyObject *const *args, Py_ssize
 
 /* -- acceptance and commit ---------------------------------------------------------------------------------------- */
 
-#define HEAD 2 /* columns of a packed result before the tokens: hint, count */
+#define HEAD 2 /* columns of a packed result before the tokens: confidence, count */
 
 typedef struct {
     const int64_t *tokens, *parent, *depth, *target, *rows;
     const uint8_t *alive;
     int64_t *table, *text, *kv_len, *last;
-    int64_t length, dummy, hint, nodes, width; /* width: tokens committed at most */
+    int64_t length, dummy, confidence, nodes, width; /* width: tokens committed at most */
     int64_t *packed, *committed, *count, *path_ids, *path_positions, *path_slots, *path_nodes; /* paths: or NULL */
-} Settle;
+} Commit;
 
 /* From the root to a child while it equals the target's token at its parent; the tokens go to `committed`, the nodes
    to the front of `order`, followed by all others. Returns how many there are. */
-static int64_t walk(const Settle *s, int64_t first, int64_t *committed, int64_t *order) {
+static int64_t walk(const Commit *s, int64_t first, int64_t *committed, int64_t *order) {
     const int64_t *tokens = s->tokens + first, *parent = s->parent + first, *target = s->target + first;
     const uint8_t *alive = s->alive + first;
     const int64_t n = s->nodes;
@@ -109,13 +109,13 @@ static int64_t walk(const Settle *s, int64_t first, int64_t *committed, int64_t 
 }
 
 /* moved: scratch of a tree's size */
-static int settle_row(const Settle *s, int64_t b, int64_t *moved) {
+static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
     const int64_t n = s->nodes, width = s->width, first = b * n, row = s->rows[b], from = s->kv_len[row];
     if (!has_room(row, from, n > width + 1 ? n : width + 1, s->length)) return 0;
     int64_t *packed = s->packed + b * (HEAD + width + 2 * n), *order = packed + HEAD + width;
     int64_t *table = s->table + row * s->length + from, *text = s->text + row * s->length + from;
     const int64_t count = walk(s, first, packed + HEAD, order);
-    packed[0] = s->hint;
+    packed[0] = s->confidence;
     packed[1] = s->count[b] = count;
     memcpy(order + n, s->depth + first, (size_t)n * 8);
     memcpy(s->committed + b * width, packed + HEAD, (size_t)width * 8);
@@ -137,11 +137,11 @@ static int settle_row(const Settle *s, int64_t b, int64_t *moved) {
 }
 
 /* tokens, parent, alive, depth, target, rows, batch, nodes, depth's bound; table, text, kv_len, last, length, dummy,
-   hint; packed, committed, count; ids, positions, write_slots, nodes of the accepted path, or zeros */
-static PyObject *py_settle(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+   confidence; packed, committed, count; ids, positions, write_slots, nodes of the accepted path, or zeros */
+static PyObject *py_commit(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[23];
     if (!numbers(args, given, 23, n)) return NULL;
-    const Settle s = {.tokens = POINTER(n[0]),
+    const Commit s = {.tokens = POINTER(n[0]),
                       .parent = POINTER(n[1]),
                       .alive = POINTER(n[2]),
                       .depth = POINTER(n[3]),
@@ -155,7 +155,7 @@ static PyObject *py_settle(PyObject *self, PyObject *const *args, Py_ssize_t giv
                       .last = POINTER(n[12]),
                       .length = n[13],
                       .dummy = n[14],
-                      .hint = n[15],
+                      .confidence = n[15],
                       .packed = POINTER(n[16]),
                       .committed = POINTER(n[17]),
                       .count = POINTER(n[18]),
@@ -165,7 +165,7 @@ static PyObject *py_settle(PyObject *self, PyObject *const *args, Py_ssize_t giv
                       .path_nodes = POINTER(n[22])};
     int64_t *moved = PyMem_Malloc((size_t)s.nodes * 8);
     if (!moved) return PyErr_NoMemory();
-    for (int64_t b = 0; b < n[6] && settle_row(&s, b, moved); b++) {}
+    for (int64_t b = 0; b < n[6] && commit_row(&s, b, moved); b++) {}
     PyMem_Free(moved);
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
@@ -493,7 +493,7 @@ static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 PyMethodDef tree_methods[] = {
-    METHOD(target_inputs), METHOD(plain_inputs),  METHOD(settle),   METHOD(first_level), METHOD(add),
+    METHOD(target_inputs), METHOD(plain_inputs),  METHOD(commit),   METHOD(first_level), METHOD(add),
     METHOD(next_level),    METHOD(level_rows),    METHOD(features), METHOD(draft),       METHOD(newest),
     METHOD(keep_first),    METHOD(chain),         METHOD(rename),   METHOD(take_rows),   METHOD(fuse),
     METHOD(exact_logits),  {NULL, NULL, 0, NULL},
