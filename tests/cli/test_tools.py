@@ -16,12 +16,13 @@ from fake_engine import FakeEngine, local
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
-from draftwing.cli.bench import PROMPTS, Local, load_prompts, measure
+from draftwing.cli.bench import PROMPTS, load_prompts
 from draftwing.cli.chat import in_process
 from draftwing.cli.client import Client, ServerError
 from draftwing.cli.main import main
 from draftwing.cli.sweep import Grid, flags, points
 from draftwing.config.options import Options
+from draftwing.engine.measure import Local, measure
 from draftwing.errors import ConfigError
 from draftwing.server.app import create_app
 from draftwing.server.run import bind

@@ -16,7 +16,7 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.models import gguf
+from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops.attention import FunctionAttend
 
@@ -213,7 +213,7 @@ def test_unknown_architecture_type_and_broken_files(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(CheckpointError, match="has the type I32"):
-        gguf.open_gguf(bad).dequantized("blk.0.attn_norm.weight")
+        open_gguf(bad).dequantized("blk.0.attn_norm.weight")
 
 
 def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
         writer.add_string("x.text", "naïve ☕")
 
     path = write(tmp_path / "m.gguf", "llama", edit=edit)
-    found = gguf.read_metadata(path)
+    found = open_gguf(path).metadata
     fields = {k: v for k, v in gguf_package.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
     assert found.keys() == fields.keys() and len(found) > 15
     for key, field in fields.items():
@@ -236,19 +236,19 @@ def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> gguf.GGUFFile:
-    return gguf.open_gguf(smollm2_path)
+def smollm2(smollm2_path: Path) -> GGUFFile:
+    return open_gguf(smollm2_path)
 
 
-def test_smollm2_values(smollm2: gguf.GGUFFile) -> None:
-    query = smollm2.dequantized("blk.0.attn_q.weight")
+def test_smollm2_values(smollm2: GGUFFile) -> None:
+    query = torch.from_numpy(smollm2.dequantized("blk.0.attn_q.weight"))
     expected = torch.tensor([-0.09631348, 0.15734863, -0.09631348, -0.73046875])
     torch.testing.assert_close(query[0, :4], expected, atol=1e-8, rtol=0)
     assert query.double().sum().item() == pytest.approx(59.22322, abs=1e-4)
     expected = torch.tensor([-0.10654449, 0.03297806, 0.0481987, -0.02283096])
-    torch.testing.assert_close(smollm2.dequantized("token_embd.weight")[0, :4], expected, atol=1e-7, rtol=0)
-    expected = torch.tensor([1.7578125, 1.8203125, 1.78125, 1.6015625])
-    assert torch.equal(smollm2.dequantized("output_norm.weight")[:4], expected)
+    embedding = torch.from_numpy(smollm2.dequantized("token_embd.weight"))
+    torch.testing.assert_close(embedding[0, :4], expected, atol=1e-7, rtol=0)
+    assert smollm2.dequantized("output_norm.weight")[:4].tolist() == [1.7578125, 1.8203125, 1.78125, 1.6015625]
 
 
 @torch.inference_mode()
@@ -264,7 +264,7 @@ def test_smollm2_continues_the_capital_of_france(smollm2_path: Path) -> None:
 
 def test_smollm2_metadata_is_read_quickly(smollm2_path: Path) -> None:
     started = time.process_time()  # of this process alone: other work on the machine does not count
-    metadata = gguf.read_metadata(smollm2_path)
+    metadata = open_gguf(smollm2_path).metadata
     assert time.process_time() - started < 0.5
     assert len(metadata["tokenizer.ggml.tokens"]) == 49152 and len(metadata["tokenizer.ggml.merges"]) == 48900
     assert metadata["tokenizer.ggml.tokens"][:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -11,9 +11,9 @@ from reference import exact_heads
 from reference.checkpoints import Checkpoint, Maker
 from tiny_checkpoint import write_tokenizer
 
-from draftwing.cli.bench import Sample
 from draftwing.cli.main import main
 from draftwing.core import TreeShape
+from draftwing.engine.measure import Sample
 from draftwing.errors import ConfigError
 from draftwing.train import evaluate as module
 from draftwing.train.evaluate import Trial, evaluate, fingerprint, positions, summary

@@ -203,13 +203,14 @@ def run_bench(arguments: dict[str, Any]) -> None:
         else:
             options = Options.from_kwargs(**arguments).resolve()
             from draftwing.engine.engine import Engine
+            from draftwing.engine.measure import Local
 
             with contextlib.closing(Engine(options)) as engine:
-                _run(bench.Local(engine), prompts, params, own["concurrency"], emit)
+                _run(Local(engine), prompts, params, own["concurrency"], emit)
 
 
 def _run(target: Any, prompts: list[str], params: dict[str, Any], concurrency: list[int], emit: Any) -> None:
-    from draftwing.cli.bench import measure
+    from draftwing.engine.measure import measure
 
     ids = [target.encode(prompt) for prompt in prompts]
     target.run(ids[:1], params, 1)  # first use of everything

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftwing.cli.bench import Local, measure
 from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_map_in
 from draftwing.config.fields import flag
 from draftwing.config.options import Options
 from draftwing.config.trees import TREE
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.measure import Local, measure
 from draftwing.errors import ConfigError
 
 Emit = Callable[[dict[str, Any]], None]

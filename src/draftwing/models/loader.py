@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
+from draftwing.gguf_file import open_gguf
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
@@ -43,7 +44,7 @@ def load_config(path: str | Path) -> ModelConfig:
     """The config of a model folder or `.gguf` file, without its weights; raises CheckpointError."""
     path = Path(path)
     if path.suffix == ".gguf":
-        return gguf.model_config(gguf.open_gguf(path))
+        return gguf.model_config(open_gguf(path))
     if not path.is_dir():
         raise CheckpointError(f"expected a model folder or a .gguf file, found neither at {path}")
     config = read_json(path / "config.json")
@@ -73,7 +74,7 @@ def load_model(
     if dummy:
         config, tensors = load_config(path), ()
     elif path.suffix == ".gguf":
-        file = gguf.open_gguf(path)
+        file = open_gguf(path)
         config = gguf.model_config(file)
         tensors = gguf.tensors(file, config, progress)
     else:

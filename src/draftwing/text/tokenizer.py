@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from draftwing.errors import CheckpointError, ConfigError, RequestError
-from draftwing.models.gguf import read_metadata
+from draftwing.gguf_file import open_gguf
 from draftwing.text import gguf_tokenizer
 from draftwing.text.chat_template import ChatTemplate, Message, end_of_turn
 
@@ -148,7 +148,7 @@ def _template_text(template: str | Path) -> str:
 
 
 def _from_gguf(path: Path, override: str | None) -> Tokenizer:
-    metadata = read_metadata(path)
+    metadata = open_gguf(path).metadata
     backend = gguf_tokenizer.build_backend(metadata)
     stop = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
     return Tokenizer(

@@ -14,10 +14,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from draftwing.cli.bench import Local, Sample, measure
 from draftwing.config.options import Options
 from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
+from draftwing.engine.measure import Local, Sample, measure
 from draftwing.errors import ConfigError
 from draftwing.train.files import write_json
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
+from draftwing.gguf_file import open_gguf
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.rope import RopeConfig
 from draftwing.models import gguf
@@ -196,7 +197,7 @@ def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device 
     file."""
     path = Path(path)
     if path.suffix == ".gguf":
-        file = gguf.open_gguf(path)
+        file = open_gguf(path)
         config = gguf.model_config(file)
         tensors = gguf.tensors(file, config, None)
     else:

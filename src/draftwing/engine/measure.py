@@ -1,0 +1,141 @@
+"""Measures throughput, latency and accept length of an engine, or of whatever else answers prompts.
+
+The load is closed: `concurrency` requests run, and each one that ends is followed by the next. Times are those of the
+client, so that of a server they include HTTP, tokenizing and detokenizing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from draftwing.engine.session import Session
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from draftwing.engine.engine import Engine
+
+
+@dataclass
+class Sample:
+    """One answered request. Times are monotonic seconds."""
+
+    start: float
+    first: float = 0.0
+    end: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def seen(self, tokens: int) -> None:
+        """`tokens`: so far."""
+        self.end = time.monotonic()
+        if tokens and not self.tokens:
+            self.first = self.end
+        self.tokens = tokens
+
+
+class Target(Protocol):
+    """What is measured."""
+
+    def encode(self, prompt: str) -> list[int]:
+        """Ids of a conversation with one question."""
+
+    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
+        """Answers all prompts, at most `concurrency` at once."""
+
+    def flush(self) -> None:
+        """Forgets what earlier runs left in caches."""
+
+    def stages(self) -> dict[str, float]:
+        """Mean milliseconds of each stage of a step since the last call; empty where they are not known."""
+
+
+class Local:
+    """An engine of this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = engine.stats()  # as of the last call of `stages`
+
+    def encode(self, prompt: str) -> list[int]:
+        return self._engine.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+    def run(self, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> list[Sample]:
+        checked, running, done = SamplingParams.read(params), dict[str, Sample](), list[Sample]()
+
+        def load() -> Iterator[GenerationRequest]:
+            for prompt in prompts:
+                request = GenerationRequest(uuid.uuid4().hex, prompt, checked)
+                running[request.uid] = Sample(time.monotonic(), prompt_tokens=len(prompt))
+                yield request
+
+        with closing(Session(self._engine).run(load(), concurrency)) as outputs:
+            for output in outputs:
+                sample = running[output.uid]
+                sample.seen(sample.tokens + len(output.token_ids))
+                if output.finish_reason is not None:
+                    sample.meta = self._engine.options.label | output.meta
+                    done.append(running.pop(output.uid))
+        return done
+
+    def flush(self) -> None:
+        self._engine.flush_cache()
+
+    def stages(self) -> dict[str, float]:
+        """The stages are those of decode steps that were measured; `host` is the time between two steps of any kind."""
+        before, now = self._before, self._engine.stats()
+        self._before = now
+        measured = now["staged_steps"] - before["staged_steps"]
+        steps = sum(now["steps"].values()) - sum(before["steps"].values())
+        if not measured:
+            return {}
+        spent = {name: total - before["stage_seconds"][name] for name, total in now["stage_seconds"].items()}
+        host = (now["host_seconds"] - before["host_seconds"]) / steps
+        return {name: seconds / measured * 1e3 for name, seconds in spent.items()} | {"host": host * 1e3}
+
+
+def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> dict[str, Any]:
+    """One record: a run of all prompts after a flush."""
+    target.flush()
+    target.stages()
+    start = time.monotonic()
+    samples = target.run(prompts, params, concurrency)
+    seconds = time.monotonic() - start
+    tokens = sum(sample.tokens for sample in samples)
+    steps, correct, proposed = (
+        sum(sample.meta.get(name, 0) for sample in samples)
+        for name in ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
+    )
+    record = {
+        "concurrency": concurrency,
+        "requests": len(samples),
+        "seconds": seconds,
+        "prompt_tokens": sum(sample.prompt_tokens for sample in samples),
+        "completion_tokens": tokens,
+        "throughput": tokens / seconds,
+        "ttft_ms": _spread([sample.first - sample.start for sample in samples]),
+        "tbt_ms": _spread([(s.end - s.first) / (s.tokens - 1) for s in samples if s.tokens > 1]),
+        "latency_ms": _spread([sample.end - sample.start for sample in samples]),
+        "accept_length": 1 + correct / steps if steps else 1.0,
+        "accept_rate": correct / proposed if proposed else 0.0,
+    }
+    simulated = next((sample.meta["simulated"] for sample in samples if "simulated" in sample.meta), None)
+    record |= {"simulated": simulated} if simulated else {}
+    stages = target.stages()
+    return record | ({"step_ms": stages} if stages else {})
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds: mean, median and 99th percentile."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    worst = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    return {"mean": statistics.fmean(ordered) * 1e3, "p50": statistics.median(ordered) * 1e3, "p99": worst * 1e3}

@@ -1,0 +1,154 @@
+"""The container of a GGUF file: its metadata, and its tensors in float32.
+
+It is read here, for the `gguf` package's reader makes a Python object per token of the vocabulary, which takes seconds.
+That package decodes the quantised blocks. Layout: the GGUF specification of ggml, version 2 and 3, little endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from draftwing.errors import CheckpointError
+
+DECODE_ELEMENTS = 1 << 18  # decoded at once; temporaries fit the cache
+
+MAGIC, STRING, ARRAY = b"GGUF", 8, 9
+SCALARS: dict[int, np.dtype[Any]] = {
+    kind: np.dtype(code)
+    for kind, code in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
+    if code
+}
+
+
+class TensorInfo(NamedTuple):
+    """shape is in row-major order, the reverse of the file's; offset counts from the start of the file."""
+
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """metadata: scalars and strings as Python values, arrays of strings as lists, of numbers as numpy arrays."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    data: npt.NDArray[np.uint8]  # the whole file, mapped
+
+    def dequantized(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor, in its own memory; raises CheckpointError for a type that cannot be decoded."""
+        raw, info = self.raw(name), self.tensors[name]
+        kind = GGMLQuantizationType(info.type_id)
+        out = np.empty((len(raw), info.shape[-1]), np.float32)
+        # Some rows at a time bounds the decoder's temporaries; as one long row, because it loops over groups of rows.
+        step = max(1, DECODE_ELEMENTS // info.shape[-1])
+        try:
+            for start in range(0, len(raw), step):
+                values = dequantize(raw[start : start + step].reshape(1, -1), kind)
+                out[start : start + step] = values.reshape(-1, info.shape[-1])
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{self.path}: {name} has the type {kind.name}, which cannot be dequantised"
+            ) from None
+        return out.reshape(info.shape)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor as it is stored: [rows, bytes per row]"""
+        info = self.tensors[name]
+        try:
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
+        except ValueError:
+            raise CheckpointError(f"{self.path}: {name} has the unknown type {info.type_id}") from None
+        if info.shape[-1] % block:
+            raise CheckpointError(f"{self.path}: rows of {name} should be a multiple of {block}, found {info.shape}")
+        rows, row_bytes = int(np.prod(info.shape[:-1])), info.shape[-1] // block * block_bytes
+        if info.offset + rows * row_bytes > len(self.data):
+            raise CheckpointError(f"{self.path} ends before the data of {name}; it was not fully downloaded")
+        return self.data[info.offset : info.offset + rows * row_bytes].reshape(rows, row_bytes)
+
+
+class _Cursor:
+    """Reads the header's values one after the other."""
+
+    def __init__(self, data: npt.NDArray[np.uint8]) -> None:
+        self.data, self.position = data.data, 0
+
+    def unpack(self, layout: struct.Struct) -> int:
+        (value,) = layout.unpack_from(self.data, self.position)
+        self.position += layout.size
+        return value
+
+    def u32(self) -> int:
+        return self.unpack(_U32)
+
+    def u64(self) -> int:
+        return self.unpack(_U64)
+
+    def string(self) -> str:
+        length = self.u64()
+        start = self.position
+        self.position += length
+        if self.position > len(self.data):
+            raise struct.error("string past the end")
+        return str(self.data[start : self.position], "utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            item, count = self.u32(), self.u64()
+            if item in SCALARS:
+                return self._numbers(SCALARS[item], count)
+            return [self.value(item) for _ in range(count)]
+        if kind not in SCALARS:
+            raise CheckpointError(f"unknown GGUF value type {kind}")
+        return self._numbers(SCALARS[kind], 1)[0].item()
+
+    def _numbers(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        start = self.position
+        self.position += dtype.itemsize * count
+        if self.position > len(self.data):
+            raise struct.error("array past the end")
+        return np.frombuffer(self.data[start : self.position], dtype).copy()
+
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Maps the file and reads its header; raises CheckpointError when it is not GGUF version 2 or 3."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"expected a GGUF file, found none at {path}")
+    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    cursor = _Cursor(data)
+    if bytes(data[:4]) != MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file: it starts with {bytes(data[:4])!r}")
+    try:
+        cursor.position = 4
+        version = cursor.u32()
+        if version not in (2, 3):
+            raise CheckpointError(f"{path}: expected little-endian GGUF version 2 or 3, found {version}")
+        tensor_count, entry_count = cursor.u64(), cursor.u64()
+        metadata = {cursor.string(): cursor.value(cursor.u32()) for _ in range(entry_count)}
+        infos = {}
+        for _ in range(tensor_count):
+            name = cursor.string()
+            shape = tuple(cursor.u64() for _ in range(cursor.u32()))[::-1]
+            infos[name] = TensorInfo(shape, cursor.u32(), cursor.u64())
+    except struct.error:
+        raise CheckpointError(f"{path} ends within its header; it was not fully downloaded") from None
+    align = metadata.get("general.alignment", 32)
+    start = -(-cursor.position // align) * align  # tensor data begins at the next multiple of the alignment
+    tensors = {name: info._replace(offset=start + info.offset) for name, info in infos.items()}
+    return GGUFFile(path, metadata, tensors, data)
