@@ -10,22 +10,20 @@ import importlib.util
 import json
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fake_engine import FakeEngine
+from reference.learnable import write_target
 from safetensors.torch import load_file, save_file
 from scripted import serving
 from tiny_checkpoint import write_checkpoint
-from torch import nn
 
 from draftwing import LLM, Completion
-from draftwing.layers.linear_ops import base, formats
+from draftwing.layers.linear_ops import formats
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -96,14 +94,15 @@ def test_contributing_add_a_drafter(model: str, tmp_path: Path, monkeypatch: pyt
     assert drafted.meta_info["spec_num_proposed_drafts"] > 0
 
 
-def test_contributing_add_a_weight_format(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contributing_add_a_weight_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint in 8 bits and one multiplied out: the text is the same."""
     code, line = blocks("Add a weight format")
-    names = {name: getattr(base, name) for name in ("LinearOp", "ParamSlice", "WeightFormat")}
-    module = names | {"F": F, "nn": nn, "torch": torch, "dataclass": dataclass, "__name__": "int8_rows"}
-    exec("from __future__ import annotations\n" + code, module)
-    exec(line, module)
-    for name, make in module["FORMATS"].items():
+    model = str(write_target(tmp_path / "model"))
+    (tmp_path / "int8_rows.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = dict(vars(importlib.import_module("int8_rows")))
+    exec(line, found)
+    for name, make in found["FORMATS"].items():
         monkeypatch.setitem(formats.FORMATS, name, make)
     stored: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
@@ -124,11 +123,9 @@ def test_contributing_add_a_weight_format(model: str, tmp_path: Path, monkeypatc
             config["quantization_config"] = {"quant_method": "int8_rows"}
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
         texts.append(answer(str(tmp_path / folder)).token_ids)
-    assert texts[0] == texts[1] and len(set(texts[0])) > 1
+    assert texts[0] == texts[1] and len(set(texts[0])) > 10
 
 
 def test_they_are_short() -> None:
-    files = sorted(EXAMPLES.glob("*.py"))
-    assert len(files) == 5
-    for file in files:
+    for file in EXAMPLES.glob("*.py"):
         assert len(file.read_text(encoding="utf8").splitlines()) < 60, file

@@ -27,7 +27,10 @@ def import_attribute(name: str, option: str) -> Any:
         for part in attribute.split("."):
             value = getattr(value, part)
     except Exception as error:  # whatever importing somebody's module raises
-        raise ConfigError(f"{option} {name}: cannot be loaded: {type(error).__name__}: {error}") from error
+        file, hint = module.partition(".")[0], ""
+        if isinstance(error, ModuleNotFoundError) and error.name == file:
+            hint = f". Put {file}.py into the working folder, or its folder on PYTHONPATH"
+        raise ConfigError(f"{option} {name}: cannot be loaded: {type(error).__name__}: {error}{hint}") from error
     finally:
         if added:
             sys.path.remove(here)

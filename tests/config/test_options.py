@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from draftwing.config.drafters import NAMES
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 
@@ -17,8 +18,7 @@ from draftwing.errors import ConfigError
     [
         (
             {"speculative_algorithm": "magic"},
-            "must be one of none, NGRAM, STANDALONE, EAGLE, EAGLE3, NEXTN, or module:Class of a drafter of your own; "
-            "found 'magic'",
+            f"must be one of {', '.join(NAMES)}, or module:Class of a drafter of your own; found 'magic'",
         ),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, "at least 2; found 1"),
         ({"port": 65536}, "port must be at most 65535; found 65536"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from reference.learnable import ENGINE, prompts, write_target
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_checkpoint
 from torch import Tensor, nn
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from draftwing import LLM, SamplingParams
 from draftwing.errors import CheckpointError
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import LinearOp, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import FORMATS
 from draftwing.models.loader import load_config, load_model
 from draftwing.models.weight_map import checkpoint_tensors
 from draftwing.ops import make_ops
+from draftwing.ops.torch.layer_ops import LayerOps
 
 CPU = torch.device("cpu")
 
@@ -52,21 +53,22 @@ class Int8RowsOp(LinearOp):
         super().__init__(layer)
         self.dtype = dtype
 
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
-    ) -> Tensor:
-        y = F.linear(x, self.dense_weight(), bias)
-        return y if residual is None else y + residual
-
     def dense_weight(self) -> Tensor:
         return (self.layer.weight.float() * self.layer.weight_scale.unsqueeze(1)).to(self.dtype)
+
+
+class KeepsInt8(Int8RowsOp):
+    """Multiplies out in every call, in serving too."""
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        return self
 
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A checkpoint in 8 bits, and one with the same weights in float32."""
     monkeypatch.setitem(FORMATS, "int8_rows", Int8Rows.from_config)
-    eight, wide = (write_checkpoint(tmp_path / name, seed=3) for name in ("eight", "wide"))
+    eight, wide = (write_target(tmp_path / name) for name in ("eight", "wide"))
     stored, same = load_file(wide / "model.safetensors"), {}
     for name, weight in list(stored.items()):
         same[name] = weight
@@ -87,15 +89,35 @@ def configure(folder: Path, **quantization: Any) -> None:
 
 
 def test_it_serves_the_text_of_the_same_weights(checkpoints: tuple[Path, Path]) -> None:
-    prompts, answers = ["once upon a time", "abcabcabcabc"], []
-    for folder, algorithm in ((checkpoints[1], None), (checkpoints[0], None), (checkpoints[0], "NGRAM")):
-        params = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
-        with LLM(str(folder), dtype="float32", speculative_algorithm=algorithm, max_total_tokens=512) as llm:
-            answers.append([done.token_ids for done in llm.generate(prompts, params)])
-    assert answers[0] == answers[1] == answers[2] and all(len(ids) == 12 for ids in answers[0])
+    params, answers = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True), []
+    for folder, algorithm in ((checkpoints[1], "none"), (checkpoints[0], "none"), (checkpoints[0], "NGRAM")):
+        with LLM(str(folder), **ENGINE, speculative_algorithm=algorithm) as llm:
+            answers.append([done.token_ids for done in llm.generate(prompts(4, seed=1), params)])
+    assert answers[0] == answers[1] == answers[2]
+    assert all(len(set(ids)) > 4 for ids in answers[0])  # texts that could differ
 
 
-def test_its_tensors_go_where_it_wants_them(checkpoints: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    """Of what a format is packed to if it says nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(1536, 64, False, dtype, CPU, Int8Rows())
+    linear.weight.copy_(torch.randint(-127, 128, linear.weight.shape, generator=generator))
+    linear.weight_scale.fill_(0.01)
+    x = torch.randn(9, 1536, generator=generator).to(dtype)
+    exact = x.double() @ linear.dense_weight().double().T
+    linear.pack(make_ops(CPU))
+    assert [name for name, _ in linear.named_parameters()] in ([], ["weight"])
+    torch.testing.assert_close(linear(x).double(), exact, rtol=0.01, atol=0.01 * float(exact.std()))
+    for rows in (1, 2, 3, 8):
+        assert torch.equal(linear(x[:rows]), linear(x)[:rows])
+
+
+@pytest.mark.parametrize("op", [Int8RowsOp, KeepsInt8])
+def test_its_tensors_go_where_it_wants_them(
+    checkpoints: tuple[Path, Path], op: type[Int8RowsOp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.Int8RowsOp", op)
     eight, wide = (load_model(path, torch.float32, "cpu") for path in checkpoints)
     stored = load_file(checkpoints[0] / "model.safetensors")
     qkv = eight.layers[1].attention.qkv
@@ -136,9 +158,14 @@ def test_what_it_does_not_take_is_refused(checkpoints: tuple[Path, Path]) -> Non
 
 
 @pytest.mark.parametrize("quantization", [{"quant_method": "fp8"}, {}, "awq", {"quant_method": None}])
-def test_formats_that_nobody_has_added_are_refused(tmp_path: Path, quantization: Any) -> None:
+def test_formats_that_nobody_has_added_are_refused(
+    tmp_path: Path, quantization: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_checkpoint(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    with pytest.raises(CheckpointError, match=r"config of Qwen2ForCausalLM: quantization_config = .* is not supported"):
+    with pytest.raises(CheckpointError, match=r"not supported: expected none, found .* Take the model's"):
+        load_config(folder)
+    monkeypatch.setitem(FORMATS, "int8_rows", Int8Rows.from_config)
+    with pytest.raises(CheckpointError, match="expected none or quant_method 'int8_rows', found "):
         load_config(folder)

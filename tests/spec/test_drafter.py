@@ -89,7 +89,7 @@ def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[in
     seen: list[tuple[int, bool]] = []
 
     class Watching(example.PairLookup):  # type: ignore[misc]
-        aux_hidden = (0,)  # the embedding
+        aux_layers = (0,)  # the embedding
 
         @classmethod
         def build(cls, context: DraftContext) -> Watching:
@@ -181,11 +181,17 @@ class WithModel(Odd):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("nowhere:Drafter", "speculative_algorithm nowhere:Drafter: cannot be loaded: ModuleNotFoundError"),
+        (
+            "nowhere:Drafter",
+            "No module named 'nowhere'. Put nowhere.py into the working folder, or its folder on PYTHONPATH",
+        ),
         ("json:Drafter", "speculative_algorithm json:Drafter: cannot be loaded: AttributeError"),
         ("json:", "expected module:attribute, found 'json:'"),
-        ("json:dumps", "expected a class derived from draftwing.Drafter, found function"),
-        ("json:JSONDecoder", "expected a class derived from draftwing.Drafter, found a class without these"),
+        ("json:dumps", "expected a class derived from draftwing.Drafter, found a function"),
+        (
+            "json:JSONDecoder",
+            "expected a class derived from draftwing.Drafter, found the class JSONDecoder, which is not",
+        ),
         ("draftwing:Drafter", "the class has to define propose"),
         (Unfinished, "Unfinished: the class has to define propose"),
         (Odd, "num_steps, topk and num_draft_tokens: expected"),

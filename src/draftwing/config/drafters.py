@@ -167,7 +167,7 @@ def head_drafter(kind: str) -> DrafterSpec:
 def _own(found: Any, name: str) -> DrafterSpec:
     """What a user's class says of itself; see `draftwing.Drafter`, which this cannot import."""
     if not (isinstance(found, type) and hasattr(found, "build") and hasattr(found, "num_draft_tokens")):
-        what = f"a class without these ({found.__name__})" if isinstance(found, type) else type(found).__name__
+        what = f"the class {found.__name__}, which is not" if isinstance(found, type) else f"a {type(found).__name__}"
         raise ConfigError(f"{_OPTION} {name}: expected a class derived from draftwing.Drafter, found {what}")
     cls: Any = found
     missing = sorted(getattr(cls, "__abstractmethods__", ()))

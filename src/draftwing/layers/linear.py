@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
+from draftwing.layers.linear_ops.dense import pack_dense
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
@@ -41,7 +42,8 @@ class Linear(nn.Module):
         the device has no GEMM for."""
         if not self._packed:
             self._ops, self._packed = ops, True
-            self.op = self.op.packed(ops, mode or PackMode())
+            mode = mode or PackMode()
+            self.op = self.op.packed(ops, mode) or pack_dense(self, ops, mode)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """x [M, in_features], residual [M, out_features] -> [M, out_features].

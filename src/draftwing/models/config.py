@@ -16,7 +16,7 @@ import torch
 from draftwing.errors import CheckpointError
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear_ops.base import WeightFormat
-from draftwing.layers.linear_ops.formats import DENSE, weight_format
+from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import RopeConfig
 
 
@@ -278,10 +278,14 @@ def _weight_format(config: Mapping[str, Any], name: str) -> WeightFormat:
     quantization = config.get("quantization_config")
     if quantization is None:
         return DENSE
-    found = weight_format(quantization)
-    if found is None:
-        raise _refused("quantization_config", quantization, name)
-    return found
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if method not in FORMATS:
+        raise CheckpointError(
+            f"{_refused('quantization_config', quantization, name)}: expected "
+            f"{' or '.join(('none', *(f'quant_method {known!r}' for known in FORMATS)))}, found {method!r}. Take the "
+            "model's checkpoint that is not quantised, or a .gguf file, which is dequantised when it is loaded"
+        )
+    return FORMATS[method](quantization)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -66,7 +66,8 @@ class Drafter(ABC):
     """
 
     # Facts that options are checked with: the tree where the user asks for none, all that fits where num_draft_tokens
-    # (the root included) is None; and further options of speculation that the class reads of its context.
+    # (the root included) is None; and further options of speculation that the class reads of its context. A drafter of
+    # `config.drafters.DRAFTERS` is not asked for them, nor its `build` called: its row says all that.
     num_steps: int = 3
     topk: int = 1
     num_draft_tokens: int | None = None

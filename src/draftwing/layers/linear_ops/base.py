@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
@@ -36,7 +37,10 @@ class PackMode(NamedTuple):
 
 
 class LinearOp:
-    """The GEMM of one `Linear`, whose parameters it reads. As made it serves training and tests; `packed`, serving."""
+    """The GEMM of one `Linear`, whose parameters it reads. As made it serves training and tests; `packed`, serving.
+
+    `dense_weight` is all that one has to write; the rest is there to be overridden by what is faster.
+    """
 
     few_rows: FewRowsGemm | None = None  # what calls of several operations in one are told of it (`ops.whole_layers`)
 
@@ -46,11 +50,13 @@ class LinearOp:
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
-        """x [M, in] @ weight^T + bias [out] + residual [M, out] -> [M, out].
+        """x [M, in] @ weight^T + bias [out] + residual [M, out] -> [M, out]. Here in plain torch, with gradients.
 
-        overwrite: the result may be written into `residual`.
+        overwrite: the result may be written into `residual`.  Once packed, a row must have the same bits in any batch,
+        or speculation changes the text; plain torch does not keep to that.
         """
-        raise NotImplementedError
+        y = F.linear(x, self.dense_weight(), bias)
+        return y if residual is None else y + residual
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """silu(gate) * up [M, out / 2] of a weight whose first half makes the gates, or None: then the caller does it
@@ -67,12 +73,12 @@ class LinearOp:
 
     def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
         """hidden [..., in], ids [..., K] -> the outputs `ids` summed in float32, [..., K] float32."""
-        return (self.rows(ids).float() * hidden.unsqueeze(-2).float()).sum(-1)
+        return ops.exact_logits(hidden, self.dense_weight(), ids)
 
-    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
-        """The operation for inference on this device; it may drop the layer's parameters. Raises ConfigError for
-        a mode that it cannot keep to."""
-        return self
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
+        """The operation for inference on this device, which may drop the layer's parameters; raises ConfigError for a
+        mode that it cannot keep to. None: the fastest of those for dense weights, with `dense_weight` as of now."""
+        return None
 
 
 class WeightFormat:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
@@ -39,25 +38,17 @@ class DenseFormat(WeightFormat):
 class Dense(LinearOp):
     """In plain torch, with gradients."""
 
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
-    ) -> Tensor:
-        y = F.linear(x, self.layer.weight, bias)
-        return y if residual is None else y + residual
-
     def dense_weight(self) -> Tensor:
         return self.layer.weight
 
-    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
-        return ops.exact_logits(hidden, self.layer.weight, ids)
 
-    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
-        return choose_linear_op(self.layer, ops, mode)
-
-
-def choose_linear_op(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
-    """The fastest operation that this device has for a dense weight."""
-    weight = layer.weight
+def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
+    """The fastest operation that this device has for the layer's weight, which becomes a dense one."""
+    weight = layer.op.dense_weight()
+    if not isinstance(layer.op, Dense):
+        for name in [name for name, _ in layer.named_parameters() if name != "bias"]:
+            delattr(layer, name)
+        layer.weight = nn.Parameter(weight, False)
     gemm = ops.small_m_gemm(weight)
     if gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
         raise ConfigError(
@@ -129,6 +120,3 @@ class OneDnn(LinearOp):
 
     def dense_weight(self) -> Tensor:
         return self.layer.weight if self._keeps_weight else self._packed.to_dense()
-
-    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
-        return ops.exact_logits(hidden, self.dense_weight(), ids)

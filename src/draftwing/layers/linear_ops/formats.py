@@ -13,9 +13,3 @@ DENSE = DenseFormat()
 # `quant_method` of a checkpoint's `quantization_config` -> the format that it describes; raises CheckpointError for
 # settings that are not served. A new format is a line here.
 FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {}
-
-
-def weight_format(config: Any) -> WeightFormat | None:
-    """The format that a `quantization_config` asks for, None where it is none that is served."""
-    make = FORMATS.get(str(config.get("quant_method"))) if isinstance(config, Mapping) else None
-    return None if make is None else make(config)
