@@ -76,7 +76,7 @@ class Drafter(ABC):
     aux_layers: tuple[int, ...] = ()  # layers of the target whose hidden states `extend` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
     kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
-    tail: int = 0  # page-table entries past the end of a prompt that observing its last chunk may write
+    tail: int = 0  # page-table entries past the end of a prompt that extending by its last chunk may write
     initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result tells it
     fixed_confidence: bool = True  # whether that is what it always is, so that `confidence` need not be called
 
