@@ -151,8 +151,10 @@ class LLM:
         name = f"prompts[{index}]"
         if isinstance(prompt, str):
             ids = self.engine.tokenizer.encode(check_text(prompt, name))
-        elif isinstance(prompt, Sequence) and all(isinstance(t, Integral) and not isinstance(t, bool) for t in prompt):
-            ids = [int(t) for t in prompt]
+        elif isinstance(prompt, Sequence) and all(
+            issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))
+        ):
+            ids = list(map(int, prompt))
         else:
             raise RequestError(f"{name} must be a string or a list of token ids; found {show(prompt)}", name)
         if not ids:
@@ -166,7 +168,7 @@ class LLM:
             raise RuntimeError("this LLM is closed")
         like, context = _checked_wishes(self.engine, wishes), self.engine.info.context_length
         asked = [
-            like.replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
+            like._replace(prompt_ids=ids, params=wanted if given else wanted.fit(context - len(ids)))
             for ids, (wanted, given) in zip(prompts, params, strict=True)
         ]
         answers = self._session.prepare(asked, wishes.get("speculative"))

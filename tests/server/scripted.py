@@ -55,7 +55,7 @@ class ScriptedEngine(FakeEngine):
         request = self.info.admit(request)
         self.requests.append(request)
         said = self.tokenizer.encode(self.script, add_special_tokens=False)
-        self._inbox.put(request.replace(prompt_ids=said))
+        self._inbox.put(request._replace(prompt_ids=said))
 
     @property
     def prompt(self) -> str:

@@ -3,7 +3,7 @@ asking the engine's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -93,11 +93,11 @@ class EngineInfo:
         self._check_edits(request, stop_ids)
         self._check_logprobs(request)
         self._check_drafts(request)
-        return request.replace(terms=Terms(wanted, stop_ids))
+        return request._replace(terms=Terms(wanted, stop_ids))
 
     def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:
         params = request.params
-        self._check_ids((token for token, _ in params.logit_bias), "logit_bias")
+        self._check_ids([token for token, _ in params.logit_bias], "logit_bias")
         self._check_ids(params.allowed_token_ids, "allowed_token_ids")
         if params.min_new_tokens and params.allowed_token_ids and stop_ids >= set(params.allowed_token_ids):
             raise RequestError(
@@ -151,7 +151,7 @@ class EngineInfo:
                 )
             self._check_ids(request.prediction, "prediction")
 
-    def _check_ids(self, ids: Iterable[int], param: str) -> None:
-        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
+    def _check_ids(self, ids: Collection[int], param: str) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
             raise RequestError(f"token id {bad} in {param} is outside of the vocabulary [0, {self.vocab_size})", param)

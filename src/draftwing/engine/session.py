@@ -6,8 +6,8 @@ their own thread by a `Session`.
 
 from __future__ import annotations
 
+import os
 import random
-import uuid
 from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -38,9 +38,10 @@ def prepare(
     for request in asked:
         if request.params.bad_words:
             bad_word_ids(tokenizer, request.params.bad_words)  # refuses
+        admitted = info.admit(request._replace(limits=found.limits) if found.limits is not None else request)
         for params in request.params.answers(draw):
-            one = request.replace(uid=uuid.uuid4().hex, params=params, limits=found.limits)
-            answers.append(Answer(info.admit(one), tokenizer, len(answers), info.options.label, told))
+            one = admitted._replace(uid=os.urandom(16).hex(), params=params)
+            answers.append(Answer(one, tokenizer, len(answers), info.options.label, told))
     return answers
 
 

@@ -4,7 +4,7 @@ probabilities, drafts no larger than wanted, and a text that the answer is expec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text, show
@@ -86,10 +86,6 @@ class GenerationRequest(NamedTuple):
     prediction: tuple[int, ...] = ()
     name: str = ""
     terms: Terms | None = None
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with other values."""
-        return self._replace(**changes)
 
 
 class Speculation(NamedTuple):

@@ -113,9 +113,9 @@ class Service:
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
         if predicted:
             shared["prediction"] = tuple((await self.tokenize([predicted], add_special_tokens=False))[0])
-        asked = [request.replace(name=request.name or id, **shared) for request in requests]
+        asked = [request._replace(name=request.name or id, **shared) for request in requests]
         if body.length is None:
-            asked = [one.replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked]
+            asked = [one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked]
         try:
             answers = prepare(info, self.tokenizer, asked, body.speculative, self._draw)
         except RequestError as error:
