@@ -82,7 +82,7 @@ def make_batch(
 
 
 def among_others(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Page tables [B, P] as rows of a slot table, in another order and with room: the rows' numbers, and all of it."""
+    """Page tables [B, P] as rows of a row table, in another order and with room: the rows' numbers, and all of it."""
     size, width = table.shape
     rows = torch.arange(size, 0, -1)
     whole = torch.full((size + 2, width + 9), 1 << 40)  # a slot that nobody may read

@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Table(NamedTuple):
-    """Sampling parameters as the slot table keeps them; the last row is the dummy of padding."""
+    """Sampling parameters as the row table keeps them; the last row is the dummy of padding."""
 
     seed: Tensor
     floats: Tensor  # temperature, top_p, min_p

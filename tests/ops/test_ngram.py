@@ -46,7 +46,7 @@ def small_chunks(ops: TorchOps, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Slots(NamedTuple):
-    """What is read of the slot table."""
+    """What is read of the row table."""
 
     tokens: Tensor
     kv_len: Tensor
@@ -62,7 +62,7 @@ def slots_on(device: torch.device, rows: int, context: int) -> Slots:
 
 
 class Pair:
-    """Torch's index and another, with a slot table each, shown the same."""
+    """Torch's index and another, with a row table each, shown the same."""
 
     def __init__(self, ops: TorchOps, rows: int, context: int, **options: int) -> None:
         self.rows, self.context = rows, context

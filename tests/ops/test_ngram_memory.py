@@ -20,7 +20,7 @@ class Stretch:
 
 
 class World:
-    """A slot table's worth of histories, a memory fed from them, and the lists to check it against."""
+    """A row table's worth of histories, a memory fed from them, and the lists to check it against."""
 
     def __init__(self, rows: int, capacity: int, vocab: int, seed: int, min_window: int = 2) -> None:
         self.rng = random.Random(seed)

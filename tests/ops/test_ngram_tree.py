@@ -19,7 +19,7 @@ Path = tuple[int, ...]
 
 
 class LastTokens(NamedTuple):
-    """What is read of the slot table."""
+    """What is read of the row table."""
 
     last: Tensor
 

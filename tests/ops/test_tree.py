@@ -1,5 +1,5 @@
 """A tree step between its forwards against a walk in plain Python: geometry and inputs, what is accepted, and what
-becomes of the slot table."""
+becomes of the row table."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RandomTree:
 
 
 class World(NamedTuple):
-    """A slot table with garbage everywhere, and what it holds as lists."""
+    """A row table with garbage everywhere, and what it holds as lists."""
 
     slots: RowTable
     table: list[list[int]]

@@ -107,7 +107,7 @@ def make_case(
     chain: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Random trees of up to `nodes` nodes with dead ones; the last batch row is the slot table's dummy."""
+    """Random trees of up to `nodes` nodes with dead ones; the last batch row is the row table's dummy."""
     rng = torch.Generator().manual_seed(seed)
     batch, (q_heads, kv_heads) = len(lengths), heads
     longest = max(lengths) + nodes + 7

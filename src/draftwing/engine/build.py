@@ -115,7 +115,7 @@ def assemble(
     if wanted > config.max_positions:
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
-    room = max_commit + max_span + 1  # past the context, in a row of the slot table
+    room = max_commit + max_span + 1  # past the context, in a row of the row table
     rig = Rig(model, drafter, [*layers, *draft_layers], policy.menu, dtype, device)
     pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
     if not options.max_total_tokens:  # more could only ever cache prefixes

@@ -1,4 +1,4 @@
-"""What operations take and give: trees of drafts, what is committed of them, rows of the slot table."""
+"""What operations take and give: trees of drafts, what is committed of them, rows of the row table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwing.core import IntArray, TreeShape
 
-# -- the slot table ---------------------------------------------------------------------------------------------------
+# -- the row table -----------------------------------------------------------------------------------------------------
 
 
 class RowTensors(Protocol):
@@ -126,7 +126,7 @@ class AcceptedPath(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What `TreeOps.commit` has written to the slot table."""
+    """What `TreeOps.commit` has written to the row table."""
 
     packed: Tensor  # [B, 2 + (D + 1) + N + N] int64: confidence, count, tokens, order, depth of the nodes; see `unpack`
     tokens: Tensor  # [B, D + 1] int64: the accepted drafts and the target's token after them; 0 past count
@@ -169,7 +169,7 @@ def unpack(packed: IntArray, shape: TreeShape) -> Unpacked:
 
 
 class First(NamedTuple):
-    """What expansion starts from, kept with the rows of the slot table: the root's best continuations and its
+    """What expansion starts from, kept with the rows of the row table: the root's best continuations and its
     output."""
 
     ids: Tensor  # [R + 1, topk] int64

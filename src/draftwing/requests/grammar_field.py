@@ -89,8 +89,8 @@ def _format_refusal(error: ValidationError, value: Any, names: Names) -> Request
     unions = ("dict[str,any]", "bool")  # how pydantic calls alternatives
     inner = [str(part)[:80] for part in path if part not in unions]
     name = ".".join([names["response_format"], *inner])
-    known = first["type"] != "extra_forbidden"
-    return RequestError(f"{name}: {first['msg']}" if known else f"{name!r} is not a known field", name)
+    told = {"extra_forbidden": f"{name!r} is not a known field", "missing": f"{name} is missing"}
+    return RequestError(told.get(first["type"], f"{name}: {first['msg']}"), name)
 
 
 def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:

@@ -74,21 +74,29 @@ def _distinct(pairs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], 
     return tuple(found)
 
 
+def _or_one(schema: dict[str, Any]) -> None:
+    """Documents that a text may stand for a list of one."""
+    several = {key: schema.pop(key) for key in ("type", "items", "maxItems")}
+    schema["anyOf"] = [several["items"], several]
+
+
 TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_listed)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Texts = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(_listed),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
-]
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
     tuple[tuple[TokenId, Bias], ...],
     BeforeValidator(_pairs),
     Field(max_length=MAX_BIASES),
     AfterValidator(_distinct),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        }
+    ),
 ]
 
 
@@ -121,7 +129,7 @@ class SamplingParams(BaseModel):
     sampling_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
         None, description="the same seed gives the same answer"
     )
-    stop: Texts = Field((), max_length=MAX_STOPS, description="texts that end the answer")
+    stop: Texts = Field((), max_length=MAX_STOPS, description="texts that end the answer", json_schema_extra=_or_one)
     stop_token_ids: TokenIds = Field((), max_length=MAX_STOPS, description="token ids that end the answer")
     min_new_tokens: int = Field(0, ge=0, le=_INT32, description="no token id ends the answer before this many tokens")
     ignore_eos: bool = Field(False, description="go on past the model's end-of-text token")
@@ -136,9 +144,14 @@ class SamplingParams(BaseModel):
     )
     logit_bias: Biases = Field((), description=f"added to the logits of these token ids; at most {MAX_BIASES}")
     allowed_token_ids: TokenIds = Field((), min_length=1, description="only these token ids may be generated")
-    bad_words: Texts = Field((), max_length=MAX_BAD_WORDS, description="texts that must not be generated")
+    bad_words: Texts = Field(
+        (), max_length=MAX_BAD_WORDS, description="texts that must not be generated", json_schema_extra=_or_one
+    )
     stop_regex: Annotated[Texts, AfterValidator(_compiled)] = Field(
-        (), max_length=MAX_STOPS, description="regular expressions; a match ends the answer"
+        (),
+        max_length=MAX_STOPS,
+        description="regular expressions; a match ends the answer",
+        json_schema_extra=_or_one,
     )
     grammar: InstanceOf[Grammar] | None = None  # made of the field that was given
     logits_processor: InstanceOf[LogitsProcessorSpec] | None = None

@@ -69,7 +69,7 @@ class EditTable:
     def __init__(
         self, rows: int, vocab: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy
     ) -> None:
-        """rows: R + 1, the rows of the slot table with its dummy; vocab: V, the width of the logits; upload: how [n]
+        """rows: R + 1, the rows of the row table with its dummy; vocab: V, the width of the logits; upload: how [n]
         int64 get from the host to the device, `Device.upload` where the host must not wait for the copy."""
         self.vocab, self.device, self._upload = vocab, device, upload
 

@@ -199,8 +199,9 @@ def template_tool(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": inner}
 
 
-def checked_functions(functions: Sequence[tuple[Function, str]]) -> list[Function]:
-    """Raises RequestError for functions that cannot be offered. Each comes with the field that holds it."""
+def checked_functions(functions: Sequence[tuple[Function, str]], schema: str = "parameters") -> list[Function]:
+    """Raises RequestError for functions that cannot be offered. Each comes with the field that holds it; schema: what
+    the dialect calls the schema of its parameters."""
     if len(functions) > MOST_TOOLS:
         raise RequestError(f"tools takes at most {MOST_TOOLS} functions; found {len(functions)}", "tools")
     seen: set[str] = set()
@@ -213,7 +214,7 @@ def checked_functions(functions: Sequence[tuple[Function, str]]) -> list[Functio
             raise RequestError(f"{name}: there are two functions {show(function.name)}", name)
         seen.add(function.name)
         if function.schema["type"] != "object":
-            raise RequestError(f"{where}.parameters must be the schema of an object", f"{where}.parameters")
+            raise RequestError(f"{where}.{schema} must be the schema of an object", f"{where}.{schema}")
     return [function for function, _ in functions]
 
 

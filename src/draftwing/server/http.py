@@ -144,17 +144,22 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)) from None
 
 
+_EXPECTED = "Input should be "  # how pydantic begins to say what would do
+
+
 def _refusal(errors: list[Any]) -> RequestError:
     first = errors[0]["loc"]
-    named = {"extra_forbidden": "is not a known field", "not_built": errors[0]["msg"]}.get(errors[0]["type"])
-    if named is not None:
+    told = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": errors[0]["msg"]}
+    if errors[0]["type"] in told:
         name = _dotted(first)
-        return RequestError(f"{name} {named}", name)
+        return RequestError(f"{name} {told[errors[0]['type']]}", name)
     # A union gives an error for each of its members: their common path is the field, together they say what is allowed.
     same = [error for error in errors if error["loc"][:1] == first[:1]]
     name = _dotted(first[: sum(len({error["loc"][: i + 1] for error in same}) == 1 for i in range(len(first)))])
-    expected = "; or ".join(list(dict.fromkeys(error["msg"] for error in same))[:4])
-    return RequestError(f"{name or 'the body'}: {expected}", name or "body")
+    field, messages = name or "the body", list(dict.fromkeys(error["msg"] for error in same))[:4]
+    expected = [message.removeprefix(_EXPECTED) for message in messages if message.startswith(_EXPECTED)]
+    message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
+    return RequestError(message, name or "body")
 
 
 def _dotted(path: tuple[int | str, ...]) -> str:

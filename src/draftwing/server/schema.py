@@ -85,10 +85,12 @@ class _Sampled:
 
     def __call__(self, schema: dict[str, Any]) -> None:
         described = {key: value for key, value in field_schemas()[self.name].items() if key != "default"}
-        if not self.required:
-            about = {"description": described.pop("description")} if "description" in described else {}
-            described = {"anyOf": [*described.get("anyOf", [described]), {"type": "null"}], **about}
-        schema.update(described)
+        about = {"description": described.pop("description")} if "description" in described else {}
+        if self.name == "max_new_tokens":
+            about = {"description": "most tokens of the answer"}  # what null is, every dialect says for itself
+        kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
+        kinds += [] if self.required else [{"type": "null"}]
+        schema.update({"anyOf": kinds} if len(kinds) > 1 else kinds[0], **about)
 
 
 def sampled(name: str, required: bool = False) -> Any:

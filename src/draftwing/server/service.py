@@ -83,7 +83,7 @@ class Service:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         ids = await self.tokenize(texts) if texts else [prompt for prompt in prompts if isinstance(prompt, list)]
         if not all(ids):
-            raise RequestError(f"{field} gives no tokens", field)
+            raise RequestError(f"{field} must have at least one token; found a text that has none", field)
         return ids, batched
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:

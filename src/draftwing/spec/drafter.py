@@ -30,7 +30,7 @@ class DraftContext:
     """What there is to know when a drafter is made.
 
     options: resolved.  target: loaded and packed.  shape: the largest tree that will be asked for.
-    rows: of the slot table, its last one a dummy.  dtype: of weights and KV.  ops: of the device.
+    rows: of the row table, its last one a dummy.  dtype: of weights and KV.  ops: of the device.
     draft_path: of the model that drafts, the target's own where none is given.
     token_ids [n] int64: tokens of the target that may be drafted, None for all.
     load_model: loads a language model from a folder or file, on the device.

@@ -28,7 +28,7 @@ class ModelDrafter(Drafter):
     max_lookahead = 1  # of a head
 
     def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
-        """rows: those of the slot table, its dummy included; topk: the largest of any shape that will be asked for."""
+        """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
         device = ops.device
         assert 0 <= head.lookahead <= self.max_lookahead
         self.head, self.topk, self.ops = head, topk, ops

@@ -6,7 +6,7 @@ The text is x_0 .. x_T, the target's features f_0 .. f_{T-1} are known (kv_len =
   The text has tokens for the rows [0, T - j) of layer j; that is why lookahead is n.
 - A step that takes the text from T to T + count has the tokens x_{T+1} .. x_{T+count} for the rows T - j .. of layer
   j: the same tokens for every layer, j rows further back, with features of which the first j come from steps before.
-  The last n - 1 features are therefore kept with the slot table's row.
+  The last n - 1 features are therefore kept with the row table's row.
 - A prompt's chunk gives every layer the chunk's own rows, for the tokens to come are mostly known; the last chunk goes
   back to row T - 1 - j, whose token was sampled only now. Matches leave n tokens to compute, so that row belongs to
   this request and its feature was kept. (Going back at every chunk would need features before the match.)

@@ -30,7 +30,7 @@ class NGramDrafter(Drafter):
         branch_length: int = 18,
         capacity: int = 10_000_000,
     ) -> None:
-        """rows: R + 1, the rows of the slot table with its dummy. A match has min_window to max_window tokens (longer
+        """rows: R + 1, the rows of the row table with its dummy. A match has min_window to max_window tokens (longer
         ones count as max_window); a node has min_breadth to max_breadth children at most; branch_length: tokens of a
         continuation; capacity: tokens of the shared memory's log."""
         if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:

@@ -39,7 +39,7 @@ class PredictedOutput:
     def __init__(
         self, rows: int, length: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy
     ) -> None:
-        """rows: R + 1, the rows of the slot table with its dummy; length: most tokens of a prediction that are kept;
+        """rows: R + 1, the rows of the row table with its dummy; length: most tokens of a prediction that are kept;
         upload: how [n] int64 get from the host to the device, `Device.upload` where nobody may wait for the copy."""
         self.limit, self._upload = length, upload
 

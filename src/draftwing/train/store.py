@@ -27,7 +27,7 @@ from draftwing.config.drafters import training
 from draftwing.errors import ConfigError
 from draftwing.train.files import replace_file, write_json
 
-_VERSION = 1
+_VERSION = 2
 _OPEN_SHARDS = 64  # each open one holds a file handle
 
 

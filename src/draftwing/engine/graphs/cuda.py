@@ -3,7 +3,7 @@ of hundreds of launches. Knows no models, and the stages know no graphs.
 
 A stage is a function of `rows` and of what the stage before it gave; all else that it touches is device state indexed
 by row. A graph reads `rows` from a fixed buffer, so a replay needs the numbers of B rows and nothing more. A batch is
-padded to the next captured size with the slot table's dummy row.
+padded to the next captured size with the row table's dummy row.
 """
 
 from __future__ import annotations

@@ -44,13 +44,13 @@ class Rig(NamedTuple):
 
 
 def row_length(entries: int) -> int:
-    """Length of a slot table's rows that have room for so many entries. Always a multiple of 16: Triton compiles a
+    """Length of a row table's rows that have room for so many entries. Always a multiple of 16: Triton compiles a
     kernel once more for strides that are none."""
     return -(-entries // 16) * 16
 
 
 def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
-    """Tokens that the KV pool holds; length: of a row of the slot table."""
+    """Tokens that the KV pool holds; length: of a row of the row table."""
     if options.max_total_tokens:
         return options.max_total_tokens
     slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.dtype)

@@ -45,7 +45,7 @@ class NGramIndex:
         branch_length: int = 18,
         capacity: int = 10_000_000,
     ) -> None:
-        """rows: R + 1, the rows of the slot table with its dummy. A match has min_window to max_window tokens (longer
+        """rows: R + 1, the rows of the row table with its dummy. A match has min_window to max_window tokens (longer
         ones count as max_window); a node has min_breadth to max_breadth children at most (`TreeBuilder`);
         branch_length: tokens of a continuation; capacity: tokens of the shared memory's log."""
         self.min_window, self.max_window = min_window, max_window
@@ -167,5 +167,5 @@ class NGramOps:
     device: torch.device
 
     def ngram_index(self, rows: int, **settings: int) -> NGramIndex:
-        """An index for the rows of a slot table, its dummy included; settings: keyword arguments of `NGramIndex`."""
+        """An index for the rows of a row table, its dummy included; settings: keyword arguments of `NGramIndex`."""
         return NGramIndex(rows, self.device, **settings)

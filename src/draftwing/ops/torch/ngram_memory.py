@@ -1,6 +1,6 @@
 """What requests have generated, as tensors: a log of tokens and a hash table into it.
 
-Every row of the slot table owns a ring of the log and appends what its requests generate, one uninterrupted stretch of
+Every row of the row table owns a ring of the log and appends what its requests generate, one uninterrupted stretch of
 decoding after the other. A cell holds 1 + token id below `_ID_BITS` and the stretch's salt above; an empty cell, 0,
 precedes and follows each stretch. So one comparison of cells checks a token and the salt at once, no match crosses
 from one request into another, and a continuation ends where its stretch does.

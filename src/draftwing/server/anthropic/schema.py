@@ -112,7 +112,8 @@ class CountRequest(Body):
         if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
             name = f"messages.{len(self.messages) - 1}"
             raise RequestError(f"{name}: a message with tool_use blocks cannot be the last one", name)
-        functions = checked_functions([_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])])
+        found = [_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
+        functions = checked_functions(found, "input_schema")
         given = self.tool_choice
         choice = AUTO if given is None else checked_choice(_choice(given), functions)
         kind = None if self.thinking is None else self.thinking.type
@@ -148,6 +149,8 @@ class MessagesRequest(CountRequest, ChatBody):
     diagnostics: NotBuilt = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        if self.max_tokens is None:
+            raise RequestError("max_tokens is missing", "max_tokens")
         form, thinking = (self.output_config or OutputConfig()).format, self.thinking
         if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
             raise RequestError(
@@ -156,6 +159,8 @@ class MessagesRequest(CountRequest, ChatBody):
                 "thinking.budget_tokens",
             )
         if form is not None:
+            if form.schema_ is None:
+                raise RequestError("output_config.format.schema is missing", "output_config.format.schema")
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return super().sampling(defaults, **fields)
 

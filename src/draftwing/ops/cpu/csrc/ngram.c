@@ -29,7 +29,7 @@ enum { BASE, TAG, QUOTA, CURSOR, NEWEST, COLUMNS }; /* of the memory's row table
 typedef struct {
     const int64_t *rows;
     int64_t batch;
-    const int64_t *tokens, *kv_len; /* of the slot table */
+    const int64_t *tokens, *kv_len; /* of the row table */
     int64_t context, size;          /* of tokens: of a row, of all */
     int64_t *state, *log, *table;   /* of the memory, as are the factors */
     const int64_t *factors;
