@@ -22,8 +22,8 @@ TREE = TreeShape(3, 2, 5)
 @pytest.fixture
 def interpreted(harness, monkeypatch):
     """A CPU whose operations are Triton's."""
-    if harness.device != "cpu":
-        pytest.skip("there it is what runs")
+    if torch.cuda.is_available():  # then kernels are compiled, also for the tests that run on the CPU
+        pytest.skip("Triton is not interpreted where there is a GPU, on which it is what runs")
     from triton.runtime import interpreter
 
     from draftwing.ops.triton.ops import TritonOps

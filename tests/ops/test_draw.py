@@ -1,18 +1,21 @@
-"""`SamplingOps.draw`, what the rows of the table ask for, against the sampler in torch that is told by the host; and
-Triton's filters against `keep_mask`."""
+"""`SamplingOps.draw`, what the rows of the table ask for, against the definitions in float64; and Triton's filters
+against `keep_mask`."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from reference.noise import gumbel64
 from torch import Tensor
 
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.torch.sampling import sample
+from draftwing.ops.torch.sampling import CANDIDATES
 from draftwing.ops.types import Drawing, Rescoring, SamplingRows
 
 CUDA = torch.cuda.is_available()
@@ -38,6 +41,21 @@ class Table(NamedTuple):
             self.seed[rows], floats[:, 0], self.top_k[rows], floats[:, 1], floats[:, 2], self.ban_until[rows],
             self.ban_ids[rows],
         )  # fmt: skip
+
+
+def kept(
+    x: npt.NDArray[np.float64], temperature: float, top_k: int, top_p: float, min_p: float
+) -> npt.NDArray[np.bool_]:
+    """The tokens that top-k, top-p of what it leaves, and min-p leave; whoever ties with the last one stays."""
+    p = np.exp((x - x.max()) / temperature)
+    falling = np.sort(p)[::-1]
+    least = falling[top_k - 1] if 0 < top_k <= len(p) else 0.0
+    if top_p < 1:
+        falling = falling[falling >= least]
+        reached = falling.cumsum()
+        least = falling[np.searchsorted(reached, top_p * reached[-1])]
+    found: npt.NDArray[np.bool_] = (p >= least) & (p >= min_p)
+    return found
 
 
 def make_table(kinds: list[str], vocab: int, generator: torch.Generator) -> Table:
@@ -76,17 +94,28 @@ class Case(NamedTuple):
     table: Table
 
     def expected(self, rescored: bool) -> Tensor:
-        """By the torch sampler; bans that hit: the largest logit of a banned row is made one of its ban ids."""
-        hidden, weight = self.hidden.double(), self.weight.double()
+        """One node after the other in float64, from the definitions."""
+        return torch.tensor(
+            [[self._chosen(b, n, rescored) for n in range(self.depth.shape[1])] for b in range(len(self.rows))]
+        )
 
-        def exact(ids: Tensor, only: Tensor | None) -> Tensor:
-            chosen = hidden if only is None else hidden[only]
-            return (weight[ids] * chosen.unsqueeze(-2)).sum(-1).float()
-
-        return sample(
-            self.logits, self.positions, self.depth, int(self.depth.max()), self.table.sampling(self.rows),
-            *self.drawing(), exact if rescored else None,
-        )  # fmt: skip
+    def _chosen(self, b: int, n: int, rescored: bool) -> int:
+        table, row = self.table, int(self.rows[b])
+        x = self.logits[b, n].double().numpy().copy()
+        if self.positions[b, n] + 1 < table.ban_until[row]:
+            x[[i for i in table.ban_ids[row].tolist() if i >= 0]] = -math.inf
+        temperature, top_p, min_p = table.floats[row].double().tolist()
+        z, ids = x.copy(), np.arange(len(x))
+        if temperature > 0:
+            place = (self.positions[b, :1] + self.depth[b, n : n + 1] + 1).numpy()
+            z += temperature * gumbel64(table.seed[row : row + 1].numpy(), place, ids)[0]
+            z[~kept(x, temperature, int(table.top_k[row]), top_p, min_p)] = -math.inf
+        if rescored:
+            best = np.sort(np.argsort(-z, kind="stable")[:CANDIDATES])
+            best = best[z[best] > -math.inf]
+            true = self.weight.double().numpy()[best] @ self.hidden[b, n].double().numpy()
+            return int(best[np.argmax(z[best] - x[best] + true)])
+        return int(np.argmax(z))
 
     def drawing(self) -> Drawing:
         """What the host knows of the rows."""

@@ -1,7 +1,10 @@
-"""Attention in plain torch: the CPU's backend and the reference on every device.
+"""Attention in plain torch: the reference on every device, and the backend where there are no kernels.
 
 A query's result has the same bits however it is asked for: as a plain decode, as a node of any tree, in a prefill
-chunk of any length, alone or in a batch. Three things make it so, where matrix products behave like MKL's:
+chunk of any length, alone or in a batch. That holds where torch's GEMM in float32 sums over up to 192 terms in one
+chain, in their order, as MKL's does on most CPUs. It is not so everywhere: on some CPUs, and with some versions, the
+order follows from the sizes, and then results differ in the last bits. (The C kernels need no such thing.) Given that,
+three things make it so:
 
 - Scores are sums over head_dim alone, and a maximum does not depend on the order of the keys.
 - Sums over keys are chains of multiply-adds in key order, so a key of weight 0 changes nothing wherever it stands.
