@@ -85,7 +85,7 @@ def medians(turns: int, work: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 class Row:
-    """A row of the slot table as in the middle of an answer, without a request behind it."""
+    """A row of the row table as in the middle of an answer, without a request behind it."""
 
     def __init__(self, llm: LLM) -> None:
         self.executor = llm.engine.parts.executor

@@ -21,9 +21,9 @@ class PairLookup(Drafter):
 
     num_steps = 6  # --speculative-num-steps overrules it
 
-    def propose(self, slots: Any, rows: Tensor, shape: Any, max_kv_len: int, noisy: Tensor) -> Draft:
-        text = slots.tokens[rows, : max_kv_len + 1]  # [B, L], valid up to the newest token
-        end = slots.kv_len[rows].unsqueeze(1)  # [B, 1], index of the newest token
+    def propose(self, table: Any, rows: Tensor, shape: Any, max_kv_len: int, noisy: Tensor) -> Draft:
+        text = table.tokens[rows, : max_kv_len + 1]  # [B, L], valid up to the newest token
+        end = table.kv_len[rows].unsqueeze(1)  # [B, 1], index of the newest token
         newest, before = text.gather(1, end), text.gather(1, (end - 1).clamp(min=0))  # [B, 1]
         position = torch.arange(text.shape[1], device=rows.device)  # [L]
         pair = (text == newest) & (text.roll(1, 1) == before) & (position > 0) & (position < end)  # [B, L]
@@ -31,7 +31,7 @@ class PairLookup(Drafter):
         step = torch.arange(shape.depth, device=rows.device)
         # Past the newest token the copy goes on with what it has copied.
         tokens = text.gather(1, last + 1 + step % (end - last).clamp(min=1))  # [B, depth]
-        return self.chain(slots, rows, tokens, shape, (last > 0).expand_as(tokens))
+        return self.chain(table, rows, tokens, shape, (last > 0).expand_as(tokens))
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ HIDDEN, VOCAB, DRAFT_VOCAB, ROWS, LENGTH = 4096, 128256, 32000, 64, 4096
 
 
 def make_slots(temperature: float) -> Any:
-    """What the kernels read of a slot table."""
+    """What the kernels read of a row table."""
 
     def ints(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, device="cuda")

@@ -24,7 +24,7 @@ class TreeShape(NamedTuple):
     """Shape of one draft tree. Plain decoding is `(0, 1, 1)`, a chain of k drafts is `(k, 1, k + 1)`.
 
     depth: levels below the root, so at most `depth + 1` tokens are committed by one step.
-    topk:  branching factor of the growth loop.
+    topk:  children of each node that tree expansion expands, and nodes that it expands at each level.
     nodes: nodes that the target verifies, the root included.
     """
 

@@ -108,7 +108,7 @@ class OracleDrafter:
     def _check_kv(self, slots, rows, kv_len, max_kv_len):
         max_kv_len = min(max_kv_len, slots.length - 1)
         at = torch.arange(max_kv_len, device=rows.device)
-        pairs = self.pool.kv[self.layer][slots.table[rows, :max_kv_len], 0, 0]  # [B, P, 2]
+        pairs = self.pool.kv[self.layer][slots.page_table[rows, :max_kv_len], 0, 0]  # [B, P, 2]
         tokens = slots.tokens[rows, : max_kv_len + 1]
         wrong = (pairs[..., 0] != tokens[:, :-1]) | (pairs[..., 1] != tokens[:, 1:])
         self.wrong_kv += (wrong & (at < kv_len[:, None])).sum()

@@ -31,7 +31,7 @@ CLOSE = 2e-5
 def make_table(ops: TorchOps, rows: int, length: int, vocab: int, seed: int, noisy: bool = False) -> RowTable:
     """Rows of garbage, every other one of them with a temperature if noisy."""
     g, slots = torch.Generator().manual_seed(seed), RowTable(rows, length, Device(ops.device, ops))
-    slots.table[:rows] = torch.randint(1, 1 << 40, (rows, length), generator=g)
+    slots.page_table[:rows] = torch.randint(1, 1 << 40, (rows, length), generator=g)
     slots.tokens[:] = torch.randint(0, vocab, (rows + 1, length), generator=g)
     slots.kv_len[:rows] = torch.randint(0, length - 64, (rows,), generator=g)
     slots.last[:] = torch.randint(0, vocab, (rows + 1,), generator=g)
@@ -104,7 +104,7 @@ def expand(
     expansion = ops.expand(slots, rows.to(ops.device), shape, on_device, tail, lookahead, None)
     paths: list[list[tuple[int, ...]]] = [[()] for _ in tables]  # of each row's level before
     entries: list[list[tuple[int, ...]]] = [[tuple(range(tail))] for _ in tables]  # page-table entries past kv_len
-    kv_len, page = slots.kv_len.tolist(), slots.table.tolist()
+    kv_len, page = slots.kv_len.tolist(), slots.page_table.tolist()
     for level in range(1, shape.depth):
         ids, parent = (part.cpu() for part in expansion.level())
         at = expansion.level_rows()
@@ -262,7 +262,7 @@ def test_chain(ops: TorchOps, width: int) -> None:
     rows = [3, 4, 0, 5]
     at = torch.tensor(rows, device=ops.device)
     found = ops.chain(table, at, table.kv_len[at], width)
-    tokens, pages, kv_len = table.tokens.tolist(), table.table.tolist(), table.kv_len.tolist()
+    tokens, pages, kv_len = table.tokens.tolist(), table.page_table.tolist(), table.kv_len.tolist()
     spans = [slice(kv_len[row], kv_len[row] + width) for row in rows]
     assert found.ids.tolist() == [x for row, span in zip(rows, spans, strict=True) for x in tokens[row][span]]
     assert found.write_slots.tolist() == [x for row, span in zip(rows, spans, strict=True) for x in pages[row][span]]
@@ -331,7 +331,7 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
     token_rows = torch.tensor([3] * 4 + [2] * 5, device=device)
     positions = torch.tensor([*range(16, 20), *range(28, 33)], device=device)
     batch = Batch(
-        rows, slots.tokens[token_rows, positions], positions, slots.table[token_rows, positions], slots.table,
+        rows, slots.tokens[token_rows, positions], positions, slots.page_table[token_rows, positions], slots.page_table,
         slots.kv_len[rows], chunks=(ChunkSpan(0, 0, 16, 4), ChunkSpan(1, 4, 28, 5)), bound=40,
     )  # fmt: skip
     fed = aux_hidden if width else None
@@ -344,7 +344,7 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
     slots.kv_len[rows] += count
     slots.last[rows] = slots.tokens[rows, slots.kv_len[rows]]
     batch = Batch(
-        rows, slots.tokens[column, at].flatten(), at.flatten(), slots.table[column, at].flatten(), slots.table, before,
+        rows, slots.tokens[column, at].flatten(), at.flatten(), slots.page_table[column, at].flatten(), slots.page_table, before,
         step.expand(2, 3, 3), (step + 1).expand(2, 3), 3, bound=44,
     )  # fmt: skip
     fed = aux_hidden[:6] if width else None

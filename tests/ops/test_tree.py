@@ -89,7 +89,7 @@ def make_world(ops: TorchOps, seed: int, kv_len: list[int] | None = None) -> Wor
     lengths = torch.randint(0, LENGTH - 70, (ROWS,), generator=g)
     if kv_len is not None:
         lengths = torch.tensor(kv_len)
-    slots.table[:ROWS], slots.tokens[:ROWS], slots.kv_len[:ROWS] = table, text, lengths
+    slots.page_table[:ROWS], slots.tokens[:ROWS], slots.kv_len[:ROWS] = table, text, lengths
     slots.last[:ROWS] = text.gather(1, lengths[:, None]).squeeze(1)
     return World(slots, table.tolist(), text.tolist(), lengths.tolist())
 
@@ -152,7 +152,7 @@ def check_commit(
             assert positions == [at + i for i in range(width)]
             assert write_slots[:known] == table[row][at:past]
             assert step[:known] == [b * nodes + i for i in walk]
-    assert slots.table[:ROWS].tolist() == table and slots.tokens[:ROWS].tolist() == text
+    assert slots.page_table[:ROWS].tolist() == table and slots.tokens[:ROWS].tolist() == text
     touched = {row for row in rows if row < ROWS}
     for row in set(range(ROWS)) - touched:
         assert int(slots.kv_len[row]) == world.kv_len[row]

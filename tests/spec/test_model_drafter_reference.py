@@ -292,7 +292,7 @@ class Rig:
         length = int(slots.kv_len[row])
         tokens = slots.tokens[row, : length + 1].tolist()
         assert tokens[-1] == int(slots.last[row])
-        at = slots.table[row, :length]
+        at = slots.page_table[row, :length]
         kv = [self.pool.kv[self.first_layer + j][at].clone() for j in range(len(drafter.kv_layers))]
         noise = (int(slots.seed[row]), float(slots.floats[row, 0])) if noisy else None
         first = (drafter._first.ids[row, :topk].clone(), drafter._first.logp[row, :topk].clone())

@@ -23,12 +23,12 @@ Given = tuple[int | None, int | None, int | None]  # steps, topk and draft token
 
 
 def most_nodes(steps: int, topk: int) -> int:
-    """Nodes that the growth loop offers, the root included: topk at level 1, then topk children of topk nodes."""
+    """Nodes that tree expansion offers, the root included: topk at level 1, then topk children of topk nodes."""
     return 1 + topk + (steps - 1) * topk**2
 
 
 def grown_shape(given: Given, default: TreeShape) -> TreeShape:
-    """The growth loop's tree: level 1 has topk nodes, every further level topk children of topk nodes. Raises
+    """The tree of tree expansion: level 1 has topk nodes, every further level topk children of topk nodes. Raises
     ConfigError for numbers that no such tree has."""
     if given == (None, None, None):
         return default

@@ -136,7 +136,7 @@ def assemble(
     log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
 
     model.set_max_positions(length)
-    slots = RowTable(rows, length, device)
+    table = RowTable(rows, length, device)
     attn = device.ops.attention(pool, options.deterministic)
     if drafter is not None:
         drafter.attach(attn, len(layers), length)
@@ -145,7 +145,7 @@ def assemble(
     simulation = None
     if options.simulate_accept_length is not None:
         simulation = Simulation(options.simulate_accept_length, config.vocab_size)
-    executor = Executor(model, drafter, slots, attn, device, graph_size, simulation, max(chunk, 0))
+    executor = Executor(model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0))
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in policy.menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
@@ -211,9 +211,9 @@ def make_drafter(
 def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -> None:
     """Raises ConfigError where a user's drafter, which needs no pool, proposes another tree than it is asked for.
     Kernels would not notice."""
-    slots = RowTable(1, row_length(shape.nodes + 1), device)
+    table = RowTable(1, row_length(shape.nodes + 1), device)
     rows = torch.zeros(1, dtype=torch.int64, device=device.device)
-    draft = drafter.propose(slots, rows, shape, 1, rows[:0])
+    draft = drafter.propose(table, rows, shape, 1, rows[:0])
     if not isinstance(draft, Draft):
         raise ConfigError(f"{name}: propose must return a Draft; found {type(draft).__name__}")
     for part, tensor, dtype in zip(draft._fields, draft, (torch.int64, torch.int64, torch.bool), strict=True):

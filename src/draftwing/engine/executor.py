@@ -115,7 +115,7 @@ class Executor:
         self,
         model: DecoderModel,
         drafter: Drafter | None,
-        slots: RowTable,
+        table: RowTable,
         attn: AttnBackend,
         device: Device,
         graph_size: int = 0,
@@ -126,18 +126,18 @@ class Executor:
         most queries of a prefill, 0 for any number."""
         self.model = model
         self.drafter = drafter
-        self.slots = slots
+        self.table = table
         self.attn = attn
         self.device = device
         self.ops = device.ops
         self._simulation = simulation
-        self.graphs = GraphCache(device, slots.rows, graph_size)
+        self.graphs = GraphCache(device, table.rows, graph_size)
         if not graph_size and self.ops.records_calls:
-            self.graphs = RecordedStages(device, slots.rows)
+            self.graphs = RecordedStages(device, table.rows)
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles:
             tiled, heads = cast(TiledAttention, attn), model.config.num_heads
-            self.prefills = PrefillGraphs(device, slots, tiled, heads, chunk or slots.length, self._target)
+            self.prefills = PrefillGraphs(device, table, tiled, heads, chunk or table.length, self._target)
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._tail = drafter.tail if drafter is not None else 0
         # The confidence of every row, where nobody needs to ask for it.
@@ -145,7 +145,7 @@ class Executor:
         self._roots: dict[int, tuple[tuple[Tensor, Tensor], Tree]] = {}
         self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
-        self._special = SpecialRows(model, drafter, slots, device)
+        self._special = SpecialRows(model, drafter, table, device)
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
 
     @torch.inference_mode()
@@ -220,14 +220,14 @@ class Executor:
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
         filtered = len(plan.filtered) > 0
         if key is None:
-            rows, drawing = self.slots.upload_step(plan)
+            rows, drawing = self.table.upload_step(plan)
             return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special)
-        self.slots.upload_state(plan)
+        self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
 
     def _graph_step(self, key: Key, filtered: bool) -> TreeStep:
-        return TreeStep(key, self.graphs.rows[: key.size], key.shape, self.slots.length, self._nobody, filtered)
+        return TreeStep(key, self.graphs.rows[: key.size], key.shape, self.table.length, self._nobody, filtered)
 
     def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Drafted, Verified]:
         """run: `GraphCache.run` or `capture`"""
@@ -290,7 +290,7 @@ class Executor:
         if self._simulation is not None:
             target = self._simulation(self.ops, draft, tree, target, step.rows, batch.prefix_len)
         observed = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.aux_layers)
-        done = self.ops.commit(self.slots, step.rows, draft, tree, target, batch.prefix_len, self._confidence, observed)
+        done = self.ops.commit(self.table, step.rows, draft, tree, target, batch.prefix_len, self._confidence, observed)
         if self.drafter is not None:
             self._extend(self.drafter, step, done, batch.prefix_len, verified.aux_hidden)
         return done.packed
@@ -299,15 +299,15 @@ class Executor:
 
     def _last_tokens(self, rows: Tensor, max_kv_len: int) -> Drafted:
         """Plain decoding: trees of the rows' last tokens alone, so there is nothing to propose."""
-        slots = self.slots
+        table = self.table
         (parent, alive), tree = self._lone_roots(rows.shape[0])
-        ids, kv_len, write_slots = self.ops.plain_inputs(slots, rows)
+        ids, kv_len, write_slots = self.ops.plain_inputs(table, rows)
         batch = Batch(
             rows,
             ids,
             kv_len,
             write_slots,
-            slots.table,
+            table.page_table,
             kv_len,
             tree.path,
             tree.path_len,
@@ -318,21 +318,21 @@ class Executor:
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
-            tokens = self.slots.last[rows].unsqueeze(1).expand(-1, shape.nodes)
+            tokens = self.table.last[rows].unsqueeze(1).expand(-1, shape.nodes)
             parent = torch.zeros_like(tokens)
             return Draft(tokens, parent, (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(parent))
-        return self.drafter.propose(self.slots, rows, shape, max_kv_len, noisy)
+        return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
 
     def target_batch(self, rows: Tensor, draft: Draft, shape: TreeShape, max_kv_len: int) -> tuple[Batch, Tree]:
         """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
-        slots = self.slots
-        tree, (positions, write_slots, prefix_len) = self.ops.tree_inputs(slots, rows, draft, shape.depth)
+        table = self.table
+        tree, (positions, write_slots, prefix_len) = self.ops.tree_inputs(table, rows, draft, shape.depth)
         batch = Batch(
             rows=rows,
             ids=draft.tokens.flatten(),
             positions=positions,
             write_slots=write_slots,
-            table=slots.table,
+            table=table.page_table,
             prefix_len=prefix_len,
             path=tree.path,
             path_len=tree.path_len,
@@ -368,43 +368,43 @@ class Executor:
         rescoring = None
         if logits.dtype.itemsize < 4:
             rescoring = Rescoring(hidden, self.model.lm_head.weight, self.model.exact_logits)
-        return self.ops.draw(logits, positions, depth, depth_max, self.slots, rows, drawing, filtered, rescoring)
+        return self.ops.draw(logits, positions, depth, depth_max, self.table, rows, drawing, filtered, rescoring)
 
     def _extend(
         self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None
     ) -> None:
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its confidence."""
-        slots, rows, width = self.slots, step.rows, step.shape.max_commit
+        table, rows, width = self.table, step.rows, step.shape.max_commit
         bound, path = step.bound + width, done.path
         if path is None:  # it runs no model: which rows went on, and from where, is all there is to see
             nothing = rows[:0]
-            batch = Batch(rows, nothing, nothing, nothing, slots.table, before)
+            batch = Batch(rows, nothing, nothing, nothing, table.page_table, before)
         else:
             chain, chain_len = self._chain(rows.shape[0], width)
             batch = Batch(
-                rows, *path[:3], slots.table, before, chain, chain_len, window=width,
+                rows, *path[:3], table.page_table, before, chain, chain_len, window=width,
                 bound=bound + 1,  # up to the newest token's entry
             )  # fmt: skip
             aux_hidden = (
                 self.ops.take_rows(aux_hidden, path.nodes) if aux_hidden is not None else None
             )  # [B * N, T] -> [B * (D + 1), T]
-        drafter.extend(slots, batch, aux_hidden, done.tokens.flatten(), done.count, step.drawing.noisy)
+        drafter.extend(table, batch, aux_hidden, done.tokens.flatten(), done.count, step.drawing.noisy)
         if not drafter.fixed_confidence:
-            drafter.confidence(slots, rows, bound, out=done.packed[:, CONFIDENCE])
+            drafter.confidence(table, rows, bound, out=done.packed[:, CONFIDENCE])
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     def _launch_prefill(self, plan: Plan, started: float, special: Special | None) -> Pending:
-        slots = self.slots
-        upload = slots.upload(plan)
-        ids = slots.tokens[upload.token_rows, upload.positions]  # [M]
+        table = self.table
+        upload = table.upload(plan)
+        ids = table.tokens[upload.token_rows, upload.positions]  # [M]
         batch = Batch(
             rows=upload.rows,
             ids=ids,
             positions=upload.positions,
-            write_slots=slots.table[upload.token_rows, upload.positions],
-            table=slots.table,
-            prefix_len=slots.kv_len[upload.rows],
+            write_slots=table.page_table[upload.token_rows, upload.positions],
+            table=table.page_table,
+            prefix_len=table.kv_len[upload.rows],
             chunks=spans_of(plan.chunks),
             bound=plan.max_kv_len + self._tail,
         )
@@ -417,9 +417,9 @@ class Executor:
         assert all(chunk.final for chunk in pending.plan.chunks[:-1])
         plan, upload, batch, verified = pending.plan, pending.upload, pending.batch, pending.verified
         assert upload is not None and batch is not None and verified is not None
-        slots = self.slots
+        table = self.table
         rows = upload.rows
-        slots.kv_len.index_copy_(0, rows, upload.kv_len)
+        table.kv_len.index_copy_(0, rows, upload.kv_len)
         zero = torch.zeros_like(rows)
         token, drawn, confidence = zero, zero, zero + self._confidence if self._confidence else zero
         logprobs: Download | None = None
@@ -429,10 +429,10 @@ class Executor:
             token = zero.index_copy(0, upload.final, picked)
             drawn = zero.index_fill(0, upload.final, 1)
         if self.drafter is not None:
-            next_ids = slots.tokens[upload.token_rows, upload.positions + 1]
-            self.drafter.extend(slots, batch, verified.aux_hidden, next_ids, None, upload.drawing.noisy)
+            next_ids = table.tokens[upload.token_rows, upload.positions + 1]
+            self.drafter.extend(table, batch, verified.aux_hidden, next_ids, None, upload.drawing.noisy)
             if upload.final.numel() and not self.drafter.fixed_confidence:
-                confidence = self.drafter.confidence(slots, rows, plan.max_kv_len)
+                confidence = self.drafter.confidence(table, rows, plan.max_kv_len)
         if pending.special is not None:
             confidence = self._special.confidence(plan, rows, confidence)
             offsets = [chunk.offset for chunk in batch.chunks]
@@ -443,12 +443,12 @@ class Executor:
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified
     ) -> tuple[Tensor, Download | None]:
         """The token after each final chunk [F], and the log probabilities that are wanted of them."""
-        slots, special = self.slots, pending.special
+        table, special = self.table, pending.special
         rows = upload.rows[: upload.final.numel()]
         position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
         hidden = verified.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
         tree = self._lone_roots(rows.shape[0])[1]
-        tokens = slots.tokens[rows.unsqueeze(1), position]
+        tokens = table.tokens[rows.unsqueeze(1), position]
         nodes = Drawn(
             rows,
             self._logits(hidden),
@@ -465,6 +465,6 @@ class Executor:
         if special is not None:
             picked = self._special.draw(plan, nodes, picked, special.guidance)
             logprobs = self._special.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
-        slots.last.index_copy_(0, rows, picked.squeeze(1))
-        slots.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
+        table.last.index_copy_(0, rows, picked.squeeze(1))
+        table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
         return picked.squeeze(1), logprobs

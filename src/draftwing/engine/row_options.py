@@ -60,11 +60,11 @@ class Logprobs(NamedTuple):
 
 
 class SpecialRows:
-    def __init__(self, model: DecoderModel, drafter: Drafter | None, slots: RowTable, device: Device) -> None:
-        self.model, self.drafter, self.slots, self.device = model, drafter, slots, device
-        rows, vocab = slots.rows + 1, model.config.vocab_size
+    def __init__(self, model: DecoderModel, drafter: Drafter | None, table: RowTable, device: Device) -> None:
+        self.model, self.drafter, self.table, self.device = model, drafter, table, device
+        rows, vocab = table.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device, device.upload)
-        self.predicted = PredictedOutput(rows, min(slots.length, MAX_PREDICTED), device.device, device.upload)
+        self.predicted = PredictedOutput(rows, min(table.length, MAX_PREDICTED), device.device, device.upload)
         self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
 
     def admit(self, plan: Plan) -> None:
@@ -86,14 +86,14 @@ class SpecialRows:
             return
         at, bits = self._rows_of(plan.guided), self._bits(masks[:, None])
         noisy = self._rows_of(_places(plan.guided, plan.noisy))
-        self.drafter.constrain(self.slots, rows[at], self.edits.banned(bits).squeeze(1), noisy)
+        self.drafter.constrain(self.table, rows[at], self.edits.banned(bits).squeeze(1), noisy)
 
     def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guidance | None) -> Draft:
         """The draft with predicted text in it, within the requests' limits, and as the host wants it."""
         shape = plan.shape
         if len(plan.predicted):
             longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
-            draft = self.predicted.overlay(draft, self.slots, rows, self._rows_of(plan.predicted), shape, longest)
+            draft = self.predicted.overlay(draft, self.table, rows, self._rows_of(plan.predicted), shape, longest)
         if len(plan.limited):
             limits = self.device.upload(self._limits[plan.rows].ravel()).view(-1, 3)
             draft = limit(draft, shape.depth, *limits.unbind(1))
@@ -121,7 +121,7 @@ class SpecialRows:
             return confidence
         at = self._rows_of(plan.predicted)
         longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
-        promised = self.predicted.confidence(self.slots, rows[at], longest)
+        promised = self.predicted.confidence(self.table, rows[at], longest)
         return confidence.index_copy(0, at, torch.maximum(confidence[at], promised))
 
     # -- sampling ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class SpecialRows:
             bits = self._bits(wide)
         features = self.edits.features(plan.rows[which].tolist(), guided=bits is not None)
         edit = self.edits.apply(
-            part.logits.float(), features, part.rows, self.slots.tokens, part.positions[:, 0], plan.max_kv_len,
+            part.logits.float(), features, part.rows, self.table.tokens, part.positions[:, 0], plan.max_kv_len,
             part.tokens, part.path, part.path_len, bits,
         )  # fmt: skip
         logits = edit.logits
@@ -173,7 +173,7 @@ class SpecialRows:
         noisy, filtered, banning = (
             self._rows_of(_places(which, some)) for some in (plan.noisy, plan.filtered, plan.banning)
         )
-        params = self.slots.sampling(part.rows)
+        params = self.table.sampling(part.rows)
         rescore = exact if half and not processing else None
         return self.device.ops.sample(
             logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, rescore
@@ -220,7 +220,7 @@ class SpecialRows:
             begin = offsets[part.chunk] + part.first
             here = slice(begin, begin + part.length)
             row = int(plan.rows[part.chunk])
-            following = self.slots.tokens[row].index_select(0, positions[here] + 1)
+            following = self.table.tokens[row].index_select(0, positions[here] + 1)
             ids = np.asarray(part.params.token_ids, np.int64)
             sent.append(
                 self._send(

@@ -42,7 +42,7 @@ class RowTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device.device)
 
-        self.table = zeros(rows + 1, length)  # KV slot of each position; 0 is the pool's dummy slot
+        self.page_table = zeros(rows + 1, length)  # KV slot of each position; 0 is the pool's dummy slot
         self.tokens = zeros(rows + 1, length)  # token at each position up to kv_len
         self.kv_len = zeros(rows + 1)
         self.last = zeros(rows + 1)  # tokens[r, kv_len[r]]: known, but not in the KV yet
@@ -104,7 +104,7 @@ class RowTable:
             self._admit(admits.view(-1, ADMIT_WORDS))
             self.tokens.view(-1).index_copy_(0, token_at, token)
         if slot.shape[0]:
-            self.table.view(-1).index_copy_(0, slot_at, slot)
+            self.page_table.view(-1).index_copy_(0, slot_at, slot)
         return others
 
     def _admit(self, fields: Tensor) -> None:

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from draftwing.core import IntArray, TreeShape
 
-# -- the row table -----------------------------------------------------------------------------------------------------
+# -- the row table ----------------------------------------------------------------------------------------------------
 
 
 class RowTensors(Protocol):
     """Row-indexed device state of R rows and a dummy, the last one (`engine.row_table.RowTable`). All int64 but
-    `floats`; L entries a row. Operations that commit write `table`, `tokens`, `kv_len` and `last`."""
+    `floats`; L entries a row. Operations that commit write `page_table`, `tokens`, `kv_len` and `last`."""
 
     rows: int  # R
     length: int  # L
-    table: Tensor  # [R + 1, L] page tables: the KV slot of each position
+    page_table: Tensor  # [R + 1, L]: the KV slot of each position
     tokens: Tensor  # [R + 1, L] token at each position up to kv_len
     kv_len: Tensor  # [R + 1]
     last: Tensor  # [R + 1] tokens[r, kv_len[r]]

@@ -299,7 +299,7 @@ class Scheduler:
         live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
         self.stale_results += live.count(None)
         if plan.kind == "tree":
-            self.policy.record(plan.shape, self._hints_before(live), result.count - 1, result.seconds)
+            self.policy.record(plan.shape, self._confidences_before(live), result.count - 1, result.seconds)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:
@@ -328,7 +328,7 @@ class Scheduler:
         req = self._by_row.get(row)
         return req if req is not None and req.admission == admission else None
 
-    def _hints_before(self, live: Sequence[Req | None]) -> IntArray:
+    def _confidences_before(self, live: Sequence[Req | None]) -> IntArray:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
         sees = self.policy.sees_predictions
         return np.asarray(

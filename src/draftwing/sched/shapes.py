@@ -13,7 +13,7 @@ from draftwing.core import MAX_CONFIDENCE, PLAIN, IntArray, TreeShape
 class ShapePolicy(Protocol):
     """menu: all shapes, the largest first.
 
-    sees_predictions: whether an confidence tells what a predicted output is worth. If not, it gets the largest shape.
+    sees_predictions: whether a confidence tells what a predicted output is worth. If not, it gets the largest shape.
     """
 
     menu: tuple[TreeShape, ...]
@@ -156,7 +156,7 @@ class ExpectedGain:
     def __init__(self, menu: Sequence[TreeShape]) -> None:
         self.menu = tuple(menu)
         confidence = np.arange(MAX_CONFIDENCE + 1, dtype=np.float64)
-        # accepted[s, h]: drafts that shape s is expected to have accepted at confidence h
+        # accepted[s, c]: drafts that shape s is expected to have accepted at confidence c
         self._accepted = np.stack([np.minimum(shape.depth, 0.25 * confidence) for shape in self.menu])
         self._seconds: dict[tuple[int, int], float] = {}  # (shape index, batch bucket) -> seconds
         self._steps = 0

@@ -57,8 +57,8 @@ class Drafter(ABC):
 
     What methods are given:
 
-    - slots: device state indexed by row. `slots.tokens` [R, L] int64 is the text of each row, valid at 0 .. kv_len;
-      `slots.kv_len` [R] the index of its newest token, which is `slots.last` [R].
+    - table: device state indexed by row. `table.tokens` [R, L] int64 is the text of each row, valid at 0 .. kv_len;
+      `table.kv_len` [R] the index of its newest token, which is `table.last` [R].
     - rows [B] int64: the rows of this step.
     - max_kv_len: upper bound of their kv_len, known on the host.
     - noisy: indices of the rows with temperature > 0, for drafters that couple with the target by adding the same
@@ -76,7 +76,7 @@ class Drafter(ABC):
     aux_layers: tuple[int, ...] = ()  # layers of the target whose hidden states `extend` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
     kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
-    tail: int = 0  # page-table entries past the end of a prompt that extending by its last chunk may write
+    tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
     initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result tells it
     fixed_confidence: bool = True  # whether that is what it always is, so that `confidence` need not be called
 
@@ -86,16 +86,16 @@ class Drafter(ABC):
         return cls()
 
     @abstractmethod
-    def propose(self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         """Returns a draft tree for each row, of shape.nodes nodes and at most shape.depth levels."""
 
-    def chain(self, slots: RowTensors, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
+    def chain(self, table: RowTensors, rows: Tensor, tokens: Tensor, shape: TreeShape, known: Tensor) -> Draft:
         """Returns chains of drafts, for `propose`. tokens [B, D] int64: valid ids that may follow the newest token, in
         their order; known [B, D] bool: whether there is such a token. What follows an unknown one is not drafted."""
         depth, nodes = min(tokens.shape[1], shape.depth), shape.nodes
         missing = nodes - 1 - depth
         alive = (~known[:, :depth]).cumsum(1) == 0
-        root = slots.last.index_select(0, rows).unsqueeze(1)  # [B, 1]
+        root = table.last.index_select(0, rows).unsqueeze(1)  # [B, 1]
         parent = torch.arange(-1, nodes - 1, device=rows.device).clamp_(min=0)
         return Draft(
             torch.cat((root, tokens[:, :depth], root.expand(-1, missing)), 1),
@@ -119,7 +119,7 @@ class Drafter(ABC):
 
     def extend(  # noqa: B027
         self,
-        slots: RowTensors,
+        table: RowTensors,
         batch: Batch,
         aux_hidden: Tensor | None,
         next_ids: Tensor,
@@ -135,7 +135,7 @@ class Drafter(ABC):
         noisy: among the batch's rows; for prefill among those whose chunk is final.
         """
 
-    def confidence(self, slots: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """Returns [B] int64 in [0, MAX_CONFIDENCE]: how promising the next draft is; 0 means that nothing can be
         proposed. Written into `out` where that is given, a column of a packed result. Not called with
         `fixed_confidence`.
@@ -144,7 +144,7 @@ class Drafter(ABC):
         """
         return (torch.empty_like(rows) if out is None else out).fill_(self.initial_confidence)
 
-    def constrain(self, slots: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
+    def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:  # noqa: B027
         """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
         [b], banned [b, V] bool; noisy: among them."""
 

@@ -41,7 +41,7 @@ class DraftHead(Protocol):
 
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M]; features [M, width] -> hidden [M, width or own size], fed back to the rows' children.
-        level: 0 for committed text, 1, 2, ... in growth (a head may have one layer per level)."""
+        level: 0 for committed text, 1, 2, ... in tree expansion (a head may have one layer per level)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

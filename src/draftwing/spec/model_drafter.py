@@ -54,50 +54,50 @@ class ModelDrafter(Drafter):
         self.head.set_max_positions(positions)
 
     def span(self, shape: TreeShape) -> int:
-        """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows of growth."""
+        """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows of expansion."""
         return max(shape.nodes, shape.max_commit + self.tail, self.tail + shape.topk * (shape.depth - 1))
 
-    # -- growth -----------------------------------------------------------------------------------------------------
+    # -- tree expansion ---------------------------------------------------------------------------------------------
 
-    def propose(self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         size, topk = rows.shape[0], shape.topk
         window = self.tail + topk * max(shape.depth - 1, 0)
-        self._read_first(slots, rows, noisy)
-        growth = self._grow(slots, rows, shape)
+        self._read_first(table, rows, noisy)
+        expansion = self._expand(table, rows, shape)
         for level in range(1, shape.depth):
-            ids = growth.level().ids
-            at = growth.level_rows()
+            ids = expansion.level().ids
+            at = expansion.level_rows()
             batch = Batch(
                 rows=rows,
                 ids=ids.flatten(),
                 positions=at.positions.flatten(),
                 write_slots=at.write_slots.flatten(),
-                table=slots.table,
-                prefix_len=growth.root_at,
+                table=table.page_table,
+                prefix_len=expansion.root_at,
                 path=at.path,
                 path_len=at.path_len,
                 window=window,
                 bound=max_kv_len + window,
             )
             hidden = self._run(batch, at.feature, level).view(size, topk, -1)
-            growth.add(self._continuations(slots, rows, hidden, level + 1, topk, noisy), hidden)
-        return growth.draft()
+            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
+        return expansion.draft()
 
-    def _grow(self, slots: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
-        return self.ops.expand(slots, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)
+    def _expand(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
+        return self.ops.expand(table, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)
 
-    def constrain(self, slots: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+    def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         logits, ids = self.head.logits(self.ops.take_rows(self._newest_hidden, rows)), self.head.target_ids
         banned = banned[:, : self.head.vocab] if ids is None else banned[:, ids]
         # Not minus infinity: where everything is banned the scores must still be numbers.
         logits = logits.float().masked_fill(banned, _BANNED)
-        self._constrained = rows, self.ops.continuations(logits, slots, rows, 1, self.topk, ids, noisy)
+        self._constrained = rows, self.ops.continuations(logits, table, rows, 1, self.topk, ids, noisy)
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
     def extend(
         self,
-        slots: RowTensors,
+        table: RowTensors,
         batch: Batch,
         aux_hidden: Tensor | None,
         next_ids: Tensor,
@@ -106,20 +106,20 @@ class ModelDrafter(Drafter):
     ) -> None:
         feature = self.head.features(aux_hidden) if aux_hidden is not None else None
         if count is None:
-            self._extend_chunks(slots, batch, feature, next_ids, noisy)
+            self._extend_chunks(table, batch, feature, next_ids, noisy)
             return
-        batch = batch._replace(ids=next_ids) if self.lookahead else self._with_newest(slots, batch, next_ids)
+        batch = batch._replace(ids=next_ids) if self.lookahead else self._with_newest(table, batch, next_ids)
         newest = self._newest(self._run(batch, feature, 0), batch.rows, count, self.lookahead)
-        self._keep_first(slots, batch.rows, newest, noisy)
+        self._keep_first(table, batch.rows, newest, noisy)
 
     def _newest(self, hidden: Tensor, rows: Tensor, count: Tensor, lookahead: int) -> Tensor:
         """hidden [B * Q, H] -> [B, H]: per row, the query that the newest token is in; kept as the root's feature."""
         return self.ops.newest_rows(hidden, count, lookahead, rows, self._first.feature if self.head.width else None)
 
-    def _with_newest(self, slots: RowTensors, batch: Batch, next_ids: Tensor) -> Batch:
+    def _with_newest(self, table: RowTensors, batch: Batch, next_ids: Tensor) -> Batch:
         """The accepted path of each row [B, Q] with the token after it: one query more, a chain of Q + 1."""
         width = next_ids.shape[0] // batch.rows.shape[0] + 1
-        chain = self.ops.chain(slots, batch.rows, batch.prefix_len, width)
+        chain = self.ops.chain(table, batch.rows, batch.prefix_len, width)
         return batch._replace(**chain._asdict(), window=width)
 
     def _keep_feature(self, rows: Tensor, newest: Tensor) -> None:
@@ -127,30 +127,30 @@ class ModelDrafter(Drafter):
             self._first.feature.index_copy_(0, rows, newest)
 
     def _extend_chunks(
-        self, slots: RowTensors, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
+        self, table: RowTensors, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
     ) -> None:
         chunks = batch._replace(ids=next_ids) if self.lookahead else _with_sampled(batch, next_ids)
-        self._keep_first_of_prompts(slots, chunks, self._run(chunks, feature, 0), noisy)
+        self._keep_first_of_prompts(table, chunks, self._run(chunks, feature, 0), noisy)
 
-    def _keep_first_of_prompts(self, slots: RowTensors, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
+    def _keep_first_of_prompts(self, table: RowTensors, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
         """hidden [M, H]; the last row of each last chunk is the one that the newest token is in."""
         final = [(span, span.offset + span.length - 1) for span in chunks.chunks if span.final]
         if final:
             rows = torch.cat([chunks.rows[span.row : span.row + 1] for span, _ in final])
             newest = torch.stack([hidden[i] for _, i in final])  # [F, H]
             self._keep_feature(rows, newest)
-            self._keep_first(slots, rows, newest, noisy)
+            self._keep_first(table, rows, newest, noisy)
 
-    def _keep_first(self, slots: RowTensors, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
+    def _keep_first(self, table: RowTensors, rows: Tensor, newest: Tensor, noisy: Tensor) -> None:
         """newest [B, H]: of the queries that the newest tokens are in, which is kept, on a GPU with what may follow."""
         if not self.head.width:
             if not self._newest_hidden.shape[1]:
                 self._newest_hidden = newest.new_zeros(self._newest_hidden.shape[0], newest.shape[1])
             self._newest_hidden.index_copy_(0, rows, newest)
         if not self.ops.reads_root_late:
-            self._write_first(rows, self._continuations(slots, rows, newest.unsqueeze(1), 1, self.topk, noisy))
+            self._write_first(rows, self._continuations(table, rows, newest.unsqueeze(1), 1, self.topk, noisy))
 
-    def _read_first(self, slots: RowTensors, rows: Tensor, noisy: Tensor) -> None:
+    def _read_first(self, table: RowTensors, rows: Tensor, noisy: Tensor) -> None:
         """The root's continuations are known afterwards, of greedy rows in one call."""
         constrained, self._constrained = self._constrained, None
         native = self._readout(rows.shape[0], noisy)
@@ -158,7 +158,7 @@ class ModelDrafter(Drafter):
             native.best(self._newest_hidden, rows, self._first.ids, self._first.logp)
         elif self.ops.reads_root_late:
             newest = self.ops.take_rows(self._newest_hidden, rows).unsqueeze(1)
-            self._write_first(rows, self._continuations(slots, rows, newest, 1, self.topk, noisy))
+            self._write_first(rows, self._continuations(table, rows, newest, 1, self.topk, noisy))
         if constrained is not None:
             self._write_first(*constrained)
 
@@ -170,7 +170,7 @@ class ModelDrafter(Drafter):
         return self.head.run(batch.ids, batch.positions, feature, level, self._attn.bind(batch, self._first_layer))
 
     def _continuations(
-        self, slots: RowTensors, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
+        self, table: RowTensors, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor
     ) -> Continuations:
         """hidden [B, K, H] -> the best tokens that may follow its B * K nodes at kv_len + ahead."""
         hidden = hidden.flatten(0, 1)
@@ -181,7 +181,7 @@ class ModelDrafter(Drafter):
             native.best(hidden, None, best, logp)
             return Continuations(best, logp)
         logits = self.head.logits(hidden)
-        return self.ops.continuations(logits, slots, rows, ahead, topk, self.head.target_ids, noisy)
+        return self.ops.continuations(logits, table, rows, ahead, topk, self.head.target_ids, noisy)
 
     def _readout(self, rows: int, noisy: Tensor) -> HeadTopK | None:
         native = self.head.top_k

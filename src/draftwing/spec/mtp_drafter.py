@@ -55,13 +55,13 @@ class MTPDrafter(ModelDrafter):
         # Features of the positions kv_len - (n - 1) .. kv_len - 1: written by `extend`, read by both.
         self._kept = torch.zeros(rows, self.layers - 1, head.width, dtype=dtype, device=ops.device)
 
-    # -- growth -----------------------------------------------------------------------------------------------------
+    # -- tree expansion ---------------------------------------------------------------------------------------------
 
-    def propose(self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         size, topk, turns = rows.shape[0], shape.topk, self.layers - 1
-        self._read_first(slots, rows, noisy)
-        growth = self._grow(slots, rows, shape)
-        root_at = growth.root_at  # [B]
+        self._read_first(table, rows, noisy)
+        expansion = self._expand(table, rows, shape)
+        root_at = expansion.root_at  # [B]
         scratch = topk * max(shape.depth - 1, 0)
         column = rows.unsqueeze(1)
         lane = torch.arange(topk, device=rows.device)
@@ -69,7 +69,7 @@ class MTPDrafter(ModelDrafter):
         spoken = torch.zeros(size, topk, 0, dtype=torch.int64, device=rows.device)  # tokens of each node's path
         path = spoken  # of the last layer: scratch entries of each node's rows
         for level in range(1, shape.depth):
-            ids, parent = growth.level()
+            ids, parent = expansion.level()
             if level <= turns:
                 spoken = torch.cat((of_parent(spoken, parent), ids.unsqueeze(2)), 2)  # [B, K, s]
                 own = lane.unsqueeze(1) * level + torch.arange(level, device=rows.device)  # [K, s]
@@ -79,7 +79,7 @@ class MTPDrafter(ModelDrafter):
             else:
                 own = ((level - 1) * topk + lane).unsqueeze(1)  # [K, 1]
                 path = torch.cat((of_parent(path, parent), own.expand(size, -1, -1)), 2)  # [B, K, s]
-                back, position, feature = turns, root_at + (level - self.layers), growth.level_feature()
+                back, position, feature = turns, root_at + (level - self.layers), expansion.level_feature()
                 batch_ids = ids
             width = own.shape[1]  # rows of each node
             step = torch.arange(width, device=rows.device)
@@ -88,8 +88,8 @@ class MTPDrafter(ModelDrafter):
                 rows=rows,
                 ids=batch_ids.flatten(),
                 positions=_repeat((position.unsqueeze(1) + step).clamp(min=0), topk).flatten(),
-                write_slots=slots.table[column, root_at.unsqueeze(1) + own.flatten()].flatten(),
-                table=slots.table,
+                write_slots=table.page_table[column, root_at.unsqueeze(1) + own.flatten()].flatten(),
+                table=table.page_table,
                 prefix_len=root_at,
                 path=path.repeat_interleave(width, 1),  # [B, K * width, s]
                 path_len=(first + 1 + step).repeat(topk).expand(size, -1),
@@ -98,14 +98,14 @@ class MTPDrafter(ModelDrafter):
             )
             out = self._run(_reaching_back(batch, back), feature, back)
             hidden = out.view(size, topk, width, -1)[:, :, -1]
-            growth.add(self._continuations(slots, rows, hidden, level + 1, topk, noisy), hidden)
-        return growth.draft()
+            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy), hidden)
+        return expansion.draft()
 
     # -- committed text ---------------------------------------------------------------------------------------------
 
     def extend(
         self,
-        slots: RowTensors,
+        table: RowTensors,
         batch: Batch,
         aux_hidden: Tensor | None,
         next_ids: Tensor,
@@ -115,7 +115,7 @@ class MTPDrafter(ModelDrafter):
         assert aux_hidden is not None
         feature = self.head.features(aux_hidden)
         if count is None:
-            self._observe_prompt(slots, batch, feature, noisy)
+            self._extend_prompts(table, batch, feature, noisy)
             return
         rows, start, turns = batch.rows, batch.prefix_len, self.layers - 1
         size, width = rows.shape[0], next_ids.shape[0] // rows.shape[0]
@@ -134,11 +134,11 @@ class MTPDrafter(ModelDrafter):
             fed = features[:, turns - layer : turns - layer + width].flatten(0, 1)
             hidden = self._run(_reaching_back(shifted, layer), fed, layer)
             if layer == 0:
-                self._keep_first(slots, rows, self._newest(hidden, rows, count, 1), noisy)
+                self._keep_first(table, rows, self._newest(hidden, rows, count, 1), noisy)
         last = count.unsqueeze(1) + torch.arange(turns, device=rows.device)  # [B, n - 1]
         self._kept.index_copy_(0, rows, features.gather(1, _at(last, features.shape[2])))
 
-    def _observe_prompt(self, slots: RowTensors, batch: Batch, feature: Tensor, noisy: Tensor) -> None:
+    def _extend_prompts(self, table: RowTensors, batch: Batch, feature: Tensor, noisy: Tensor) -> None:
         turns, kept = self.layers - 1, self._kept[batch.rows]
         known = [  # of each chunk: features of the positions start - (n - 1) .. start + length - 1
             torch.cat((kept[span.row], feature[span.offset : span.offset + span.length])) for span in batch.chunks
@@ -148,11 +148,11 @@ class MTPDrafter(ModelDrafter):
             spans: list[ChunkSpan] = []
             offset = 0
             for span, features in zip(batch.chunks, known, strict=True):
-                start, end = _rows_of_layer(span, layer, slots.length)
+                start, end = _rows_of_layer(span, layer, table.length)
                 if start >= end:
                     continue
                 row = batch.rows[span.row : span.row + 1]
-                ids = slots.tokens[row, start + 1 + layer : end + 1 + layer].squeeze(0)
+                ids = table.tokens[row, start + 1 + layer : end + 1 + layer].squeeze(0)
                 positions = torch.arange(start, end, device=ids.device)
                 fed = features.narrow(0, start - (span.start - turns), end - start)
                 parts.append((ids, positions, batch.table[row, start:end].squeeze(0), fed))
@@ -164,7 +164,7 @@ class MTPDrafter(ModelDrafter):
             chunks = batch._replace(ids=ids, positions=positions, write_slots=write_slots, chunks=tuple(spans))
             hidden = self._run(chunks, fed, layer)
             if layer == 0:
-                self._keep_first_of_prompts(slots, chunks, hidden, noisy)
+                self._keep_first_of_prompts(table, chunks, hidden, noisy)
         self._kept.index_copy_(0, batch.rows, torch.stack([features[-turns:] for features in known]))
 
     def _run(self, batch: Batch, feature: Tensor | None, layer: int) -> Tensor:

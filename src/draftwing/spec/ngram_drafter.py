@@ -54,7 +54,7 @@ class NGramDrafter(Drafter):
 
     def extend(
         self,
-        slots: RowTensors,
+        table: RowTensors,
         batch: Batch,
         aux_hidden: Tensor | None,
         next_ids: Tensor,
@@ -65,15 +65,15 @@ class NGramDrafter(Drafter):
         out of the memory."""
         rows = batch.rows
         if count is None:
-            self.index.begin(slots, rows)
+            self.index.begin(table, rows)
         else:
-            self.index.insert(slots, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
+            self.index.insert(table, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
 
-    def confidence(self, slots: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """The length of the best match, and higher where the row goes on copying: see `NGramIndex.confidence`."""
-        return self.index.confidence(slots, rows, max_kv_len, out)
+        return self.index.confidence(table, rows, max_kv_len, out)
 
     def propose(
-        self, slots: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor | None = None
+        self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor | None = None
     ) -> Draft:
-        return self.index.propose(slots, rows, shape)
+        return self.index.propose(table, rows, shape)

@@ -77,18 +77,18 @@ class PredictedOutput:
         """Returns the tokens of the longest prediction among rows of the table, on the host."""
         return max((self._lengths[row] for row in rows), default=0)
 
-    def confidence(self, slots: RowTensors, rows: Tensor, bound: int) -> Tensor:
+    def confidence(self, table: RowTensors, rows: Tensor, bound: int) -> Tensor:
         """How promising the next `overlay` is for rows [b] of the table: [b] int64, 0 = it will find nothing, else the
         length m of the match, or WINDOW + m if it goes on where the answer was following the prediction (at most 16;
         m = 0 before the answer's first token).
         """
         if bound == 0:
             return torch.zeros_like(rows)
-        match = self._match(slots, rows, bound)
+        match = self._match(table, rows, bound)
         return torch.where(match.expected, match.length + WINDOW, match.length).mul_(match.found)
 
     def overlay(
-        self, draft: Draft, slots: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
+        self, draft: Draft, table: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
     ) -> Draft:
         """The draft [B, N = shape.nodes] with the rows `which` that are found in their predictions replaced by a chain
         of what follows there, at most shape.depth tokens; its other rows, and other nodes of these, as they were.
@@ -104,9 +104,9 @@ class PredictedOutput:
         if depth == 0 or bound == 0 or which.shape[0] == 0:
             return draft
         table_rows = rows.index_select(0, which)
-        match = self._match(slots, table_rows, bound)
+        match = self._match(table, table_rows, bound)
         moved = torch.where(match.found, match.end, self.at.index_select(0, table_rows))
-        seen = torch.where(match.found, slots.kv_len.index_select(0, table_rows), self.seen.index_select(0, table_rows))
+        seen = torch.where(match.found, table.kv_len.index_select(0, table_rows), self.seen.index_select(0, table_rows))
         self.at.index_copy_(0, table_rows, moved)
         self.seen.index_copy_(0, table_rows, seen)
 
@@ -124,12 +124,12 @@ class PredictedOutput:
         replaced = (torch.where(found, x, y) for x, y in zip(chain, inner, strict=True))
         return Draft(*(x.index_copy(0, which, y) for x, y in zip(draft, replaced, strict=True)))
 
-    def _match(self, slots: RowTensors, rows: Tensor, bound: int) -> _Match:
+    def _match(self, table: RowTensors, rows: Tensor, bound: int) -> _Match:
         assert 0 < bound <= self.tokens.shape[1]
-        newest = slots.kv_len.index_select(0, rows)  # [b]
+        newest = table.kv_len.index_select(0, rows)  # [b]
         back = torch.arange(WINDOW - 1, -1, -1, device=rows.device)
         position = newest[:, None] - back  # [b, WINDOW]
-        suffix = slots.tokens[rows[:, None], position.clamp(min=0)].masked_fill_(position < 0, -3)
+        suffix = table.tokens[rows[:, None], position.clamp(min=0)].masked_fill_(position < 0, -3)
         # windows[:, i, e] is the token WINDOW - 1 - i before index e; -2 before the start, -1 past the end: no token.
         predicted = pad(self.tokens[:, :bound].index_select(0, rows), (WINDOW - 1, 0), value=-2)
         windows = predicted.unfold(1, predicted.shape[1] - WINDOW + 1, 1)

@@ -1,7 +1,7 @@
 """The training-time test (EAGLE-3, Li et al. 2025, arXiv 2503.01840): a head is trained on what it will be run on.
 
 From every position of a text a chain of drafts is unrolled, each step fed with the head's own output of the step before
-and with the text's next token, as the growth loop does it in serving. The head is the serving module; only the
+and with the text's next token, as tree expansion does it in serving. The head is the serving module; only the
 attention that is handed to it differs (`ChainAttention`). EAGLE and MTP heads are trained by the same unrolling: with
 one step it is their ordinary recipe.
 

@@ -130,7 +130,7 @@ def test_padding_leaves_no_trace(harness, case, drafter):
     """The dummy row stays empty and its page table points at the pool's dummy slot."""
     rig, _, _ = answer(harness, case, drafter=drafter, shapes=(TREE,), miss=2, graph_size=8)
     slots = rig.slots
-    assert int(slots.kv_len[-1]) == 0 and not slots.table[-1].any()
+    assert int(slots.kv_len[-1]) == 0 and not slots.page_table[-1].any()
     assert int(slots.tokens[-1].max()) < harness.VOCAB and int(slots.last[-1]) < harness.VOCAB
 
 

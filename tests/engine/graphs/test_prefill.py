@@ -64,7 +64,7 @@ def test_states_are_those_of_a_forward(harness, model, monkeypatch):
     generator = torch.Generator().manual_seed(3)
     slots.tokens[:-1] = torch.randint(0, harness.VOCAB, slots.tokens[:-1].shape, generator=generator)
     table = torch.arange(1, 3 * slots.length + 1).view(3, -1)  # no two entries share a slot
-    slots.table[:3] = table[:, torch.randperm(slots.length, generator=generator)]
+    slots.page_table[:3] = table[:, torch.randperm(slots.length, generator=generator)]
     plans = [
         [Chunk(0, 0, 30, True), Chunk(2, 0, 18, True)],
         [Chunk(1, 0, 40, True)],
@@ -93,10 +93,10 @@ def test_what_no_graph_is_for(harness, model, monkeypatch):
 
 
 def batch_of(slots, chunks):
-    rows = torch.tensor([chunk.row for chunk in chunks], device=slots.table.device)
+    rows = torch.tensor([chunk.row for chunk in chunks], device=slots.page_table.device)
     token_rows = torch.cat([torch.full((chunk.length,), chunk.row) for chunk in chunks]).to(rows)
     positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks]).to(rows)
     at = token_rows, positions
     return Batch(
-        rows, slots.tokens[at], positions, slots.table[at], slots.table, slots.kv_len[rows], chunks=spans_of(chunks)
+        rows, slots.tokens[at], positions, slots.page_table[at], slots.page_table, slots.kv_len[rows], chunks=spans_of(chunks)
     )

@@ -37,7 +37,7 @@ def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
     def peak(executor, plan):
         result, _ = executor.commit(executor.launch(plan)).wait(0.0)
         ran.append((plan.kind, plan.shape, len(plan.rows), sum(chunk.length for chunk in plan.chunks)))
-        assert (result.count >= 1).all() and executor.slots.tokens.max() < 48
+        assert (result.count >= 1).all() and executor.table.tokens.max() < 48
         return [5 * GB, 7 * GB, 2 * GB, 3 * GB][len(ran) - 1]
 
     monkeypatch.setattr(sizing, "peak", peak)

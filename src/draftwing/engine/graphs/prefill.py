@@ -40,15 +40,15 @@ class Inputs(NamedTuple):
 
 class PrefillGraphs:
     def __init__(
-        self, device: Device, slots: RowTable, attn: TiledAttention, heads: int, most: int, forward: Forward
+        self, device: Device, table: RowTable, attn: TiledAttention, heads: int, most: int, forward: Forward
     ) -> None:
         """heads: of the target; most: queries of a plan; forward: the target's, gives hidden states [M, H] and
         auxiliary hidden states."""
-        self._device, self._slots, self._attn, self._heads, self._forward = device, slots, attn, heads, forward
-        self.sizes = [size for size in prefill_sizes(most) if size <= slots.length]
+        self._device, self._table, self._attn, self._heads, self._forward = device, table, attn, heads, forward
+        self.sizes = [size for size in prefill_sizes(most) if size <= table.length]
         self.replays = 0
         words = max((self._words(size) for size in self.sizes), default=0)
-        self._buffer = slots.kv_len.new_zeros(words)
+        self._buffer = table.kv_len.new_zeros(words)
         self._graphs: dict[int, tuple[Callable[[], None], tuple[Tensor, Tensor | None]]] = {}
 
     def __len__(self) -> int:
@@ -95,9 +95,9 @@ class PrefillGraphs:
 
     def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
         left = size - sum(chunk.length for chunk in chunks)
-        whole = [*chunks, Chunk(self._slots.rows, 0, left, False)] if left else [*chunks]
+        whole = [*chunks, Chunk(self._table.rows, 0, left, False)] if left else [*chunks]
         count, most = self._chunks(size), self._tiles(size)
-        rows = np.full(count, self._slots.rows, np.int64)
+        rows = np.full(count, self._table.rows, np.int64)
         rows[: len(whole)] = [chunk.row for chunk in whole]
         tiles = np.zeros((most, 5), np.int32)  # of no length where there are none
         found = self._attn.chunk_tiles(spans_of(whole), self._heads).numpy()
@@ -111,13 +111,13 @@ class PrefillGraphs:
         self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
 
     def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        slots, (token_rows, positions, rows, tiles) = self._slots, inputs
+        table, (token_rows, positions, rows, tiles) = self._table, inputs
         batch = Batch(
             rows=rows,
-            ids=slots.tokens[token_rows, positions],
+            ids=table.tokens[token_rows, positions],
             positions=positions,
-            write_slots=slots.table[token_rows, positions],
-            table=slots.table,
+            write_slots=table.page_table[token_rows, positions],
+            table=table.page_table,
             prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
             tiles=tiles,
         )

@@ -133,12 +133,12 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
     length = row_length(longest + 2 * shape.max_commit + span + 1)  # two steps
     pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
-    slots = RowTable(rows, length, rig.device)
+    table = RowTable(rows, length, rig.device)
     attn = rig.device.ops.attention(pool, options.deterministic)
     rig.model.set_max_positions(length)
     if rig.drafter is not None:
         rig.drafter.attach(attn, rig.model.config.num_layers, length)
-    executor = Executor(rig.model, rig.drafter, slots, attn, rig.device)
+    executor = Executor(rig.model, rig.drafter, table, attn, rig.device)
     step = graphs = 0
     try:
         step = peak(executor, first_step(tokens, longest, length))

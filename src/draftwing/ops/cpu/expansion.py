@@ -1,4 +1,4 @@
-"""A drafter's work around its head in C (ops/cpu/csrc/tree.c and drafts.c): integers and scores as in torch, bit for
+"""A drafter's work around its head in C (ops/cpu/csrc/tree.c and sampling.c): integers and scores as in torch, bit for
 bit, noise aside."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CpuExpansionOps(ExpansionOps):
         ids, positions, write_slots = ints(batch * width), ints(batch * width), ints(batch * width)
         path_len, path = ints(batch, width), ints(batch, width, width)
         self.raw.chain(
-            table.tokens.data_ptr(), table.table.data_ptr(), table.table.shape[1], rows.data_ptr(), prefix.data_ptr(),
+            table.tokens.data_ptr(), table.page_table.data_ptr(), table.page_table.shape[1], rows.data_ptr(), prefix.data_ptr(),
             batch, width, *addresses((ids, positions, write_slots, path_len, path)),
         )  # fmt: skip
         return Chain(ids, positions, write_slots, path, path_len)
@@ -147,7 +147,7 @@ class CpuTreeExpansion:
         found = ints(size, topk), ints(size, topk), ints(size, topk), ints(size, topk, self._tail + self._number)
         self._raw.level_rows(
             self._number, size, topk, self._tail, self._lookahead, self._rows.data_ptr(), self.root_at.data_ptr(),
-            table.table.data_ptr(), table.table.stride(0), self._parent.data_ptr(), self._path.data_ptr(),
+            table.page_table.data_ptr(), table.page_table.stride(0), self._parent.data_ptr(), self._path.data_ptr(),
             *addresses(found),
         )  # fmt: skip
         positions, write_slots, path_len, self._path = found

@@ -21,7 +21,7 @@ class CpuTreeOps(TreeOps):
         rows, batch = rows.contiguous(), rows.shape[0]
         found = ints(batch), ints(batch), ints(batch)
         self.raw.plain_inputs(
-            rows.data_ptr(), batch, table.table.data_ptr(), table.kv_len.data_ptr(), table.last.data_ptr(),
+            rows.data_ptr(), batch, table.page_table.data_ptr(), table.kv_len.data_ptr(), table.last.data_ptr(),
             table.length, *addresses(found),
         )  # fmt: skip
         return found
@@ -33,22 +33,22 @@ class CpuTreeOps(TreeOps):
         found = TargetInputs(ints(batch * nodes), ints(batch * nodes), ints(batch))
         self.raw.target_inputs(
             parent.data_ptr(), alive.data_ptr(), batch, nodes, depth_max, *addresses(tree), rows.data_ptr(),
-            table.table.data_ptr(), table.kv_len.data_ptr(), table.length, *addresses(found),
+            table.page_table.data_ptr(), table.kv_len.data_ptr(), table.length, *addresses(found),
         )  # fmt: skip
         return tree, found
 
     def commit(
         self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
-        confidence: int, observed: bool,
+        confidence: int, with_path: bool,
     ) -> Committed:  # fmt: skip
         batch, nodes = draft.tokens.shape
         width = tree.path.shape[2]
         read = *draft, tree.depth, target, rows
         held = [part.contiguous() for part in read]
         done = ints(batch, packed_width(width - 1, nodes)), ints(batch, width), ints(batch)
-        path = AcceptedPath(*(ints(batch * width) for _ in range(4))) if observed else None
+        path = AcceptedPath(*(ints(batch * width) for _ in range(4))) if with_path else None
         self.raw.commit(
-            *addresses(held), batch, nodes, width - 1, table.table.data_ptr(), table.tokens.data_ptr(),
+            *addresses(held), batch, nodes, width - 1, table.page_table.data_ptr(), table.tokens.data_ptr(),
             table.kv_len.data_ptr(), table.last.data_ptr(), table.length, table.rows, confidence, *addresses(done),
             *(addresses(path) if path is not None else (0, 0, 0, 0)),
         )  # fmt: skip

@@ -30,7 +30,7 @@ class ExpansionOps(SamplingOps):
         return Chain(
             ids=table.tokens[column, positions].flatten(),
             positions=positions.flatten(),
-            write_slots=table.table[column, positions].flatten(),
+            write_slots=table.page_table[column, positions].flatten(),
             path=step.expand(rows.shape[0], width, width),
             path_len=(step + 1).expand(rows.shape[0], width),
         )
@@ -132,7 +132,7 @@ class TreeExpansion:
         return LevelRows(
             # A row that is made of the token after its position stands one earlier than that token.
             positions=(self.root_at + level - self._lookahead).unsqueeze(1).expand(size, topk),
-            write_slots=self._table.table[self._rows.unsqueeze(1), entries],
+            write_slots=self._table.page_table[self._rows.unsqueeze(1), entries],
             path=self._path,
             path_len=torch.full_like(own, self._path.shape[2]),
             feature=self.level_feature() if self._has_features else None,

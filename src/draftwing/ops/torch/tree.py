@@ -33,7 +33,7 @@ class TreeOps:
         """Plain decoding: ids, positions (which are kv_len) and write slots of the rows' last tokens, [B] int64
         each."""
         ids, kv_len = table.last.index_select(0, rows), table.kv_len.index_select(0, rows)
-        return ids, kv_len, table.table[rows, kv_len]
+        return ids, kv_len, table.page_table[rows, kv_len]
 
     def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
         """The trees' geometry, and where their nodes stand: node n of a row is written at page-table entry
@@ -41,25 +41,26 @@ class TreeOps:
         tree = derive(draft.parent, draft.alive, depth_max)
         kv_len = table.kv_len.index_select(0, rows)  # [B]
         column = kv_len.unsqueeze(1)
-        write_slots = table.table[rows.unsqueeze(1), column + table.steps[: draft.tokens.shape[1]]]
+        write_slots = table.page_table[rows.unsqueeze(1), column + table.steps[: draft.tokens.shape[1]]]
         return tree, TargetInputs((column + tree.depth).flatten(), write_slots.flatten(), kv_len)
 
     def commit(
         self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
-        confidence: int, observed: bool,
+        confidence: int, with_path: bool,
     ) -> Committed:  # fmt: skip
         """Accepts, and advances the rows: permutes the page-table entries past kv_len so that the accepted path comes
         first, appends the tokens, moves kv_len and last. The dummy row stays empty.
 
         target [B, N]: what the target drew at every node; prefix_len [B]: kv_len of the rows; confidence: for the
-        packed result; observed: whether a drafter wants to see the path.
+        packed result; with_path: whether
+        `Committed.path` is wanted.
         """
         accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
         _advance(table, rows, accepted, prefix_len)
         zero = tree.depth[:, :1]  # the root's
         head = zero + confidence if confidence else zero, accepted.count.unsqueeze(1)
         packed = torch.cat((*head, accepted.committed, accepted.order, tree.depth), 1)
-        path = _accepted_path(table, rows, accepted, prefix_len) if observed else None
+        path = _accepted_path(table, rows, accepted, prefix_len) if with_path else None
         return Committed(packed, accepted.committed, accepted.count, path)
 
     def simulate(
@@ -161,7 +162,7 @@ def _advance(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: Tensor
         column = rows.unsqueeze(1)
         entries = kv_len.unsqueeze(1) + table.steps[: max(nodes, tokens + 1)]  # [B, max(N, D + 2)]
         window, where = entries[:, :nodes], entries[:, 1 : tokens + 1]
-        table.table.index_put_((column, window), table.table[column, window].gather(1, accepted.order))
+        table.page_table.index_put_((column, window), table.page_table[column, window].gather(1, accepted.order))
         # Entries past the count are overwritten before anybody reads them.
         table.tokens.index_put_((column, where), accepted.committed)
         newest = accepted.committed.gather(1, accepted.count.unsqueeze(1) - 1).squeeze(1)
@@ -179,6 +180,6 @@ def _accepted_path(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: 
     return AcceptedPath(
         ids=table.tokens[column, positions].flatten(),
         positions=positions.flatten(),
-        write_slots=table.table[column, positions].flatten(),
+        write_slots=table.page_table[column, positions].flatten(),
         nodes=(first + accepted.order[:, :tokens]).flatten(),
     )

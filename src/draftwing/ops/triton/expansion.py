@@ -317,7 +317,7 @@ class TritonTreeExpansion:
         if self._added is None:
             _first_level_kernel[grid](
                 ints, score, path, feature, self.root_at, self._candidate_ints, self._candidate_score, rows,
-                table.kv_len, table.table, table.table.stride(0), first.ids, first.logp, first.ids.stride(0),
+                table.kv_len, table.page_table, table.page_table.stride(0), first.ids, first.logp, first.ids.stride(0),
                 first.feature, **options,
             )  # fmt: skip
         else:
@@ -325,8 +325,8 @@ class TritonTreeExpansion:
             chunks = keys.shape[1]
             _next_level_kernel[grid](
                 ints, score, path, feature, self._candidate_ints, self._candidate_score, keys, sums, self._target_ids,
-                self._ints, self._score, self._path, hidden, hidden.stride(0), rows, self.root_at, table.table,
-                table.table.stride(0), self._number, CHUNKS=chunks, CP=triton.next_power_of_2(chunks), **options,
+                self._ints, self._score, self._path, hidden, hidden.stride(0), rows, self.root_at, table.page_table,
+                table.page_table.stride(0), self._number, CHUNKS=chunks, CP=triton.next_power_of_2(chunks), **options,
             )  # fmt: skip
         self._ints, self._fields = ints, fields
         self._score, self._path, self._feature = score, path, feature

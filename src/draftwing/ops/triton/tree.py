@@ -208,7 +208,7 @@ class TritonTreeOps(TreeOps):
         batch = rows.shape[0]
         ids, positions, write_slots = (torch.empty_like(rows) for _ in range(3))
         _plain_kernel[(triton.cdiv(batch, 32),)](
-            rows, table.table, table.kv_len, table.last, table.length, batch, ids, positions, write_slots,
+            rows, table.page_table, table.kv_len, table.last, table.length, batch, ids, positions, write_slots,
             LANES=32, num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
         return ids, positions, write_slots
@@ -218,9 +218,9 @@ class TritonTreeOps(TreeOps):
         new = draft.parent.new_empty
         tree = Tree(new(batch, nodes), new(batch, nodes, depth_max + 1), new(batch, nodes))
         inputs = TargetInputs(new(batch * nodes), new(batch * nodes), new(batch))
-        assert table.table.is_contiguous()
+        assert table.page_table.is_contiguous()
         _tree_kernel[(batch,)](
-            draft.parent.contiguous(), _bytes(draft.alive), rows, table.table, table.kv_len, table.length,
+            draft.parent.contiguous(), _bytes(draft.alive), rows, table.page_table, table.kv_len, table.length,
             *tree, *inputs, NODES=nodes, LANES=_lanes(nodes), DEPTH=depth_max,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
@@ -228,17 +228,17 @@ class TritonTreeOps(TreeOps):
 
     def commit(
         self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
-        confidence: int, observed: bool,
+        confidence: int, with_path: bool,
     ) -> Committed:  # fmt: skip
         (batch, nodes), width, new = draft.tokens.shape, tree.path.shape[2], draft.tokens.new_empty
-        assert table.table.is_contiguous() and table.tokens.is_contiguous()
-        path = AcceptedPath(*(new(batch * width) for _ in range(4))) if observed else None
+        assert table.page_table.is_contiguous() and table.tokens.is_contiguous()
+        path = AcceptedPath(*(new(batch * width) for _ in range(4))) if with_path else None
         done = Committed(new(batch, packed_width(width - 1, nodes)), new(batch, width), new(batch), path)
         _commit_kernel[(batch,)](
             draft.tokens.contiguous(), draft.parent.contiguous(), _bytes(draft.alive), tree.depth.contiguous(),
-            target.contiguous(), rows, table.table, table.tokens, table.kv_len, table.last, table.length, table.rows,
+            target.contiguous(), rows, table.page_table, table.tokens, table.kv_len, table.last, table.length, table.rows,
             confidence, *done[:3], *(path if path is not None else (done.packed,) * 4),
-            NODES=nodes, LANES=_lanes(nodes), DEPTH=width - 1, STEPS=_lanes(width), HEAD=HEAD, PATH=observed,
+            NODES=nodes, LANES=_lanes(nodes), DEPTH=width - 1, STEPS=_lanes(width), HEAD=HEAD, PATH=with_path,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
         return done
