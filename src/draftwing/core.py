@@ -116,7 +116,7 @@ class Plan:
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
 
-    @property
+    @cached_property
     def special(self) -> bool:
         """Whether it asks for more than drafting, sampling and filtering."""
         return bool(

@@ -344,8 +344,8 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
     slots.kv_len[rows] += count
     slots.last[rows] = slots.tokens[rows, slots.kv_len[rows]]
     batch = Batch(
-        rows, slots.tokens[column, at].flatten(), at.flatten(), slots.page_table[column, at].flatten(), slots.page_table, before,
-        step.expand(2, 3, 3), (step + 1).expand(2, 3), 3, bound=44,
+        rows, slots.tokens[column, at].flatten(), at.flatten(), slots.page_table[column, at].flatten(),
+        slots.page_table, before, step.expand(2, 3, 3), (step + 1).expand(2, 3), 3, bound=44,
     )  # fmt: skip
     fed = aux_hidden[:6] if width else None
     drafter.extend(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy)

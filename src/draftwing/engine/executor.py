@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key
@@ -27,19 +29,11 @@ from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import AttnBackend, Batch, TiledAttention, spans_of
-from draftwing.ops.types import CONFIDENCE, HEAD, Committed, Draft, Drawing, Rescoring, Tree, unpack
+from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
+from draftwing.ops.types import CONFIDENCE, HEAD, Committed, Draft, Drawing, Rescoring, unpack
 from draftwing.sched.guidance import Guidance
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.simulate import Simulation
-
-
-class Drafted(NamedTuple):
-    """What `draft` gives."""
-
-    draft: Draft
-    batch: Batch  # of the target
-    tree: Tree
 
 
 class Verified(NamedTuple):
@@ -47,13 +41,6 @@ class Verified(NamedTuple):
 
     hidden: Tensor  # tree: [B * N, H]; prefill: [M, H]
     aux_hidden: Tensor | None
-
-
-class Special(NamedTuple):
-    """A plan with special rows, and the host's part in it."""
-
-    plan: Plan
-    guidance: Guidance | None
 
 
 class TreeStep(NamedTuple):
@@ -65,7 +52,8 @@ class TreeStep(NamedTuple):
     bound: int  # host bound of kv_len; the table's length in graphs, which run at any length
     drawing: Drawing  # nobody, where it is decided on the device row by row
     filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
-    special: Special | None = None  # never in graphs
+    special: Plan | None = None  # where rows ask for more than drafts and sampling; never in graphs
+    guidance: Guidance | None = None  # the host's part in it
 
 
 class Pending(NamedTuple):
@@ -78,7 +66,7 @@ class Pending(NamedTuple):
     batch: Batch | None = None
     step: TreeStep | None = None  # tree only
     drafted: Drafted | None = None
-    special: Special | None = None
+    guidance: Guidance | None = None  # the host's part in the plan
 
 
 class InFlight:
@@ -93,20 +81,12 @@ class InFlight:
     def wait(self, previous_ready: float) -> tuple[StepResult, float]:
         """The result and the monotonic time it was ready; the step is charged from the later of its own launch and
         `previous_ready`, the end of the step before it."""
-        confidence, count, tokens, order, depth = unpack(self._download.wait(), self.plan.shape)
+        result = unpack(self._download.wait(), self.plan.shape)
         ready = self._download.ready_at
         assert ready is not None
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
-        result = StepResult(
-            tokens=tokens,
-            count=count,
-            order=order,
-            depth=depth,
-            confidence=confidence,
-            seconds=ready - max(self._started, previous_ready),
-            logprobs=rows,
-            prompt_logprobs=parts,
-        )
+        seconds = ready - max(self._started, previous_ready)
+        result = replace(result, seconds=seconds, logprobs=rows, prompt_logprobs=parts)
         return result, ready
 
 
@@ -142,8 +122,7 @@ class Executor:
         self._tail = drafter.tail if drafter is not None else 0
         # The confidence of every row, where nobody needs to ask for it.
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
-        self._roots: dict[int, tuple[tuple[Tensor, Tensor], Tree]] = {}
-        self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._batches = Batches(table, device.ops)
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._special = SpecialRows(model, drafter, table, device)
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
@@ -153,20 +132,19 @@ class Executor:
         """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
         started = time.monotonic()
         self._special.admit(plan)
-        special = Special(plan, guidance) if plan.special else None
         if plan.kind == "prefill":
-            return self._launch_prefill(plan, started, special)
-        step = self._tree_step(plan, special)
+            return self._launch_prefill(plan, started, guidance)
+        step = self._tree_step(plan, guidance)
         drafted, verified = self._forward(step, self.run_stage)
-        return Pending(plan, started, verified, step=step, drafted=drafted, special=special)
+        return Pending(plan, started, verified, step=step, drafted=drafted, guidance=guidance)
 
     @torch.inference_mode()
     def commit(self, pending: Pending) -> InFlight:
         plan, step, logprobs = pending.plan, pending.step, None
         if step is None:
             packed, logprobs = self._commit_prefill(pending)
-        elif pending.special is not None:
-            packed, logprobs = self.run_stage("commit", None, self._commit_special, pending, pending.special)
+        elif plan.special:
+            packed, logprobs = self.run_stage("commit", None, self._commit_special, pending)
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         return InFlight(plan, self.device.download(packed), pending.started, logprobs)
@@ -214,14 +192,15 @@ class Executor:
         self.device.synchronize()
         return time.monotonic() - start
 
-    def _tree_step(self, plan: Plan, special: Special | None) -> TreeStep:
+    def _tree_step(self, plan: Plan, guidance: Guidance | None) -> TreeStep:
         """Uploads a plan."""
-        known = special is None and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
+        known = not plan.special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
         filtered = len(plan.filtered) > 0
         if key is None:
             rows, drawing = self.table.upload_step(plan)
-            return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special)
+            special = plan if plan.special else None
+            return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special, guidance)
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
@@ -243,15 +222,15 @@ class Executor:
         return packed
 
     def _draft(self, step: TreeStep) -> Drafted:
-        rows, shape, special = step.rows, step.shape, step.special
-        if shape == PLAIN:
-            return self._last_tokens(rows, step.bound)
-        if special is not None and special.guidance is not None:
-            self._special.constrain(special.plan, rows, special.guidance)
+        rows, shape, special, guidance = step.rows, step.shape, step.special, step.guidance
+        if shape == PLAIN:  # there is nothing to propose
+            return self._batches.last_tokens(rows, step.bound)
+        if special is not None and guidance is not None:
+            self._special.constrain(special, rows, guidance)
         draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
         if special is not None:
-            draft = self._special.adjust(special.plan, rows, draft, special.guidance)
-        return Drafted(draft, *self.target_batch(rows, draft, shape, step.bound))
+            draft = self._special.adjust(special, rows, draft, guidance)
+        return self._batches.trees(rows, draft, shape, step.bound)
 
     def _verify(self, drafted: Drafted) -> Verified:
         return Verified(*self._target(drafted.batch))
@@ -263,12 +242,12 @@ class Executor:
         drawn = self._nodes(step, drafted, verified)
         return self._accept(step, drafted, verified, self._sample(step.drawing, step.filtered, drawn))
 
-    def _commit_special(self, pending: Pending, special: Special) -> tuple[Tensor, Logprobs]:
+    def _commit_special(self, pending: Pending) -> tuple[Tensor, Logprobs]:
         plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
         assert step is not None and drafted is not None and verified is not None
         drawn = self._nodes(step, drafted, verified)
         target = self._sample(step.drawing, step.filtered, drawn)
-        target = self._special.draw(plan, drawn, target, special.guidance)
+        target = self._special.draw(plan, drawn, target, pending.guidance)
         packed = self._accept(step, drafted, verified, target)
         packed[:, CONFIDENCE] = self._special.confidence(plan, step.rows, packed[:, CONFIDENCE])
         width = step.shape.max_commit
@@ -289,32 +268,15 @@ class Executor:
         draft, batch, tree = drafted
         if self._simulation is not None:
             target = self._simulation(self.ops, draft, tree, target, step.rows, batch.prefix_len)
-        observed = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.aux_layers)
-        done = self.ops.commit(self.table, step.rows, draft, tree, target, batch.prefix_len, self._confidence, observed)
+        with_path = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.aux_layers)
+        done = self.ops.commit(
+            self.table, step.rows, draft, tree, target, batch.prefix_len, self._confidence, with_path
+        )
         if self.drafter is not None:
             self._extend(self.drafter, step, done, batch.prefix_len, verified.aux_hidden)
         return done.packed
 
     # -- what the stages are made of --------------------------------------------------------------------------------
-
-    def _last_tokens(self, rows: Tensor, max_kv_len: int) -> Drafted:
-        """Plain decoding: trees of the rows' last tokens alone, so there is nothing to propose."""
-        table = self.table
-        (parent, alive), tree = self._lone_roots(rows.shape[0])
-        ids, kv_len, write_slots = self.ops.plain_inputs(table, rows)
-        batch = Batch(
-            rows,
-            ids,
-            kv_len,
-            write_slots,
-            table.page_table,
-            kv_len,
-            tree.path,
-            tree.path_len,
-            window=1,
-            bound=max_kv_len + 1,
-        )
-        return Drafted(Draft(ids.unsqueeze(1), parent, alive), batch, tree)
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
@@ -322,41 +284,6 @@ class Executor:
             parent = torch.zeros_like(tokens)
             return Draft(tokens, parent, (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(parent))
         return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
-
-    def target_batch(self, rows: Tensor, draft: Draft, shape: TreeShape, max_kv_len: int) -> tuple[Batch, Tree]:
-        """The target's batch for a tree: node n of a row is written at page-table entry kv_len + n."""
-        table = self.table
-        tree, (positions, write_slots, prefix_len) = self.ops.tree_inputs(table, rows, draft, shape.depth)
-        batch = Batch(
-            rows=rows,
-            ids=draft.tokens.flatten(),
-            positions=positions,
-            write_slots=write_slots,
-            table=table.page_table,
-            prefix_len=prefix_len,
-            path=tree.path,
-            path_len=tree.path_len,
-            window=shape.nodes,
-            bound=max_kv_len + shape.nodes,
-        )
-        return batch, tree
-
-    def _lone_roots(self, size: int) -> tuple[tuple[Tensor, Tensor], Tree]:
-        """Parents, which nodes are alive, and geometry of `size` trees that are a root each: always the same."""
-        known = self._roots.get(size)
-        if known is None:
-            zero = torch.zeros(size, 1, dtype=torch.int64, device=self.device.device)
-            known = self._roots[size] = (zero, zero == 0), Tree(zero, zero[:, :, None], zero + 1)
-        return known
-
-    def _chain(self, size: int, width: int) -> tuple[Tensor, Tensor]:
-        """Paths [size, width, width] and their lengths [size, width] of chains of `width` queries: always the same."""
-        known = self._chains.get((size, width))
-        if known is None:
-            step = torch.arange(width, device=self.device.device)
-            path, path_len = step.expand(size, width, width), (step + 1).expand(size, width)
-            known = self._chains[size, width] = path.contiguous(), path_len.contiguous()
-        return known
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, N, H] -> [B, N, V]"""
@@ -376,40 +303,20 @@ class Executor:
         """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its confidence."""
         table, rows, width = self.table, step.rows, step.shape.max_commit
         bound, path = step.bound + width, done.path
-        if path is None:  # it runs no model: which rows went on, and from where, is all there is to see
-            nothing = rows[:0]
-            batch = Batch(rows, nothing, nothing, nothing, table.page_table, before)
-        else:
-            chain, chain_len = self._chain(rows.shape[0], width)
-            batch = Batch(
-                rows, *path[:3], table.page_table, before, chain, chain_len, window=width,
-                bound=bound + 1,  # up to the newest token's entry
-            )  # fmt: skip
-            aux_hidden = (
-                self.ops.take_rows(aux_hidden, path.nodes) if aux_hidden is not None else None
-            )  # [B * N, T] -> [B * (D + 1), T]
+        batch = self._batches.accepted(rows, before, path, width, bound)
+        if path is not None and aux_hidden is not None:
+            aux_hidden = self.ops.take_rows(aux_hidden, path.nodes)  # [B * N, T] -> [B * (D + 1), T]
         drafter.extend(table, batch, aux_hidden, done.tokens.flatten(), done.count, step.drawing.noisy)
         if not drafter.fixed_confidence:
             drafter.confidence(table, rows, bound, out=done.packed[:, CONFIDENCE])
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: float, special: Special | None) -> Pending:
-        table = self.table
-        upload = table.upload(plan)
-        ids = table.tokens[upload.token_rows, upload.positions]  # [M]
-        batch = Batch(
-            rows=upload.rows,
-            ids=ids,
-            positions=upload.positions,
-            write_slots=table.page_table[upload.token_rows, upload.positions],
-            table=table.page_table,
-            prefix_len=table.kv_len[upload.rows],
-            chunks=spans_of(plan.chunks),
-            bound=plan.max_kv_len + self._tail,
-        )
+    def _launch_prefill(self, plan: Plan, started: float, guidance: Guidance | None) -> Pending:
+        upload = self.table.upload(plan)
+        batch = self._batches.prompts(plan, upload, self._tail)
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None
-        return Pending(plan, started, Verified(*found or self._target(batch)), upload, batch, special=special)
+        return Pending(plan, started, Verified(*found or self._target(batch)), upload, batch, guidance=guidance)
 
     def _commit_prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
         """Result rows: one token for each final chunk, none for the last chunk if it is not. So the first rows draw,
@@ -433,7 +340,7 @@ class Executor:
             self.drafter.extend(table, batch, verified.aux_hidden, next_ids, None, upload.drawing.noisy)
             if upload.final.numel() and not self.drafter.fixed_confidence:
                 confidence = self.drafter.confidence(table, rows, plan.max_kv_len)
-        if pending.special is not None:
+        if plan.special:
             confidence = self._special.confidence(plan, rows, confidence)
             offsets = [chunk.offset for chunk in batch.chunks]
             sent = Logprobs(logprobs, self._special.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
@@ -443,27 +350,18 @@ class Executor:
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified
     ) -> tuple[Tensor, Download | None]:
         """The token after each final chunk [F], and the log probabilities that are wanted of them."""
-        table, special = self.table, pending.special
+        table = self.table
         rows = upload.rows[: upload.final.numel()]
         position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
         hidden = verified.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
-        tree = self._lone_roots(rows.shape[0])[1]
+        _, tree = self._batches.roots(rows.shape[0])
         tokens = table.tokens[rows.unsqueeze(1), position]
-        nodes = Drawn(
-            rows,
-            self._logits(hidden),
-            hidden,
-            position,
-            torch.zeros_like(position),
-            0,
-            tokens,
-            tree.path,
-            tree.path_len,
-        )
+        zero = torch.zeros_like(position)
+        nodes = Drawn(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
         picked = self._sample(upload.drawing, len(plan.filtered) > 0, nodes)  # [F, 1]
         logprobs = None
-        if special is not None:
-            picked = self._special.draw(plan, nodes, picked, special.guidance)
+        if plan.special:
+            picked = self._special.draw(plan, nodes, picked, pending.guidance)
             logprobs = self._special.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
         table.last.index_copy_(0, rows, picked.squeeze(1))
         table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from draftwing.core import IntArray, TreeShape
+from draftwing.core import IntArray, StepResult, TreeShape
 
 # -- the row table ----------------------------------------------------------------------------------------------------
 
@@ -137,31 +137,21 @@ class Committed(NamedTuple):
 CONFIDENCE, COUNT, HEAD = range(3)  # columns of a packed result; the tokens begin at HEAD, also in ops/cpu/csrc/tree.c
 
 
-class Unpacked(NamedTuple):
-    """Views of a packed result on the host, see `StepResult`."""
-
-    confidence: IntArray  # [B]
-    count: IntArray  # type: ignore[assignment]  # [B]; hides tuple.count
-    tokens: IntArray  # [B, D + 1]
-    order: IntArray  # [B, N]
-    depth: IntArray  # [B, N]
-
-
 def packed_width(depth_max: int, nodes: int) -> int:
     """Columns of a packed result of trees no deeper than `depth_max`."""
     return HEAD + depth_max + 1 + 2 * nodes
 
 
-def unpack(packed: IntArray, shape: TreeShape) -> Unpacked:
-    """packed [B, W] on the host, of a step of this shape."""
+def unpack(packed: IntArray, shape: TreeShape) -> StepResult:
+    """packed [B, W] on the host, of a step of this shape -> views of its parts."""
     commit, nodes = HEAD + shape.max_commit, shape.nodes
     assert packed.shape[1] == commit + 2 * nodes, f"a result of {shape} with {packed.shape[1]} columns"
-    return Unpacked(
-        packed[:, CONFIDENCE],
-        packed[:, COUNT],
-        packed[:, HEAD:commit],
-        packed[:, commit : commit + nodes],
-        packed[:, commit + nodes :],
+    return StepResult(
+        tokens=packed[:, HEAD:commit],
+        count=packed[:, COUNT],
+        order=packed[:, commit : commit + nodes],
+        depth=packed[:, commit + nodes :],
+        confidence=packed[:, CONFIDENCE],
     )
 
 

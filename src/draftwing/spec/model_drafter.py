@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
         self.head.set_max_positions(positions)
 
     def span(self, shape: TreeShape) -> int:
-        """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows of expansion."""
+        """The most of: verified nodes; committed tokens, with the root where it has a row; scratch rows."""
         return max(shape.nodes, shape.max_commit + self.tail, self.tail + shape.topk * (shape.depth - 1))
 
     # -- tree expansion ---------------------------------------------------------------------------------------------

@@ -98,5 +98,11 @@ def batch_of(slots, chunks):
     positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks]).to(rows)
     at = token_rows, positions
     return Batch(
-        rows, slots.tokens[at], positions, slots.page_table[at], slots.page_table, slots.kv_len[rows], chunks=spans_of(chunks)
+        rows,
+        slots.tokens[at],
+        positions,
+        slots.page_table[at],
+        slots.page_table,
+        slots.kv_len[rows],
+        chunks=spans_of(chunks),
     )

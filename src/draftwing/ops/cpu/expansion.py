@@ -25,8 +25,8 @@ class CpuExpansionOps(ExpansionOps):
         ids, positions, write_slots = ints(batch * width), ints(batch * width), ints(batch * width)
         path_len, path = ints(batch, width), ints(batch, width, width)
         self.raw.chain(
-            table.tokens.data_ptr(), table.page_table.data_ptr(), table.page_table.shape[1], rows.data_ptr(), prefix.data_ptr(),
-            batch, width, *addresses((ids, positions, write_slots, path_len, path)),
+            table.tokens.data_ptr(), table.page_table.data_ptr(), table.page_table.shape[1], rows.data_ptr(),
+            prefix.data_ptr(), batch, width, *addresses((ids, positions, write_slots, path_len, path)),
         )  # fmt: skip
         return Chain(ids, positions, write_slots, path, path_len)
 

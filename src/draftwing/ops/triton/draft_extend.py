@@ -106,8 +106,8 @@ class TritonExpansionOps(ExpansionOps):
         ints, (ids, positions, write_slots, path_len) = int_fields(4, rows, size, width)
         path = torch.empty(size, width, width, dtype=torch.int64, device=rows.device)
         _chain_kernel[(size,)](
-            ints, path, table.tokens, table.tokens.stride(0), table.page_table, table.page_table.stride(0), rows, prefix,
-            WIDTH=width, WP=lanes(width), num_warps=1, **launch_options(rows.device),
+            ints, path, table.tokens, table.tokens.stride(0), table.page_table, table.page_table.stride(0), rows,
+            prefix, WIDTH=width, WP=lanes(width), num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
         return Chain(ids.flatten(), positions.flatten(), write_slots.flatten(), path, path_len)
 

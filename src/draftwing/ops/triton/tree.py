@@ -236,8 +236,8 @@ class TritonTreeOps(TreeOps):
         done = Committed(new(batch, packed_width(width - 1, nodes)), new(batch, width), new(batch), path)
         _commit_kernel[(batch,)](
             draft.tokens.contiguous(), draft.parent.contiguous(), _bytes(draft.alive), tree.depth.contiguous(),
-            target.contiguous(), rows, table.page_table, table.tokens, table.kv_len, table.last, table.length, table.rows,
-            confidence, *done[:3], *(path if path is not None else (done.packed,) * 4),
+            target.contiguous(), rows, table.page_table, table.tokens, table.kv_len, table.last, table.length,
+            table.rows, confidence, *done[:3], *(path if path is not None else (done.packed,) * 4),
             NODES=nodes, LANES=_lanes(nodes), DEPTH=width - 1, STEPS=_lanes(width), HEAD=HEAD, PATH=with_path,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
