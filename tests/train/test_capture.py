@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from reference.checkpoints import eagle2_head, eagle3_head, llama_target
+from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint, write_tokenizer
 
 from draftwing import LLM
@@ -201,6 +202,15 @@ def test_killed_at_any_moment_it_goes_on(
         aux_hidden, final = target(torch.from_numpy(one.ids))
         torch.testing.assert_close(found[one.key].aux_hidden, aux_hidden, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found[one.key].final, final, rtol=1e-5, atol=1e-5)
+
+
+def test_stores_of_the_first_version_stay_readable(target: FeatureModel, tmp_path: Path) -> None:
+    """They take hours to make, so names in files do not follow those in code."""
+    capture(target, FeatureStore.create(tmp_path / "f", target.meta("tiny", "EAGLE3")), sequences([9, 8]))
+    index = json.loads((tmp_path / "f" / "index.json").read_text())
+    assert index["version"] == 1 and index["meta"].keys() == {"model", "algorithm", "taps", "hidden", "vocab", "dtype"}
+    (shard,) = (tmp_path / "f").glob("*.safetensors")
+    assert load_file(shard).keys() == {"ids", "loss_mask", "taps", "final"}
 
 
 def test_a_store_refuses_what_is_not_its_own(target: FeatureModel, tmp_path: Path) -> None:

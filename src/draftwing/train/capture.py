@@ -128,8 +128,8 @@ def capture(
             if not batch:
                 continue
             ids = [torch.from_numpy(one.ids) for one in batch]
-            for one, row, (tap, final) in zip(batch, ids, target.batch(ids), strict=True):
-                pending.append(Sample(row, torch.from_numpy(one.loss_mask), tap.cpu(), final.cpu(), one.key))
+            for one, row, (aux_hidden, final) in zip(batch, ids, target.batch(ids), strict=True):
+                pending.append(Sample(row, torch.from_numpy(one.loss_mask), aux_hidden.cpu(), final.cpu(), one.key))
                 held += len(row) * token_bytes
                 bar.update(len(row))
             if held >= shard_bytes:

@@ -109,7 +109,7 @@ def aux_layer_ids(aux_layers: Sequence[int], layers: int) -> list[int] | None:
         raise ConfigError(
             f"aux_layers: expected 0 to {layers} for a target of {layers} layers, found {list(aux_layers)}"
         )
-    for ids in (None, [tap - 1 for tap in aux_layers], list(aux_layers)):
+    for ids in (None, [layer - 1 for layer in aux_layers], list(aux_layers)):
         raw = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
         try:
             if resolve_aux_layers(raw, len(aux_layers), layers, "auto") == tuple(aux_layers):

@@ -37,7 +37,7 @@ from draftwing.train.ttt import STATS, AnyHead, Loss, Objective
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.pt"
-_VERSION = 2
+_VERSION = 3
 # What a run may change when it goes on; everything else would make it another run.
 _FREE = ("log_every", "eval_every", "save_every", "readers")
 
@@ -350,9 +350,14 @@ class Fit:
     def _restore(self, state: dict[str, Any]) -> list[Row]:
         expected, found = self._identity(), state.get("identity", {})
         differ = [key for key in expected if expected[key] != found.get(key)]
-        if state.get("version") != _VERSION or differ:
-            shown = "; ".join(f"{key}: {_short(found.get(key))}, now {_short(expected[key])}" for key in differ)
-            raise ConfigError(f"{self.out} holds a run that cannot go on as this one: {shown or 'another version'}")
+        shown = "; ".join(f"{key}: {_short(found.get(key))}, now {_short(expected[key])}" for key in differ)
+        if state.get("version") != _VERSION:
+            shown = "it is of another version of draftwing"
+        if shown:
+            raise ConfigError(
+                f"{self.out} holds a run that cannot go on as this one: {shown}. To train from the start, remove its "
+                f"{STATE_FILE}"
+            )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]

@@ -43,7 +43,8 @@ def new_eagle3_head(
     aux_layers: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_aux_layers`.
     ffn_size: width of its MLP, 0 for the target's.
 
-    Its lm_head and final norm start as the target's, and its layer as the target's last one, fed with the last tap.
+    Its lm_head and final norm start as the target's, and its layer as the target's last one, fed with the last of the
+    auxiliary hidden states.
 
     Raises ConfigError for auxiliary hidden states that its config could not name, and for ids that are no ascending ids
     of the target.

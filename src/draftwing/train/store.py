@@ -27,7 +27,8 @@ from draftwing.config.drafters import training
 from draftwing.errors import ConfigError
 from draftwing.train.files import replace_file, write_json
 
-_VERSION = 2
+_VERSION = 1
+_AUX = "taps"  # what files of this version call auxiliary hidden states, and the layers they are of
 _OPEN_SHARDS = 64  # each open one holds a file handle
 
 
@@ -161,7 +162,7 @@ class FeatureStore:
             "final": torch.cat([s.final for s in samples]).to("cpu", dtype),
         }
         if not self._final_only:
-            tensors["aux_hidden"] = torch.cat([s.aux_hidden for s in samples]).to("cpu", dtype)
+            tensors[_AUX] = torch.cat([s.aux_hidden for s in samples]).to("cpu", dtype)
         total = len(tensors["ids"])
         assert all(len(tensor) == total for tensor in tensors.values()), "all of a sample's tensors have T rows"
         partial = path.with_suffix(".partial")
@@ -183,7 +184,7 @@ class FeatureStore:
         end = start + shard.lengths[within]
         file = self._file(number)
         ids, mask, final = (file.get_slice(name)[start:end] for name in ("ids", "loss_mask", "final"))
-        aux_hidden = final if self._final_only else file.get_slice("aux_hidden")[start:end]
+        aux_hidden = final if self._final_only else file.get_slice(_AUX)[start:end]
         return Sample(ids, mask, aux_hidden, final, shard.keys[within])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class FeatureStore:
 
     @property
     def _final_only(self) -> bool:
-        """Tells whether the one tap is what comes after the final norm, which is not stored twice."""
+        """Tells whether the only hidden states are those after the final norm, which are not stored twice."""
         return not training(self.meta.algorithm).aux_hidden_states
 
     def _add(self, shard: _Shard) -> None:
@@ -273,7 +274,7 @@ def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:
         index = json.loads(path.read_text(encoding="utf-8"))
         if index["version"] != _VERSION:
             raise ConfigError(f"{path}: expected version {_VERSION}, found {index['version']}: capture again")
-        meta = SourceMeta(**{**index["meta"], "aux_layers": tuple(index["meta"]["aux_layers"])})
+        meta = SourceMeta(aux_layers=tuple(index["meta"].pop(_AUX)), **index["meta"])
         shards = [_Shard(s["file"], s["bytes"], tuple(s["keys"]), tuple(s["lengths"])) for s in index["shards"]]
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no index.json: expected features from `draftwing train capture`") from None
@@ -288,9 +289,7 @@ def _read_index(folder: Path) -> tuple[SourceMeta, list[_Shard]]:
 
 
 def _write_index(folder: Path, meta: SourceMeta, shards: Sequence[_Shard]) -> None:
-    index = {
-        "version": _VERSION,
-        "meta": dataclasses.asdict(meta),
-        "shards": [dataclasses.asdict(shard) for shard in shards],
-    }
+    own = dataclasses.asdict(meta)
+    own[_AUX] = own.pop("aux_layers")
+    index = {"version": _VERSION, "meta": own, "shards": [dataclasses.asdict(shard) for shard in shards]}
     write_json(folder / "index.json", index, None)

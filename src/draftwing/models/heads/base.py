@@ -48,7 +48,7 @@ class FeatureHead(nn.Module):
 
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table; every position of a later `run` must be below `positions`."""
-        weight = self._norm_weight()
+        weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
         self.rope = rope_table(self.config.rope, self.config.head_dim, positions, weight.dtype, weight.device)
 
     def restrict(self, ids: Tensor) -> None:
@@ -105,7 +105,3 @@ class FeatureHead(nn.Module):
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = self.ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)
         return cos, sin
-
-    def _norm_weight(self) -> Tensor:
-        """A parameter that packing leaves in place."""
-        raise NotImplementedError

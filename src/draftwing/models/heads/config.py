@@ -136,7 +136,7 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
     if len(ids) != count:
         raise CheckpointError(f"fc.weight has columns for {count} hidden states, the config names the layers {ids}")
     aux_layers = tuple(i if boundary else i + 1 for i in ids)
-    if min(ids) < 0 or not all(0 <= tap <= layers for tap in aux_layers):
+    if min(ids) < 0 or not all(0 <= layer <= layers for layer in aux_layers):
         highest = layers if boundary else layers - 1
         raise CheckpointError(f"aux layer ids: expected 0 to {highest} for a target of {layers} layers, found {ids}")
     return aux_layers

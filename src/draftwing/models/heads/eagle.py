@@ -52,8 +52,3 @@ class EagleHead(FeatureHead):
         for i in range(self.config.num_layers):
             table |= layer_names(self.config, f"layers.{i}", f"layers.{i}", "input_layernorm" if i else None)
         return table
-
-    def _norm_weight(self) -> Tensor:
-        layer = self.layers[0]
-        assert isinstance(layer, DecoderLayer)
-        return layer.mlp_norm.weight

@@ -168,9 +168,6 @@ class Eagle3Head(FeatureHead):
             kept = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ids.device)
             yield "t2d", kept.index_fill(0, ids, True)
 
-    def _norm_weight(self) -> Tensor:
-        return self.norm.weight
-
 
 def first_layer_name(layers: int) -> str:
     """What checkpoints of this many layers call the first."""

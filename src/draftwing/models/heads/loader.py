@@ -125,11 +125,15 @@ def load_mtp_head(
     stored: Iterable[tuple[str, Tensor]] = ()
     if path.suffix != ".gguf":
         stored = mtp_weights(read_json(path / "config.json"), path).items() if dummy else folder_tensors(path)
-    found = [(name, tensor) for name, tensor in stored if _is_mtp(name)]
-    weights = {canonical(name): tensor for name, tensor in found if canonical(name).startswith(MTP_PREFIX)}
+    weights, unserved = {}, None
+    for name, tensor in stored:
+        if canonical(name).startswith(MTP_PREFIX):
+            weights[canonical(name)] = tensor
+        elif _UNSERVED_MTP.search(name):
+            unserved = unserved or name
     if not weights:
-        if found:
-            raise _unserved_mtp(path, found[0][0])
+        if unserved is not None:
+            raise _unserved_mtp(path, unserved)
         raise CheckpointError(
             f"{path} has no multi-token prediction layers ({MTP_PREFIX}*): give a draft model with "
             "--speculative-draft-model-path"
@@ -258,10 +262,6 @@ def _without_shared(weights: Weights, *shared: str) -> Iterator[tuple[str, Tenso
             yield name, tensor
 
 
-def _is_mtp(name: str) -> bool:
-    return canonical(name).startswith(MTP_PREFIX) or _UNSERVED_MTP.search(name) is not None
-
-
 def _unserved_mtp(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"{path} holds multi-token prediction layers ({name}) of a target that is not served yet; expected MiMo's "
@@ -273,11 +273,8 @@ def _warn_of_changes(
     config: ModelConfig, stored: torch.dtype, dtype: torch.dtype, target: DecoderModel, context_length: int | None
 ) -> None:
     if stored != dtype:
-        logger.warning(
-            "the draft model is stored in %s and cast to %s",
-            str(stored).removeprefix("torch."),
-            str(dtype).removeprefix("torch."),
-        )
+        names = (str(one).removeprefix("torch.") for one in (stored, dtype))
+        logger.warning("the draft model is stored in %s and cast to %s", *names)
     positions = min(context_length or target.config.max_positions, target.config.max_positions)
     if config.max_positions < positions:
         logger.warning(

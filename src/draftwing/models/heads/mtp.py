@@ -92,8 +92,3 @@ class MTPHead(FeatureHead):
                 table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, hidden)
             table |= layer_names(self.config, theirs, f"{ours}.layer")
         return table
-
-    def _norm_weight(self) -> Tensor:
-        layer = self.layers[0]
-        assert isinstance(layer, MTPLayer)
-        return layer.final_norm.weight
