@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from draftwing.server.parsers.grammars import Function, ToolChoice, after_reason
 from draftwing.server.parsers.message import MessageReader, MessageStyle
 from draftwing.server.parsers.reasoning import REASONING_STYLES, start_of
 from draftwing.server.parsers.tools import TOOL_STYLES
-from draftwing.server.schema import Asking
+from draftwing.server.schema import Asking, Body
 from draftwing.server.service import Generation, Service
 from draftwing.text.continuation import render_continued
 
@@ -180,14 +181,64 @@ def _style(styles: Mapping[str, Any], name: str | None) -> Any:
     return None if name is None else styles[name]
 
 
-def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+class Conversation:
+    """Messages as chat templates want them, in the making. What the assistant thinks, says and calls in a row is one
+    message; results of tools are messages of their own."""
+
+    def __init__(self, system: str | None = None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._called: dict[str, str] = {}  # names of functions by call id
+        self._open = False  # whether the last message is one that the assistant goes on with
+        if system:
+            self.say("system", system)
+
+    def say(self, role: str, text: str, **more: Any) -> None:
+        """Adds a whole message."""
+        self.messages.append({"role": role, "content": text, **more})
+        self._open = False
+
+    def answer(self, text: str, begin: bool = False) -> None:
+        """Adds what the assistant says. begin: in a new message."""
+        self._turn(begin)["content"] += text
+
+    def think(self, text: str) -> None:
+        turn = self._turn()
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def call(self, call_id: str, name: str, arguments: Any) -> None:
+        self._called[call_id] = name
+        self._turn().setdefault("tool_calls", []).append(template_call(call_id, name, arguments))
+
+    def result(self, call_id: str | None, text: str, where: str, kind: str) -> None:
+        """Adds what a called function gave. Raises RequestError where nothing has that id: `where` is the field that
+        holds it, `kind` what calls are here."""
+        name = self._called.get(call_id or "")
+        if call_id is None or name is None:
+            raise RequestError(f"{where} must be the id of a {kind} before it; found {show(call_id)}", where)
+        self.say("tool", text, tool_call_id=call_id, name=name)
+
+    def _turn(self, begin: bool = False) -> dict[str, Any]:
+        if begin or not self._open:
+            self.say("assistant", "")
+            self._open = True
+        return self.messages[-1]
+
+
+def template_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """A call that was made before, as chat templates want it. They write arguments as JSON, so they want the object;
     what is none, as the arguments of an answer that was cut, stays the text it is."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = arguments
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def only(part: Body, names: tuple[str, ...], where: str, kind: str) -> None:
+    """Raises RequestError for fields that a part of its type does not have. kind: of part, in words."""
+    for name, value in part.__dict__.items():
+        # Null and empty lists are what responses hold where there is nothing.
+        if value not in (None, []) and name not in names:
+            raise RequestError(f"{where}.{name} is not supported in a {kind}", f"{where}.{name}")
 
 
 def template_tool(function: Function) -> dict[str, Any]:

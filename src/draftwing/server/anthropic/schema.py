@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions
+from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind, sampled
 
@@ -106,7 +106,7 @@ class CountRequest(Body):
 
     def chat(self) -> Chat:
         """The conversation. Raises RequestError for what it cannot be."""
-        messages = list(_conversation(self.messages, _texts(self.system, "system")))
+        messages = _conversation(self.messages, _texts(self.system, "system"))
         if not self.messages:
             raise RequestError("messages must hold at least one message", "messages")
         if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
@@ -198,51 +198,42 @@ def _text(block: TextBlock, where: str) -> str:
 
 
 def _only(block: TextBlock, names: tuple[str, ...], where: str) -> None:
-    """Raises RequestError for fields that a block of its type does not have."""
-    for name, value in block.__dict__.items():
-        # Null is what responses hold where there is nothing.
-        if value is not None and name not in (*names, "type", "cache_control", "signature"):
-            raise RequestError(f"{where}.{name} is not supported in a {block.type!r} block", f"{where}.{name}")
+    only(block, (*names, "type", "cache_control", "signature"), where, f"{block.type!r} block")
 
 
-def _conversation(messages: list[AnthropicMessage], system: str) -> Iterator[dict[str, Any]]:
-    """As chat templates want it: results of tools are messages of their own."""
-    if system:
-        yield {"role": "system", "content": system}
-    called: dict[str, str] = {}  # names of functions by call id
+def _conversation(messages: list[AnthropicMessage], system: str) -> list[dict[str, Any]]:
+    found = Conversation(system)
     for i, message in enumerate(messages):
         where = f"messages.{i}.content"
         if isinstance(message.content, str):
-            yield {"role": message.role, "content": message.content}
+            found.say(message.role, message.content)
         elif message.role == "assistant":
-            yield _assistant(message.content, where, called)
+            _assistant(found, message.content, where)
         elif message.role == "system":
-            yield {"role": "system", "content": _texts(message.content, where)}
+            found.say("system", _texts(message.content, where))
         else:
-            yield from _user(message.content, where, called)
+            _user(found, message.content, where)
+    return found.messages
 
 
-def _assistant(content: list[Block], where: str, called: dict[str, str]) -> dict[str, Any]:
-    text, thoughts, calls = "", "", []
+def _assistant(found: Conversation, content: list[Block], where: str) -> None:
+    found.answer("", begin=True)
     for i, block in enumerate(content):
         here = f"{where}.{i}"
         if block.type == "thinking" and block.thinking is not None:
             _only(block, ("thinking",), here)
-            thoughts += block.thinking
+            if block.thinking:
+                found.think(block.thinking)
         elif block.type == "tool_use":
             _only(block, ("id", "name", "input", "caller", "toolset_name"), here)
             if block.id is None or block.name is None or block.input is None:
                 raise RequestError(f"{here} must have id, name and input", here)
-            called[block.id] = block.name
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            found.call(block.id, block.name, block.input)
         else:
-            text += _text(block, here)
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    return message | ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
+            found.answer(_text(block, here))
 
 
-def _user(content: list[Block], where: str, called: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _user(found: Conversation, content: list[Block], where: str) -> None:
     texts: list[str] = []
     for i, block in enumerate(content):
         here = f"{where}.{i}"
@@ -250,21 +241,12 @@ def _user(content: list[Block], where: str, called: dict[str, str]) -> Iterator[
             texts.append(_text(block, here))
             continue
         if texts:
-            yield {"role": "user", "content": "".join(texts)}
+            found.say("user", "".join(texts))
             texts = []
         _only(block, ("tool_use_id", "content", "is_error", "toolset_name"), here)
-        if block.tool_use_id not in called:
-            raise RequestError(
-                f"{here}.tool_use_id must be the id of a tool_use block before it; found {show(block.tool_use_id)}",
-                f"{here}.tool_use_id",
-            )
         result = _texts(block.content, f"{here}.content")
-        yield {
-            "role": "tool",
-            "tool_call_id": block.tool_use_id,
-            "name": called[block.tool_use_id],
-            # Chat templates have no other way to say it.
-            "content": f"Error: {result}" if block.is_error else result,
-        }
+        # Chat templates have no other way to say that it is an error.
+        result = f"Error: {result}" if block.is_error else result
+        found.result(block.tool_use_id, result, f"{here}.tool_use_id", "tool_use block")
     if texts or not content:
-        yield {"role": "user", "content": "".join(texts)}
+        found.say("user", "".join(texts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.chat import AUTO, Chat, ChatBody, checked_choice, checked_functions, template_call
+from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind, sampled
 
@@ -147,14 +147,10 @@ class ResponsesRequest(ChatBody):
 
     def chat(self) -> Chat:
         self._check()
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            messages += _conversation(self.input)
+        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         functions = checked_functions([_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])])
         return Chat(
-            messages,
+            _conversation(items, self.instructions),
             functions,
             checked_choice(_choice(self.tool_choice), functions),
             parallel=self.parallel_tool_calls is not False,
@@ -215,60 +211,37 @@ def _choice(given: str | NamedChoice | None) -> ToolChoice:
     return ToolChoice("named", given.name)
 
 
-def _conversation(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
-    """As chat templates want it: what the assistant thought, said and called in a row is one message."""
+def _conversation(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
     if not items:
         raise RequestError("input must hold at least one item", "input")
-    turn: dict[str, Any] | None = None  # of the assistant
-    called: dict[str, str] = {}  # names of functions by call id
+    found = Conversation(instructions)
     for i, item in enumerate(items):
-        where = f"input.{i}"
-        kind = item.type or "message"
-        if kind in ("reasoning", "function_call") or (kind == "message" and item.role == "assistant"):
-            turn = turn or {"role": "assistant", "content": ""}
-            _add(turn, kind, item, where)
-            if kind == "function_call":
-                called[str(item.call_id)] = str(item.name)
-            continue
-        if turn is not None:
-            yield turn
-            turn = None
-        if kind == "function_call_output":
+        where, kind = f"input.{i}", item.type or "message"
+        if kind == "reasoning":
+            _only(item, ("content", "summary"), where)
+            if item.content is None and item.summary:
+                raise RequestError(f"{where}.content is missing: summaries are not supported", f"{where}.content")
+            found.think(_text(item.content or "", f"{where}.content", "reasoning_text"))
+        elif kind == "function_call":
+            _only(item, ("call_id", "name", "arguments"), where)
+            if item.call_id is None or item.name is None or item.arguments is None:
+                raise RequestError(f"{where} must have call_id, name and arguments", where)
+            found.call(item.call_id, item.name, item.arguments)
+        elif kind == "function_call_output":
             _only(item, ("call_id", "output"), where)
-            if item.call_id not in called:
-                raise RequestError(
-                    f"{where}.call_id must be that of a function_call before it; found {show(item.call_id)}",
-                    f"{where}.call_id",
-                )
             output = _text(item.output, f"{where}.output", "input_text")
-            yield {"role": "tool", "content": output, "tool_call_id": item.call_id, "name": called[item.call_id or ""]}
+            found.result(item.call_id, output, f"{where}.call_id", "function_call")
         elif kind == "message" and item.role is not None:
             _only(item, ("role", "content"), where)
-            role = "system" if item.role == "developer" else item.role
-            yield {"role": role, "content": _text(item.content, f"{where}.content", "input_text")}
+            if item.role == "assistant":
+                found.answer(_text(item.content, f"{where}.content", "output_text", "input_text"))
+            else:
+                role = "system" if item.role == "developer" else item.role
+                found.say(role, _text(item.content, f"{where}.content", "input_text"))
         else:
             name = f"{where}.{'role' if kind == 'message' else 'type'}"
             raise RequestError(f"{name} is missing or not supported; found the type {show(kind)}", name)
-    if turn is not None:
-        yield turn
-
-
-def _add(turn: dict[str, Any], kind: str, item: Item, where: str) -> None:
-    """Adds an item of the assistant's to its message."""
-    if kind == "message":
-        _only(item, ("role", "content"), where)
-        turn["content"] += _text(item.content, f"{where}.content", "output_text", "input_text")
-    elif kind == "reasoning":
-        _only(item, ("content", "summary"), where)
-        if item.content is None and item.summary:
-            raise RequestError(f"{where}.content is missing: summaries are not supported", f"{where}.content")
-        thought = _text(item.content or "", f"{where}.content", "reasoning_text")
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
-    else:
-        _only(item, ("call_id", "name", "arguments"), where)
-        if item.call_id is None or item.name is None or item.arguments is None:
-            raise RequestError(f"{where} must have call_id, name and arguments", where)
-        turn.setdefault("tool_calls", []).append(template_call(item.call_id, item.name, item.arguments))
+    return found.messages
 
 
 def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
@@ -286,9 +259,4 @@ def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
 
 
 def _only(item: Item, names: tuple[str, ...], where: str) -> None:
-    """Raises RequestError for fields that an item of its type does not have."""
-    for name, value in item.__dict__.items():
-        if value not in (None, []) and name not in (*names, "type", "id", "status", "phase"):
-            raise RequestError(
-                f"{where}.{name} is not supported in a {item.type or 'message'!r} item", f"{where}.{name}"
-            )
+    only(item, (*names, "type", "id", "status", "phase"), where, f"{item.type or 'message'!r} item")
