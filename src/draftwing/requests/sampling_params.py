@@ -135,7 +135,7 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = Field(False, description="go on past the model's end-of-text token")
     n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers per prompt")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
-    spaces_between_special_tokens: bool = Field(True, description="put spaces between special tokens that are shown")
+    spaces_between_special_tokens: bool = Field(True, description="accepted; special tokens are decoded as they are")
     no_stop_trim: bool = Field(False, description="keep what matched a stop in the text")
     frequency_penalty: Penalty = Field(0.0, description="lowers a token's logit for each time it is in the answer")
     presence_penalty: Penalty = Field(0.0, description="lowers a token's logit if it is in the answer")

@@ -53,7 +53,6 @@ class Answer:
         self._detok = IncrementalDetokenizer(
             tokenizer,
             params.skip_special_tokens,
-            params.spaces_between_special_tokens,
             params.stop,
             params.no_stop_trim,
             params.stop_regex,

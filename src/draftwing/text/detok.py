@@ -86,8 +86,6 @@ class IncrementalDetokenizer:
     character, the longest. stop_regex: expressions that end it, see `draftwing.requests.stop_regex`; against a string,
     what ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing after it. Which is
     found, and where, does not depend on how the tokens are split over calls.
-    spaces_between_special_tokens: has no effect, as for every tokenizer that the `tokenizers` library runs: special
-    tokens are decoded like others, with no space added around them.
     track: keep `starts`, to tell which tokens a text is made of.
     """
 
@@ -95,7 +93,6 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
         stop: Sequence[str] = (),
         no_stop_trim: bool = False,
         stop_regex: Sequence[str] = (),

