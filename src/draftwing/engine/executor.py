@@ -30,6 +30,7 @@ from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
+from draftwing.ops.torch.tree import roots_alone
 from draftwing.ops.types import CONFIDENCE, HEAD, Committed, Draft, Drawing, Rescoring, unpack
 from draftwing.sched.guidance import Guidance
 from draftwing.spec.drafter import Drafter
@@ -280,9 +281,7 @@ class Executor:
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`
-            tokens = self.table.last[rows].unsqueeze(1).expand(-1, shape.nodes)
-            parent = torch.zeros_like(tokens)
-            return Draft(tokens, parent, (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(parent))
+            return roots_alone(self.table, rows, shape.nodes)
         return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.ops.torch.ngram_memory import CANDIDATES, NGramMemory
 from draftwing.ops.torch.ngram_tree import TreeBuilder
+from draftwing.ops.torch.tree import roots_alone
 from draftwing.ops.types import Draft, RowTensors
 
 OWN: Final = 8  # matches kept from the row's own history
@@ -151,9 +152,7 @@ class NGramIndex:
         depth = min(shape.depth, self.branch_length)
         if shape.nodes > 1 and depth > 0:
             return self.build(table, rows, depth, shape.nodes)
-        root = torch.zeros(rows.numel(), shape.nodes, dtype=torch.int64, device=rows.device)
-        alive = (torch.arange(shape.nodes, device=rows.device) == 0).expand_as(root)
-        return Draft(table.last.index_select(0, rows)[:, None].expand_as(root), root, alive)
+        return roots_alone(table, rows, shape.nodes)
 
     def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         """The same: 1 <= depth <= branch_length, nodes > 1."""

@@ -97,6 +97,13 @@ class TreeOps:
         return altered.scatter(1, leaf, torch.where(hit, beside, last))[:, :nodes]
 
 
+def roots_alone(table: RowTensors, rows: Tensor, nodes: int) -> Draft:
+    """Trees of so many nodes, all of them dead but the roots."""
+    tokens = table.last.index_select(0, rows).unsqueeze(1).expand(-1, nodes)
+    parent = torch.zeros_like(tokens)
+    return Draft(tokens, parent, (torch.arange(nodes, device=rows.device) == 0).expand_as(parent))
+
+
 def fraction_bits(rows: Tensor, kv_len: Tensor) -> Tensor:
     """[B] int64, uniform below 2^FRACTION_BITS: a hash of a row and the position it has reached."""
     return position_words(rows, kv_len[:, None])[:, 0, 0].long() & ((1 << FRACTION_BITS) - 1)

@@ -20,7 +20,7 @@ from draftwing.ops.types import RowTensors
 
 BINS = tl.constexpr(128)  # each a quarter of the temperature wide; the last one takes all beyond, which has no mass
 _BINS_PER_UNIT = tl.constexpr(4.0)
-_MASS_ONE = tl.constexpr(2.0**40)  # fixed-point 1.0, as in sampling.filters
+_MASS_ONE = tl.constexpr(2.0**40)  # fixed-point 1.0, as in ops.torch.filters
 _ALL = tl.constexpr(2**31 - 1)  # no limit: the pattern of every gap, NaN included, is at most this
 _WAYS = tl.constexpr(8)  # a round of the search divides its interval by this
 _ROUNDS = tl.constexpr(11)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# As in sampling.noise, which says what they are.
+# As in ops.torch.noise, which says what they are.
 _SEED_MUL = tl.constexpr(0xD1342543DE82EF95)
 _POSITION_MUL = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX64_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwing.ops.torch.sampling import CANDIDATES, SamplingOps
 from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.continuations import LAST, key_place, key_value, sort_key
 from draftwing.ops.triton.filters import Limits, limits, load_logits, without_bans
 from draftwing.ops.triton.noise import gumbel, position_words
 from draftwing.ops.types import Drawing, Rescoring, RowTensors
@@ -25,8 +26,6 @@ _FEW = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
 _FAN = 16  # groups of a block of groups, and tokens of a block of tokens
 _DOT_STEP = 1024
 _PICK_WARPS = 8
-_LEAST = tl.constexpr(-(2**63))
-_ID_MASK = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def _scores(
         if FILTERED:
             gap = tl.load(tops + place) - x
             z = tl.where(gap.to(tl.int32, bitcast=True) <= tl.load(limit + place), z, float("-inf"))
-    return tl.where(z > float("-inf"), z, float("-inf")) + 0.0  # -0 is made 0, with which it ties
+    return tl.where(z > float("-inf"), z, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -76,42 +75,23 @@ def _peaks_kernel(
 
 
 @triton.jit
-def _keys(value, index):
-    """int64, ordered as the float32 values (no NaN, no -0) and, among equals, with the lowest index (int32) first."""
-    bits = value.to(tl.int32, bitcast=True)
-    bits ^= (bits >> 31) & _ID_MASK
-    return (bits.to(tl.int64) << 32) | (index ^ _ID_MASK).to(tl.int64)
-
-
-@triton.jit
-def _index(key):
-    return (key & _ID_MASK).to(tl.int32) ^ _ID_MASK
-
-
-@triton.jit
-def _value(key):
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & _ID_MASK)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _largest(keys, COUNT: tl.constexpr):
     """The COUNT largest of distinct keys [n], descending: [COUNT] int64. Each key's rank is a count over all pairs: for
     a hundred keys that takes as long as two of the rounds that would find one after the other."""
     rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
     lane = tl.arange(0, COUNT)
-    return tl.max(tl.where(rank[:, None] == lane[None, :], keys[:, None], _LEAST), 0)
+    return tl.max(tl.where(rank[:, None] == lane[None, :], keys[:, None], LAST), 0)
 
 
 @triton.jit
 def _largest_in_rounds(keys, COUNT: tl.constexpr):
     """As `_largest`, one after the other. Before `_dots`, whose layout the compiler would spread the pairs over."""
     lane = tl.arange(0, COUNT)
-    found = tl.full([COUNT], _LEAST, tl.int64)
+    found = tl.full([COUNT], LAST, tl.int64)
     for i in tl.static_range(COUNT):
         best = tl.max(keys)
         found = tl.where(lane == i, best, found)
-        keys = tl.where(keys == best, _LEAST, keys)
+        keys = tl.where(keys == best, LAST, keys)
     return found
 
 
@@ -122,9 +102,9 @@ def _best_groups(peaks, GROUPS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.const
     inside = tl.arange(0, FAN)[None, :]
     group = block[:, None] * FAN + inside
     peak = tl.max(tl.load(peaks + group, mask=group < GROUPS, other=float("-inf")), 1)
-    group = _index(_largest(_keys(peak, block), COUNT))[:, None] * FAN + inside
+    group = key_place(_largest(sort_key(peak, block), COUNT))[:, None] * FAN + inside
     peak = tl.load(peaks + group, mask=group < GROUPS, other=float("-inf"))
-    return _index(_largest(tl.reshape(_keys(peak, group), [COUNT * FAN]), COUNT))
+    return key_place(_largest(tl.reshape(sort_key(peak, group), [COUNT * FAN]), COUNT))
 
 
 @triton.jit
@@ -162,20 +142,20 @@ def _pick_kernel(
     ids = first[:, None] + inside
     x = load_logits(logits, place, ids, VOCAB)
     z = _scores(x, ids, place, row, temperature, banned, word0, word1, ban_ids, tops, limit, BANS, FILTERED)
-    ids = _index(_largest(_keys(tl.max(z, 1), first), COUNT))[:, None] + inside
+    ids = key_place(_largest(sort_key(tl.max(z, 1), first), COUNT))[:, None] + inside
     x = load_logits(logits, place, ids, VOCAB)
     z = _scores(x, ids, place, row, temperature, banned, word0, word1, ban_ids, tops, limit, BANS, FILTERED)
-    keys = tl.reshape(_keys(z, ids), [COUNT * FAN])
+    keys = tl.reshape(sort_key(z, ids), [COUNT * FAN])
     if RESCORED:
         best = _largest_in_rounds(keys, COUNT)
-        chosen, score = _index(best), _value(best)
+        chosen, score = key_place(best), key_value(best)
         inside = tl.minimum(chosen, VOCAB - 1)
         rounded = tl.load(logits + place.to(tl.int64) * VOCAB + inside).to(tl.float32)
         value = score - rounded + _dots(hidden, weight, place, inside, HIDDEN, STEP)  # noise + true logit
-        value = tl.where((score > float("-inf")) & (value > float("-inf")), value, float("-inf")) + 0.0
-        token = _index(tl.max(_keys(value, chosen)))
+        value = tl.where((score > float("-inf")) & (value > float("-inf")), value, float("-inf"))
+        token = key_place(tl.max(sort_key(value, chosen)))
     else:
-        token = _index(tl.max(keys))
+        token = key_place(tl.max(keys))
     tl.store(tokens + place, token.to(tl.int64))
 
 

@@ -1,4 +1,4 @@
-/* What lies between the matrix products of a decoder on the CPU: norm, rotary embedding, paged attention, gated MLP.
+/* What lies between the GEMMs of a decoder on the CPU: norm, rotary embedding, paged attention, gated MLP.
 
    As torch operations these cost more in calls than in arithmetic when a step has few rows. Storage is float32 or
    bfloat16 (`half` below), arithmetic float32. A row's result has the same bits whatever other rows there are: every
@@ -336,7 +336,7 @@ static void some_tiles(void *data) {
         attend_item(a, a->items - 1 - i, scratch, &nothing);
 }
 
-/* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ------------------ */
+/* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ---------------- */
 
 static PyObject *go(Rows *r, int64_t threads, int64_t elements) {
     Py_BEGIN_ALLOW_THREADS

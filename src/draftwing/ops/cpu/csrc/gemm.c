@@ -1,6 +1,6 @@
 /* Products of few rows with a weight in bfloat16, read where oneDNN has packed it.
 
-   A decode step reads every weight once, so a product of few rows takes as long as its weight takes to read, and what
+   A decode step reads every weight once, so a GEMM of few rows takes as long as its weight takes to read, and what
    oneDNN does before it reads (some 10 us a call). This starts at once, and each thread walks through memory of its own
    from beginning to end. The layout is oneDNN's AB16b64a2b: panels of 64 outputs, in them pairs of inputs, in them the
    outputs. A row's bits are oneDNN's, too, among any number of rows: inputs are summed in order, in blocks whose sums

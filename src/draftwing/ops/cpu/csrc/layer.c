@@ -2,10 +2,10 @@
 
    Their parts are the functions that are called one by one for more rows, so the bits are the same. A part takes some
    microseconds to a few dozen, of which a call from Python, or the start of threads, is a large share. What is done
-   with the outputs of a product one by one is done by the thread that has them in its cache, and each thread norms all
+   with the outputs of a GEMM one by one is done by the thread that has them in its cache, and each thread norms all
    rows for itself, which takes as long as to wait for one that does.
 
-   A product takes as long as its weight takes to read. So that memory is never idle, a thread that attends, norms or
+   A GEMM takes as long as its weight takes to read. So that memory is never idle, a thread that attends, norms or
    waits for others fetches the beginning of its share of the next weight into its cache. */
 
 #include "cpu.h"
@@ -29,7 +29,7 @@ static Product product_of(const int64_t *n) {
                      .scales = POINTER(n[5]),
                      .offsets = POINTER(n[6])};
 }
-/* attn_norm, mlp_norm, hidden, ffn; the four products, 7 numbers each */
+/* attn_norm, mlp_norm, hidden, ffn; the four GEMMs, 7 numbers each */
 static Layer layer_of(const int64_t *n) {
     return (Layer){.attn_norm = POINTER(n[0]),
                    .mlp_norm = POINTER(n[1]),
@@ -41,7 +41,7 @@ static Layer layer_of(const int64_t *n) {
                    .down = product_of(n + 25)};
 }
 
-/* The share of a product's outputs that a thread has, in units of `size` outputs each. */
+/* The share of a GEMM's outputs that a thread has, in units of `size` outputs each. */
 typedef struct {
     int64_t from, to;
 } Range;

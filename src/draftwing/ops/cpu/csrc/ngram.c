@@ -72,7 +72,7 @@ static void insert_row(const Memory *m, int64_t row, int64_t prefix, int64_t cou
     }
 }
 
-/* -- confidence: NGramIndex.confidence ------------------------------------------------------------------------------ */
+/* -- confidence: NGramIndex.confidence ----------------------------------------------------------------------------- */
 
 typedef struct {
     int64_t key[KEPT];

@@ -210,7 +210,7 @@ static APART void masses(const vf *gap, float scale, vl *to) {
     *to = __builtin_convertvector(exp2_16(*gap * scale) * MASS_ONE, vl);
 }
 
-/* The largest logit. Also the largest of each of the 16 * ceil(vectors / GROUP) sets that the vocabulary is cut into. */
+/* The largest logit. Also the largest of each of the 16 * ceil(vectors / GROUP) sets that the vocabulary is cut in. */
 INLINE float row_top(const Draw *d, int64_t at, float *sets, const int half) {
     vf most = splat(-INFINITY);
     for (int64_t c = 0; c < d->vocab; sets += LANES) {
@@ -448,7 +448,7 @@ PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     Py_RETURN_NONE;
 }
 
-/* -- drafts: ops/torch/expansion.py top_tokens, with the noise of sampling --------------------------------------------------- */
+/* -- drafts: ops/torch/expansion.py top_tokens, with the noise of sampling ----------------------------------------- */
 
 typedef struct {
     int64_t *ids;
@@ -517,7 +517,7 @@ static void top_some(void *data) {
     }
 }
 
-/* Of states that a product makes logits of, perhaps normed before, without noise: each thread looks for the best among
+/* Of states that a GEMM makes logits of, perhaps normed before, without noise: each thread looks for the best among
    the outputs that it has made, which are in its cache. */
 typedef struct {
     float top, total;
@@ -597,7 +597,7 @@ static void some_following(void *data) {
 }
 
 /* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
-   of the product: rows, weight, bias, inputs, outputs, block, scales, offsets; spare [rows * outputs + threads * rows *
+   of the GEMM: rows, weight, bias, inputs, outputs, block, scales, offsets; spare [rows * outputs + threads * rows *
    inputs], threads; eps */
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[18];

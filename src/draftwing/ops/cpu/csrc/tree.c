@@ -1,4 +1,4 @@
-/* A tree step on the CPU, between the products: geometry, acceptance, growth, a head's input, candidates' logits.
+/* A tree step on the CPU, between the GEMMs: geometry, acceptance, expansion, a head's input, candidates' logits.
 
    All of it is small: a few hundred integers. As torch operations it is a hundred calls of some microseconds each, here
    it is one call for each place where Python has to come in between. One thread, with the GIL. Arrays are contiguous
@@ -171,9 +171,9 @@ static PyObject *py_commit(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-/* -- growth: ops/torch/expansion.py -------------------------------------------------------------------------------------- */
+/* -- expansion: ops/torch/expansion.py ---------------------------------------------------------------------------- */
 
-/* The places of the best `count` of n scores, best first; of equals the lower place. What stands where there are NaN is not said. */
+/* The places of the best `count` of n scores, best first; of equals the lower place. Where there are NaN any may be. */
 static void best_first(const float *score, int64_t n, int64_t count, int64_t *places) {
     int64_t held = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -206,8 +206,8 @@ INLINE int64_t first_of(const Growth *g, int64_t level) { /* of the candidates t
     return level > 1 ? g->topk + (level - 2) * g->topk * g->topk : 0;
 }
 
-/* growth (7); first ids, first logp (float32), their stride; rows, batch; ids, parent [batch, topk] of level 1; kv_len,
-   root_at [batch] */
+/* expansion (7); first ids, first logp (float32), their stride; rows, batch; ids, parent [batch, topk] of level 1;
+   kv_len, root_at [batch] */
 static PyObject *py_first_level(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[16];
     if (!numbers(args, given, 16, n)) return NULL;
@@ -229,7 +229,7 @@ static PyObject *py_first_level(PyObject *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-/* growth (7); level, following ids, logp (float32) [batch, topk, topk] of its nodes, batch */
+/* expansion (7); level, following ids, logp (float32) [batch, topk, topk] of its nodes, batch */
 static PyObject *py_add(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[11];
     if (!numbers(args, given, 11, n)) return NULL;
@@ -246,7 +246,7 @@ static PyObject *py_add(PyObject *self, PyObject *const *args, Py_ssize_t given)
     Py_RETURN_NONE;
 }
 
-/* growth (7); level, at least 2, batch; ids, parent [batch, topk] of the nodes chosen for it */
+/* expansion (7); level, at least 2, batch; ids, parent [batch, topk] of the nodes chosen for it */
 static PyObject *py_next_level(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[11];
     if (!numbers(args, given, 11, n)) return NULL;
@@ -303,7 +303,7 @@ static PyObject *py_features(PyObject *self, PyObject *const *args, Py_ssize_t g
     Py_RETURN_NONE;
 }
 
-/* growth (7); batch, nodes; rows, last; tokens, parent, alive [batch, nodes] */
+/* expansion (7); batch, nodes; rows, last; tokens, parent, alive [batch, nodes] */
 static PyObject *py_draft(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[14];
     if (!numbers(args, given, 14, n)) return NULL;
@@ -405,7 +405,7 @@ static PyObject *py_take_rows(PyObject *self, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
-/* -- the input of a draft head's first product -------------------------------------------------------------------- */
+/* -- the input of a draft head's first GEMM ----------------------------------------------------------------------- */
 
 INLINE float sum_lanes(vf v) {
     float s[LANES];
