@@ -43,7 +43,8 @@ MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0,
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one position: its token's own, the best tokens' as (value, id) from the best down, the further tokens'."""
+    """Log probabilities of one position: its token's own, the best tokens' as (value, id) from the best down, and
+    those of further tokens."""
 
     value: float
     top: list[tuple[float, int]]

@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
     path_len: Tensor  # [B, N]
 
     def pick(self, at: Tensor) -> Drawn:
-        """Of the batch indices `at` alone."""
+        """Returns the batch indices `at` alone."""
         rows, logits, hidden, positions, depth, depth_max, tokens, path, path_len = self
         return Drawn(
             rows[at], logits[at], hidden[at], positions[at], depth[at], depth_max, tokens[at], path[at], path_len[at]

@@ -69,13 +69,14 @@ class RowTable:
         )
 
     def upload(self, plan: Plan) -> Upload:
-        """Of a prefill: one copy to the device, then the scatters of what the host decided."""
+        """Brings a prefill to the device: one copy, then the scatters of what the host decided."""
         parts = [*_pack_state(plan, self.length), *_drawing(plan), *_pack_chunks(plan)]
         rows, noisy, filtered, banning, *chunks = self._send(parts)
         return Upload(rows, Drawing(noisy, filtered, banning), *chunks)
 
     def upload_step(self, plan: Plan) -> tuple[Tensor, Drawing]:
-        """Of a tree step: its rows [B] and what they need of the sampler. Most steps find what the step before sent."""
+        """Brings a tree step to the device and returns its rows [B], and what they need of the sampler. Most steps find
+        what the step before sent."""
         self.upload_state(plan)
         parts = _drawing(plan)
         known = [part.tobytes() for part in parts]

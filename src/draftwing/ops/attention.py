@@ -69,7 +69,7 @@ class ChunkSpan(NamedTuple):
 
 
 def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
-    """Of chunks that follow each other in a flat batch, each the batch row of its number."""
+    """Returns the spans of chunks that follow each other in a flat batch; chunk i is batch row i."""
     offsets = accumulate((chunk.length for chunk in chunks), initial=0)
     return tuple(
         ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final)

@@ -207,7 +207,7 @@ class Expansion(Protocol):
         ...
 
     def level_rows(self) -> LevelRows:
-        """Of the level that was chosen last; to be asked for once."""
+        """Returns the rows of the level that was chosen last; to be asked for once."""
         ...
 
     def level_feature(self) -> Tensor:

@@ -219,7 +219,7 @@ class Rendering(Protocol):
     generation: Generation
 
     def body(self) -> Any:
-        """Of a finished generation."""
+        """The response to a finished generation."""
 
     def events(self) -> AsyncIterator[str]:
         """Server-sent events while it runs."""

@@ -49,7 +49,7 @@ class Sampling:
     seed: int = 0
 
     def draw(self, key: str, turn: int = 0) -> SamplingParams:
-        """Of a prompt's answer; all of a conversation's answers have the same temperature."""
+        """Draws the parameters of a prompt's answer; all of a conversation's answers have the same temperature."""
         share, place = (self._uniform(f"{what} {key}") for what in ("greedy", "place"))
         low, high = self.temperatures
         temperature = 0.0 if share < self.greedy and key == original(key) else round(low + place * (high - low), 3)

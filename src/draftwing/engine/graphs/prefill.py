@@ -130,5 +130,5 @@ def prefill_sizes(most: int) -> list[int]:
 
 
 def kept_bytes(most: int, hidden: int, aux_layers: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of what these graphs leave."""
+    """Returns the bytes of the outputs that these graphs keep."""
     return sum(prefill_sizes(most)) * hidden * (1 + len(aux_layers)) * dtype.itemsize

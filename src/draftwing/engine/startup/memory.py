@@ -185,6 +185,6 @@ def first_step(tokens: int, longest: int, length: int) -> Plan:
 
 
 def tree_step(rows: int, shape: TreeShape, bound: int) -> Plan:
-    """Of many rows, all but the first one empty: they write to the pool's dummy slot."""
+    """Plans a step of many rows, all but the first one empty: they write to the pool's dummy slot."""
     every = np.arange(rows)
     return Plan(1, "tree", every, every, shape, bound, noisy=every, filtered=every[:1])

@@ -116,7 +116,7 @@ class Precompilation:
 
 
 def _engine_options(options: Options) -> Options:
-    """Those that kernels may depend on, all others at their defaults: a port makes no other job."""
+    """Returns the options that kernels may depend on, and all others at their defaults: a port makes no other job."""
     found: dict[str, Any] = {"random_seed": 0}
     found |= {spec.name: spec.default for spec in dataclasses.fields(options) if spec.metadata["group"] == SERVER}
     return dataclasses.replace(options, **found)

@@ -139,8 +139,8 @@ class HeadTopK:
 
 
 def packed_gemm_like_onednn(packed: Tensor, bias: Tensor | None) -> PackedGemm | None:
-    """Of a weight that oneDNN has packed, where it has the bits of oneDNN's GEMM: this weight may be laid out or cut in
-    another way than most."""
+    """Makes the GEMM of a weight that oneDNN has packed, if it gives oneDNN's bits: this weight may be laid out or cut
+    in another way than most."""
     if not PackedGemm.takes(packed):
         return None
     outputs, inputs = packed.shape

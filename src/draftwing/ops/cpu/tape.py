@@ -73,7 +73,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _storages(value: Any) -> set[int]:
-    """Of a tensor, or of the tensors in a list."""
+    """Returns the addresses of the memory behind a tensor, or behind the tensors of a list."""
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr()}
     return set().union(*map(_storages, value)) if isinstance(value, (tuple, list)) else set()

@@ -60,7 +60,7 @@ def ints(*shape: int) -> Tensor:
 
 
 def addresses(tensors: Any) -> tuple[int, ...]:
-    """Of contiguous tensors, which must be held for as long as these are used."""
+    """Returns the addresses of contiguous tensors, which must be held for as long as these are used."""
     return tuple(part.data_ptr() for part in tensors)
 
 

@@ -89,8 +89,8 @@ def order_probe(in_features: int, out_features: int, dtype: torch.dtype) -> tupl
 
 @functools.lru_cache(maxsize=1)
 def _cancelling_rows(in_features: int, dtype: torch.dtype) -> Tensor:
-    """Those of `order_probe`, which take longer to make than to multiply. They are kept for the next GEMM, which
-    mostly has as many inputs."""
+    """Returns the rows of `order_probe`, which take longer to make than to multiply. They are kept for the next GEMM,
+    which mostly has as many inputs."""
     generator = torch.Generator().manual_seed(0)
     half = in_features // 2
     size = torch.randint(0, 20, (300, half), generator=generator).float().exp2()

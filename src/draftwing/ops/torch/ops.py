@@ -29,7 +29,7 @@ class TorchOps(TreeOps, ExpansionOps, NGramOps, LayerOps):
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """Of the GPU that kernels are compiled for, None where none are."""
+        """Returns that of the GPU for which kernels are compiled, None where none are."""
         return None
 
     def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:

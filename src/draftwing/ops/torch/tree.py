@@ -179,7 +179,7 @@ def _advance(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: Tensor
 
 
 def _accepted_path(table: RowTensors, rows: Tensor, accepted: Accepted, kv_len: Tensor) -> AcceptedPath:
-    """Of rows that have advanced from kv_len [B]."""
+    """Returns the accepted path of rows that have advanced from kv_len [B]."""
     (batch, nodes), tokens = accepted.order.shape, accepted.committed.shape[1]
     column = rows.unsqueeze(1)
     positions = kv_len.unsqueeze(1) + table.steps[:tokens]  # [B, D + 1]

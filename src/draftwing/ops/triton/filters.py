@@ -32,7 +32,7 @@ _LIST_LEAST = 4096  # of each; a row with more tokens below its limits (flat log
 
 
 class Limits(NamedTuple):
-    """Of each query; a token is kept if the bits of (top - logit), read as an integer, are at most `limit`."""
+    """Limits of each query; a token is kept if the bits of (top - logit), read as an integer, are at most `limit`."""
 
     top: Tensor  # [M] float32, the largest logit
     limit: Tensor  # [M] int32

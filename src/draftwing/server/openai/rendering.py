@@ -187,7 +187,7 @@ class ChatCompletion(Completion):
         return ending
 
     def _deltas(self, answer: Answer, text: str) -> list[dict[str, Any]]:
-        """Of the message, that follow from the next piece of text."""
+        """Makes the deltas of the message from the next piece of text."""
         reader, deltas = self._readers[answer.index], list[dict[str, Any]]()
         for part in reader.push(text, answer.finish_reason is not None, answer.token_ids):
             if isinstance(part, Thought):

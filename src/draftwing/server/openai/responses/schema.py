@@ -181,7 +181,7 @@ class ResponsesRequest(ChatBody):
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:
-    """As of chat completions, which has the parts of a schema in an object of its own."""
+    """Makes the `response_format` of chat completions, which has a schema and its name in an object of its own."""
     if form.type != "json_schema":
         for name in ("name", "description", "schema_", "strict"):
             if getattr(form, name) is not None:
