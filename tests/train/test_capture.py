@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from tiny_checkpoint import write_checkpoint, write_tokenizer
 
 from draftwing import LLM
+from draftwing import files as files_module
 from draftwing.errors import ConfigError
 from draftwing.models.decoder import DecoderModel
-from draftwing.train import files as files_module
 from draftwing.train import store as store_module
 from draftwing.train.capture import FeatureModel, batches, capture, eagle3_aux_layers, online, target_aux_layers
 from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens

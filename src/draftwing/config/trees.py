@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
+from draftwing.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -96,15 +96,11 @@ def save_shape(folder: Path, device: str, shape: TreeShape) -> None:
     """Writes the tree into the head's config.json, which is replaced whole. Raises ConfigError where it cannot be."""
     carried_shape(folder, device)  # refuses what it could not be added to
     checked_shape(list(shape), "the tree to save")
-    file, partial = folder / "config.json", folder / "config.json.partial"
+    file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         config.setdefault("draftwing", {}).setdefault("shapes", {})[device] = list(shape)
-        with partial.open("w", encoding="utf-8") as written:
-            written.write(json.dumps(config, indent=2) + "\n")
-            written.flush()
-            os.fsync(written.fileno())
-        partial.replace(file)
+        write_text(file, json.dumps(config, indent=2) + "\n")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be rewritten: {error}") from None
 

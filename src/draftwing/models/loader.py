@@ -70,17 +70,7 @@ def load_model(
     """
     started = time.perf_counter()
     path = Path(path)
-    tensors: Tensors
-    if dummy:
-        config, tensors = load_config(path), ()
-    elif path.suffix == ".gguf":
-        file = open_gguf(path)
-        config = gguf.model_config(file)
-        tensors = gguf.tensors(file, config, progress)
-    else:
-        config = load_config(path)
-        stored = folder_tensors(path, progress)
-        tensors = ((canonical(name), tensor) for name, tensor in stored if not name.startswith(MTP_PREFIX))
+    config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress)
     model = DecoderModel(config, dtype, "meta")
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     if dummy:
@@ -93,6 +83,16 @@ def load_model(
     what = "random weights made (load_format dummy: the text is worthless)" if dummy else "weights loaded"
     logger.info("%s: %.2f s, %.2f GB", what, time.perf_counter() - started, size / 1e9)
     return model.requires_grad_(False)
+
+
+def open_checkpoint(path: Path, progress: Progress | None = None) -> tuple[ModelConfig, Tensors]:
+    """The config of a folder or a `.gguf` file, and the tensors of its model, which are read one by one."""
+    if path.suffix == ".gguf":
+        file = open_gguf(path)
+        config = gguf.model_config(file)
+        return config, gguf.tensors(file, config, progress)
+    stored = folder_tensors(path, progress)
+    return load_config(path), ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
 
 
 def fill_parameters(

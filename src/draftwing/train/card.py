@@ -9,9 +9,9 @@ from typing import Any
 
 import draftwing
 from draftwing.config.drafters import DrafterSpec
+from draftwing.files import write_text
 from draftwing.models.config import ModelConfig
 from draftwing.train.evaluate import summary
-from draftwing.train.files import write_text
 from draftwing.train.settings import Run
 
 

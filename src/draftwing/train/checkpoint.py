@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.files import replace_file, write_json
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
 from draftwing.models.heads.base import FeatureHead
@@ -21,7 +22,6 @@ from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.train.files import replace_file, write_json
 
 _EAGLE_CLASSES = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
 

@@ -19,7 +19,7 @@ from draftwing.config.trees import TREE
 from draftwing.core import TreeShape
 from draftwing.engine.measure import Local, Sample, measure
 from draftwing.errors import ConfigError
-from draftwing.train.files import write_json
+from draftwing.files import write_json
 
 logger = logging.getLogger(__name__)
 

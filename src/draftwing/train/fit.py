@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from draftwing.config.drafters import training
 from draftwing.engine.device import has_native_bfloat16
 from draftwing.errors import ConfigError
+from draftwing.files import replace_file
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
-from draftwing.train.files import replace_file
 from draftwing.train.heads import TargetHead
 from draftwing.train.optimizer import OPTIMIZERS, HeadOptimizer, OptimizerName
 from draftwing.train.progress import Progress, Row, summary

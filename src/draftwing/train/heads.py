@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
-from draftwing.gguf_file import open_gguf
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.rope import RopeConfig
-from draftwing.models import gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
@@ -23,8 +21,8 @@ from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.models.loader import fill_parameters, folder_tensors, load_config
-from draftwing.models.weight_map import canonical, checkpoint_names
+from draftwing.models.loader import fill_parameters, open_checkpoint
+from draftwing.models.weight_map import checkpoint_names
 from draftwing.ops.torch.layer_ops import PLAIN
 from draftwing.train.capture import eagle3_aux_layers
 from draftwing.train.checkpoint import aux_layer_ids
@@ -196,14 +194,7 @@ def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device 
     """Loads a target without its layers but the last, where a head starts from; the others stay without memory:
     embedding, final norm and head are all that training from stored features needs. path: a model folder or a `.gguf`
     file."""
-    path = Path(path)
-    if path.suffix == ".gguf":
-        file = open_gguf(path)
-        config = gguf.model_config(file)
-        tensors = gguf.tensors(file, config, None)
-    else:
-        config = load_config(path)
-        tensors = ((canonical(name), tensor) for name, tensor in folder_tensors(path))
+    config, tensors = open_checkpoint(Path(path))
     model = DecoderModel(config, dtype, "meta")
     last = f"layers.{config.num_layers - 1}."
     slices = checkpoint_names(config).items()

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from draftwing.train.files import replace_file
+from draftwing.files import replace_file
 
 logger = logging.getLogger(__name__)
 

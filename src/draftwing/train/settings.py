@@ -19,7 +19,7 @@ from draftwing.config.options import Options
 from draftwing.config.trees import checked_shape
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
-from draftwing.train.files import write_json
+from draftwing.files import write_json
 
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
 _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)

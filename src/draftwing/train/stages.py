@@ -21,6 +21,7 @@ from torch import Tensor
 from draftwing.config.options import Options
 from draftwing.engine.device import pick_device, pick_dtype
 from draftwing.errors import ConfigError
+from draftwing.files import write_json
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
@@ -33,7 +34,6 @@ from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Skipped, held_out, original
 from draftwing.train.dataset import Dataset, evaluation_sets, read_dataset
 from draftwing.train.evaluate import Trial, evaluate, summary
-from draftwing.train.files import write_json
 from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe
 from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import read_responses, responses_files

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftwing.config.drafters import training
 from draftwing.errors import ConfigError
-from draftwing.train.files import replace_file, write_json
+from draftwing.files import replace_file, write_json
 
 _VERSION = 1
 _AUX = "taps"  # what files of this version call auxiliary hidden states, and the layers they are of

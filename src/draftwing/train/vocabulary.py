@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwing.errors import ConfigError
-from draftwing.train.files import write_json
+from draftwing.files import write_json
 from draftwing.train.store import Tokens
 
 MULTIPLE = 64  # rows of a product that run at full speed on a GPU
