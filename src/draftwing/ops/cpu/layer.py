@@ -55,8 +55,8 @@ class NativeLayers:
     def __init__(
         self, weights: Sequence[LayerWeights], kept: Sequence[int], take_rows: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """weights: of layers that `can_run`. kept: layers whose outputs the caller wants, counted from 1, beside that of
-        the last; a layer may be among them twice. take_rows: `LayerOps.take_rows`."""
+        """weights: of layers that `can_run`. kept: layers whose outputs the caller wants beside the last one's, counted
+        from 1; a layer may be among them twice. take_rows: `LayerOps.take_rows`."""
         self.layers = [_Layer(layer) for layer in weights]
         self.first, self.count, some = weights[0].number, len(self.layers), self.layers[0]
         self.raw: Any = load_extension()
