@@ -12,9 +12,9 @@ from typing import Any
 from draftwing.config import resolve
 from draftwing.config import sglang_compat as compat
 from draftwing.config.choices import AUX_LAYER_IDS, LOG_LEVELS, REASONING_PARSERS, TOOL_CALL_PARSERS
-from draftwing.config.drafters import NAMES, NO_DRAFTER, DrafterSpec, find_drafter
+from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
-from draftwing.config.trees import TREE
+from draftwing.config.trees import NODES, STEPS, TOPK, TREE
 from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.errors import ConfigError
 
@@ -160,18 +160,18 @@ class Options:
     )  # fmt: skip
     speculative_num_steps: int | None = option(
         None, SPECULATION,
-        "depth of a draft (default: as the head's config says, else 3, or 5 for EAGLE on Llama; draft tokens - 1 for "
-        "NGRAM)", minimum=1, maximum=256,
+        f"depth of a draft (default: as the head's config says, else {CHAIN.depth}, or {LLAMA_TREE.depth} for heads on "
+        "Llama; draft tokens - 1 for NGRAM)", minimum=STEPS[0], maximum=STEPS[1],
     )  # fmt: skip
     speculative_eagle_topk: int | None = option(
         None, SPECULATION,
-        "branching factor of a draft (default: as the head's config says, else 1, or 4 for EAGLE on Llama; max bfs "
-        "breadth for NGRAM)", minimum=1, maximum=64,
+        f"branching factor of a draft (default: as the head's config says, else {CHAIN.topk}, or {LLAMA_TREE.topk} for "
+        "heads on Llama; max bfs breadth for NGRAM)", minimum=TOPK[0], maximum=TOPK[1],
     )  # fmt: skip
     speculative_num_draft_tokens: int | None = option(
         None, SPECULATION,
-        "nodes verified in a step, the root included (default: as the head's config says, else 4, or 8 for EAGLE on "
-        "Llama; 12 for NGRAM)", minimum=2, maximum=512,
+        f"nodes verified in a step, the root included (default: as the head's config says, else {CHAIN.nodes}, or "
+        f"{LLAMA_TREE.nodes} for heads on Llama; {MATCHES.nodes} for NGRAM)", minimum=NODES[0], maximum=NODES[1],
     )  # fmt: skip
     speculative_adaptive: bool = option(
         False, SPECULATION,

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")  # fields of a `TreeShape`
 DEVICES = ("cpu", "cuda")  # classes of devices that a tree is measured for
-_LIMITS = ((1, 256), (1, 64), (2, 512))  # of steps, topk and draft tokens, as the options have them
+STEPS, TOPK, NODES = (1, 256), (1, 64), (2, 512)  # least and most steps, topk and draft tokens
 Given = tuple[int | None, int | None, int | None]  # steps, topk and draft tokens, None where not given
 
 
@@ -110,8 +110,8 @@ def checked_shape(value: Any, where: str) -> TreeShape:
     these."""
     is_shape = (
         isinstance(value, list)
-        and len(value) == len(_LIMITS)
-        and all(type(x) is int and low <= x <= high for x, (low, high) in zip(value, _LIMITS, strict=True))
+        and len(value) == len(TREE)
+        and all(type(x) is int and low <= x <= high for x, (low, high) in zip(value, (STEPS, TOPK, NODES), strict=True))
     )
     if not is_shape:
         raise ConfigError(f"{where}: expected [steps, topk, draft tokens] such as [3, 1, 4], found {value!r}")
