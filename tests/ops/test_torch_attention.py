@@ -195,33 +195,36 @@ class Story:
         return TorchAttention(pool).bind(batch, LAYER)(0, *new)[me * nodes + path[-1]]
 
 
-def sums_in_order(dim: int) -> bool:
+def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
     """Whether this CPU's GEMMs keep to what `ops.torch.attention` takes for granted: a sum of up to 192 terms is one
     chain of multiply-adds in their order, so terms of 0 before and after the others change no bit, and neither do the
-    numbers of rows and columns. Tried out like `onednn.rows_summed_alike`, on terms of very different size."""
+    numbers of rows, of columns and of GEMMs in a call. Tried out like `onednn.rows_summed_alike`, on terms of very
+    different size, with operands laid out as there."""
     generator = torch.Generator().manual_seed(6)
 
     def spread(*shape: int) -> Tensor:
         size = torch.randint(-10, 10, shape, generator=generator).float().exp2()
         return torch.randn(shape, generator=generator) * size
 
-    weights, values, found = spread(64, 56), spread(56, dim + 16), []
-    for first, tall, width in ((0, 64, 192), (56, 64, 112), (136, 64, 192), (0, 8, 112), (96, 8, 160)):
-        wide, keys = torch.zeros(1, tall, width), torch.zeros(1, width, dim + 16)
-        wide[0, :, first : first + 56], keys[0, first : first + 56] = weights[:tall], values
-        found.append(torch.bmm(wide, keys)[0, :8])
-    q, k, scores = spread(64, dim), spread(192, dim), []
-    for tall, width in ((64, 192), (8, 192), (64, 112), (8, 112), (24, 128)):
-        into = torch.empty(1, tall, width)
-        torch.baddbmm(into, q[None, :tall], k[None, :width].transpose(1, 2), beta=0, alpha=0.18, out=into)
-        scores.append(into[0, :8, :112])
-    return all(torch.equal(x, of[0]) for of in (found, scores) for x in of)
+    q, k, weights, values = spread(8, dim), spread(56, dim), spread(8, 56), spread(56, dim + 16)
+    found: list[tuple[Tensor, Tensor]] = []
+    for blocks in (1, 2, 3, 4):
+        for nodes in (1, 2, 3, 5, 12, 16, 30, 64, 112):
+            for width, first in ((112, 0), (112, 56), (128, 72), (192, 136)):
+                count, tall = blocks * kv_heads, -(-nodes * group // 8) * 8
+                left, scores = torch.zeros(count, tall, dim), torch.empty(count, tall, width)
+                wide, shares = torch.zeros(count, width, 2 * dim + 16), torch.zeros(count, tall, width)
+                left[:, :8], shares[:, :8, first : first + 56] = q, weights
+                wide[:, first : first + 56, :dim], wide[:, first : first + 56, dim:] = k, values
+                torch.baddbmm(scores, left, wide[..., :dim].transpose(1, 2), beta=0, alpha=0.18, out=scores)
+                found.append((scores[:, :8, first : first + 56], torch.bmm(shares, wide[..., dim:])[:, :8]))
+    return all(torch.equal(x, y[:1].expand_as(x)) for some in found for x, y in zip(some, found[0], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 2, 128), (4, 2, 16)])
 def test_bits_do_not_depend_on_how_a_query_is_asked(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    if not sums_in_order(shape[2]):
+    if not sums_in_order(shape[1], shape[0] // shape[1], shape[2]):
         pytest.skip("the order of sums in this CPU's GEMMs, as this torch has them, follows from their sizes")
     story = Story(*shape, dtype)
     whole = story.chunk(0, 340)

@@ -239,7 +239,7 @@ class Rig:
 
     def _spy(self):
         drafter, head, executor = self.drafter, self.drafter.head, self.executor
-        propose, continuations, verify = drafter.propose, drafter._continuations, executor.target_batch
+        propose, continuations, verify = drafter.propose, drafter._continuations, executor._batches.trees
         name = "run_layer" if isinstance(drafter, MTPDrafter) else "run"
         run, logits = getattr(head, name), head.logits
         calls: list[Any] = []
@@ -276,14 +276,13 @@ class Rig:
             return draft
 
         def spy_verify(rows, draft, shape, max_kv_len):
-            batch, tree = verify(rows, draft, shape, max_kv_len)
-            if shape == PLAIN:  # nothing was proposed
-                return batch, tree
-            for seen, at in zip(self.seen[-len(rows) :], batch.positions.view(len(rows), -1), strict=True):
+            drafted = verify(rows, draft, shape, max_kv_len)
+            at_nodes = drafted.batch.positions.view(len(rows), -1)
+            for seen, at in zip(self.seen[-len(rows) :], at_nodes, strict=True):
                 seen.verified_at.extend(at.tolist())
-            return batch, tree
+            return drafted
 
-        drafter.propose, drafter._continuations, executor.target_batch = spy_propose, spy_continuations, spy_verify
+        drafter.propose, drafter._continuations, executor._batches.trees = spy_propose, spy_continuations, spy_verify
         head.logits = spy_logits
         setattr(head, name, spy_run)
 
