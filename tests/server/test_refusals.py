@@ -324,3 +324,33 @@ def test_unknown_routes_and_methods(client: TestClient) -> None:
 def test_abort_request_needs_a_name(client: TestClient) -> None:
     assert client.post("/abort_request", json={}).status_code == 400
     assert client.post("/abort_request", json={"rid": "nobody"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT_PATH, {"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type must be 'function'"),
+        (CHAT_PATH, {"messages": MESSAGES, "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
+        (CHAT_PATH, {"messages": MESSAGES, "top_logprobs": 30}, "top_logprobs must be less than or equal to 20"),
+        (CHAT_PATH, {}, "messages is missing"),
+        (COMPLETION, {"prompt": {}}, "prompt must be a valid string or a valid array"),
+        (COMPLETION, {"prompt": ["a", 5]}, "prompt.1 must be a valid string or a valid array"),
+        ("/generate", {"input_ids": [[1], ["x"]]}, "input_ids.1.0 must be a valid integer"),
+        ("/v1/messages", {"messages": MESSAGES, "model": "m", "max_tokens": None}, "max_tokens is missing"),
+    ],
+)
+def test_a_refusal_names_the_entry_and_what_it_must_be(
+    client: TestClient, path: str, body: dict[str, Any], message: str
+) -> None:
+    response = client.post(path, json=body)
+    assert response.status_code == 400
+    found = response.json()
+    assert found.get("error", found)["message"] == message
+
+
+def test_openapi_bounds_lists_of_texts(client: TestClient) -> None:
+    body = client.get("/openapi.json").json()["paths"][CHAT_PATH]["post"]["requestBody"]
+    fields = body["content"]["application/json"]["schema"]["properties"]
+    text = {"type": "string", "minLength": 1}
+    assert fields["stop"]["anyOf"] == [text, {"type": "array", "items": text, "maxItems": 64}, {"type": "null"}]
+    assert fields["seed"]["anyOf"][-1] == {"type": "null"} != fields["seed"]["anyOf"][-2]

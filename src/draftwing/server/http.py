@@ -94,7 +94,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        refusal = _refusal([e | {"loc": e["loc"][1:]} for e in error.errors()])
+        refusal = _refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
         return error_response(request, 400, str(refusal), refusal.param)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -141,25 +141,40 @@ async def read_body(request: Request, model: type[M]) -> M:
         return model.model_validate_json(body)
     except ValidationError as error:
         # Without the input: it may be huge, or hold what no response can.
-        raise _refusal(error.errors(include_url=False, include_context=False, include_input=False)) from None
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # As text, numbers may be longer than Python converts.
+        given = None if errors[0]["type"] == "json_invalid" else json.loads(body, parse_int=str)
+        raise _refusal(errors, given) from None
 
 
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
 
-def _refusal(errors: list[Any]) -> RequestError:
-    first = errors[0]["loc"]
-    told = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": errors[0]["msg"]}
-    if errors[0]["type"] in told:
-        name = _dotted(first)
-        return RequestError(f"{name} {told[errors[0]['type']]}", name)
-    # A union gives an error for each of its members: their common path is the field, together they say what is allowed.
-    same = [error for error in errors if error["loc"][:1] == first[:1]]
-    name = _dotted(first[: sum(len({error["loc"][: i + 1] for error in same}) == 1 for i in range(len(first)))])
-    field, messages = name or "the body", list(dict.fromkeys(error["msg"] for error in same))[:4]
+def _refusal(errors: list[Any], given: Any) -> RequestError:
+    """The first field's errors in our words. given: what was validated."""
+    # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
+    first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    path = max((path for path, _ in first), key=len)
+    same = [error for at, error in first if at == path]
+    name, kind, messages = _dotted(path), same[0]["type"], list(dict.fromkeys(error["msg"] for error in same))[:4]
+    told = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": messages[0]}
     expected = [message.removeprefix(_EXPECTED) for message in messages if message.startswith(_EXPECTED)]
-    message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
+    field = name or "the body"
+    if kind in told:
+        message = f"{field} {told[kind]}"
+    else:
+        message = f"{field} must be {' or '.join(expected)}" if expected else f"{field}: {messages[0]}"
     return RequestError(message, name or "body")
+
+
+def _path(error: Any, given: Any) -> tuple[int | str, ...]:
+    """The field of an error, without pydantic's names for members of unions."""
+    found = []
+    for part in error["loc"]:
+        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and part in range(len(given))):
+            given = given[part]
+            found.append(part)
+    return (*found, error["loc"][-1]) if error["type"] == "missing" else tuple(found)
 
 
 def _dotted(path: tuple[int | str, ...]) -> str:
