@@ -36,7 +36,7 @@ SANITIZE := -fsanitize=address,undefined
 sanitize: $(VENV)/.installed-dev
 	CFLAGS="$(SANITIZE) -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g" LDFLAGS="$(SANITIZE)" \
 	  $(BIN)/python setup.py --quiet build --build-base build/sanitize-objects --build-lib build/sanitize
-	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CC) -print-file-name=lib$$name.so; done)" \
+	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CC) -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not slow" -k "not triton and not cuda" $(ARGS)
 
