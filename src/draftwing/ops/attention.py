@@ -98,9 +98,7 @@ class Batch(NamedTuple):
     window: int = 0  # for trees: entries past prefix_len that any path may name; Q where nodes are their own entries
     chunks: tuple[ChunkSpan, ...] = ()
     bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
-    tiles: Tensor | None = (
-        None  # chunks that only the device knows, as `ops.triton.attention_backend` has them: [T, 5] int32
-    )
+    tiles: Tensor | None = None  # [T, 5] int32: chunks that only the device knows, by `TiledAttention.chunk_tiles`
 
     def pages(self) -> Tensor:
         """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""

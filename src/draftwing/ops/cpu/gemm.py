@@ -114,9 +114,7 @@ class HeadTopK:
         self._held = own, gemm  # addresses go stale where a module's weights are moved
         bias_at, self._names, self._norm = (0 if part is None else part.data_ptr() for part in own)
         self._gemm, self._eps = gemm, norm[1] if norm else 0.0
-        self._numbers = (
-            gemm.address, bias_at, gemm.inputs, gemm.outputs, gemm.block, *gemm.scales
-        )  # fmt: skip
+        self._numbers = gemm.address, bias_at, gemm.inputs, gemm.outputs, gemm.block, *gemm.scales
 
     def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
         """states [.., inputs] bfloat16 with adjacent columns -> ids [.., K] int64 and their log probabilities [.., K]

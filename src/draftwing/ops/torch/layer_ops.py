@@ -85,9 +85,7 @@ class LayerOps:
     These methods are differentiable and take tensors of any dtype; those of other devices are for inference.
     """
 
-    norm_adds_residual = (
-        False  # whether `add_rms_norm` is one kernel, which a residual is better left to than to a GEMM
-    )
+    norm_adds_residual = False  # whether `add_rms_norm` is one kernel, which then adds residuals better than a GEMM
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., size], weight [size] -> x / sqrt(mean(x²) + eps) * weight, the mean in float32."""
