@@ -90,7 +90,8 @@ def _format_refusal(error: ValidationError, value: Any, names: Names) -> Request
     inner = [str(part)[:80] for part in path if part not in unions]
     name = ".".join([names["response_format"], *inner])
     told = {"extra_forbidden": f"{name!r} is not a known field", "missing": f"{name} is missing"}
-    return RequestError(told.get(first["type"], f"{name}: {first['msg']}"), name)
+    wrong = f"{name}: {first['msg']}".replace(": Input should", " must").replace("dictionary", "object")
+    return RequestError(told.get(first["type"], wrong), name)
 
 
 def inlined(schema: Any, definitions: Mapping[str, Any] | None = None) -> Any:
