@@ -362,6 +362,6 @@ def test_drafters(ops: TorchOps, lookahead: int, shape: TreeShape) -> None:
     expected = drafts_and_state(TorchOps(ops.device), lookahead, shape)  # near ties fall alike on one device
     for found, wanted in zip(drafts_and_state(ops, lookahead, shape), expected, strict=True):
         if found.dtype.is_floating_point:
-            torch.testing.assert_close(found.cpu(), wanted, atol=CLOSE, rtol=CLOSE)
+            torch.testing.assert_close(found, wanted, atol=CLOSE, rtol=CLOSE)
         else:
-            assert torch.equal(found.cpu(), wanted)
+            assert torch.equal(found, wanted)
