@@ -20,6 +20,8 @@ from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.spec.mtp_drafter import make_model_drafter
 
+pytestmark = pytest.mark.slow
+
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 12)
 MAKERS = {
     # the constructor, and how much effect the target's layers get back

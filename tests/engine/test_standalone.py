@@ -9,6 +9,8 @@ from draftwing.ops import make_ops
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 
+pytestmark = pytest.mark.slow
+
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 10)
 
 

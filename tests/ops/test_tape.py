@@ -76,6 +76,7 @@ def test_what_torch_computes_is_not_recorded() -> None:
         assert isinstance(record(function)[0], Recording)
 
 
+@pytest.mark.slow
 def test_recording_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch; from draftwing.ops.cpu.tape import record; "

@@ -221,6 +221,7 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
     return all(torch.equal(x, y[:1].expand_as(x)) for some in found for x, y in zip(some, found[0], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 2, 128), (4, 2, 16)])
 def test_bits_do_not_depend_on_how_a_query_is_asked(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
