@@ -82,7 +82,7 @@ def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
             stops = await text_of(engine, request("s", byte_tokenizer().encode("abcdef"), stop=("cd",)))
             assert byte_tokenizer().decode(stops) == "abcd"
             assert (await engine.stats())["running"] == 0 and await engine.flush_cache()
-            stream = engine.submit([FOREVER("x").replace(name="mine")])
+            stream = engine.submit([FOREVER("x")._replace(name="mine")])
             await until(lambda: bool(stream._news))
             assert (await engine.stats())["running"] == 1 and not await engine.flush_cache()
             engine.abort("mine")
