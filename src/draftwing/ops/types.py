@@ -9,6 +9,17 @@ from torch import Tensor
 
 from draftwing.core import IntArray, StepResult, TreeShape
 
+# -- weights in blocks ------------------------------------------------------------------------------------------------
+
+
+class BlockRows(NamedTuple):
+    """Rows of a matrix whose values are quantised in blocks, as a GGUF file stores them."""
+
+    kind: str  # GGML's name of the type: Q4_0, Q6_K, ...
+    data: Tensor  # [rows, bytes of a row] uint8, on the CPU
+    columns: int
+
+
 # -- the row table ----------------------------------------------------------------------------------------------------
 
 

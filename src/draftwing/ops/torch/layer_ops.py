@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch import onednn
+from draftwing.ops.types import BlockRows
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
 
@@ -32,6 +33,21 @@ class SmallMGemm(Protocol):
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
+        ...
+
+
+class BlockGemm(FewRowsGemm, Protocol):
+    """The GEMM of a weight in blocks, for any number of rows; a row has the same bits among any."""
+
+    inputs: int
+    outputs: int
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [...] int64 -> rows of the weight, [..., inputs]"""
+        ...
+
+    def dense(self) -> Tensor:
+        """Returns the weight, [outputs, inputs]."""
         ...
 
 
@@ -163,6 +179,17 @@ class LayerOps:
         draft_8bit: whether errors of a percent may be made. None where there is none.
         """
         return None
+
+    block_kinds: frozenset[str] = frozenset()  # types of quantised blocks that there are GEMMs for
+
+    def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> BlockGemm:
+        """The GEMM of a weight whose rows are those of `parts`, one after the other; of `block_kinds`, of the same
+        number of columns. The parts are copied. dtype: of x and of the result."""
+        raise NotImplementedError
+
+    def quantize(self, weight: Tensor, kind: str) -> BlockRows:
+        """weight [rows, columns] floating point -> the same in blocks of one of `block_kinds`."""
+        raise NotImplementedError
 
     def gemm_keeps_bits(self, weight: Tensor) -> bool:
         """Whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""
