@@ -6,7 +6,7 @@ PORT ?= 30000
 JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
-NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*)
+NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
 .PHONY: serve check test static lint sanitize build setup clean
 
@@ -32,9 +32,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 # The C extension with AddressSanitizer and UBSan, beside the one that is installed, under the tests of what it computes.
+# For the instruction set that is used here, and the plain one, which is asked what the CPU has.
 SANITIZE := -fsanitize=address,undefined
 sanitize: $(VENV)/.installed-dev
-	CFLAGS="$(SANITIZE) -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g" LDFLAGS="$(SANITIZE)" \
+	DRAFTWING_BUILD_ISA="plain,$$($(BIN)/python -c 'from draftwing.ops.cpu import extension; print(extension.chosen_isa().name)')" \
+	  CFLAGS="$(SANITIZE) -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g" LDFLAGS="$(SANITIZE)" \
 	  $(BIN)/python setup.py --quiet build --build-base build/sanitize-objects --build-lib build/sanitize
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CC) -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize OMP_NUM_THREADS=1 \

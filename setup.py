@@ -1,27 +1,60 @@
 """The optional C extension; everything else is in pyproject.toml.
 
-Without a C compiler (or Python's headers) the install goes on without it, and torch does the same work more slowly. It
-is compiled for the machine that it is built on, for that is where an install from source runs.
+The same sources are compiled once for each instruction set of `src/draftwing/ops/cpu/isa.py`, and Python picks one when
+it is imported: so a wheel runs on every CPU of its kind. Without a C compiler (or Python's headers) the install goes on
+without them, and torch does the same work more slowly; a set that the compiler does not know is left out alone.
+DRAFTWING_BUILD_ISA names the sets to build, separated by commas, for those who wait for the compiler often.
 """
 
-import platform
+import copy
+import os
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 CSRC = Path("src/draftwing/ops/cpu/csrc")
-native = ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
+# A product and a sum are rounded one by one on every CPU, so a row has the same bits whatever the CPU can fuse.
+FLAGS = ["-O3", "-ffp-contract=off", "-pthread", "-Wno-psabi", "-Wno-unused-parameter"]
+
+
+class BuildSets(build_ext):
+    """Compiles the sets side by side, each in a folder of its own: their object files have the same names."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or True
+
+    def build_extension(self, ext):
+        own = copy.copy(self)
+        own.build_temp = str(Path(self.build_temp, ext.name))
+        super(BuildSets, own).build_extension(ext)
+
+
+def wanted_sets():
+    known = runpy.run_path("src/draftwing/ops/cpu/isa.py")["known_sets"]()
+    names = os.environ.get("DRAFTWING_BUILD_ISA")
+    wanted = [name.strip() for name in names.split(",")] if names else [isa.name for isa in known]
+    if unknown := set(wanted) - {isa.name for isa in known}:
+        raise SystemExit(
+            f"DRAFTWING_BUILD_ISA: expected some of {', '.join(isa.name for isa in known)}; found {', '.join(unknown)}"
+        )
+    return [isa for isa in known if isa.name in wanted]
 
 
 setup(
+    cmdclass={"build_ext": BuildSets},
     ext_modules=[
         Extension(
-            "draftwing.ops.cpu._C",
+            isa.module_name,
             sorted(str(path) for path in CSRC.glob("*.c")),
-            depends=[str(CSRC / "cpu.h")],
+            depends=[*sorted(str(path) for path in CSRC.glob("*.h")), "src/draftwing/ops/cpu/isa.py"],
+            define_macros=[("ISA", isa.name)],
             optional=True,
-            extra_compile_args=["-O3", "-pthread", "-Wno-psabi", "-Wno-unused-parameter", *native],
+            extra_compile_args=[*FLAGS, *isa.flags],
             extra_link_args=["-pthread"],
         )
-    ]
+        for isa in wanted_sets()
+    ],
 )

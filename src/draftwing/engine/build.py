@@ -63,6 +63,7 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
     carried = carried_shape(draft_path or path, kind) if drafter_spec.heads else None
     options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
     log_drafter(options)
+    log.info("operations: %s", device.ops.title)
     if options.num_threads:
         device.set_threads(options.num_threads)
     if options.deterministic and not device.ops.batch_invariant:

@@ -9,7 +9,7 @@ import torch
 from draftwing.ops.attention import AttnBackend, Pool
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.expansion import CpuExpansionOps
-from draftwing.ops.cpu.extension import DTYPES, load_extension
+from draftwing.ops.cpu.extension import DTYPES, chosen_isa, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
 from draftwing.ops.cpu.ngram import CpuNGramOps
 from draftwing.ops.cpu.sampling import CpuSamplingOps
@@ -28,6 +28,12 @@ class CpuOps(CpuTreeOps, CpuExpansionOps, CpuSamplingOps, CpuNGramOps, CpuLayerO
         super().__init__(device)
         self.raw = load_extension()
         assert self.raw is not None, "the extension was not built, or is not wanted"
+
+    @property
+    def title(self) -> str:
+        isa = chosen_isa()
+        assert isa is not None
+        return f"{self.name}, C for {isa.name}"
 
     def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
         if pool.dtype not in DTYPES:

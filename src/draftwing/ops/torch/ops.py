@@ -23,6 +23,11 @@ class TorchOps(TreeOps, ExpansionOps, NGramOps, LayerOps):
         self.device = device
 
     @property
+    def title(self) -> str:
+        """What the log calls them."""
+        return self.name
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether there is a way to give a row the same bits in any batch."""
         return self.device.type == "cpu"

@@ -2,8 +2,7 @@
 
    As torch operations these cost more in calls than in arithmetic when a step has few rows. Storage is float32 or
    bfloat16 (`half` below), arithmetic float32. A row's result has the same bits whatever other rows there are: every
-   sum runs in an order that the row alone decides, over 16 fixed lanes where it is a vector's. For that this file
-   must not be compiled with -ffast-math; contracting a * b + c is fine, for each sum is one expression in one place. */
+   sum runs in an order that the row alone decides, over 16 fixed lanes where it is a vector's. */
 
 #include "cpu.h"
 #include <dlfcn.h>
@@ -459,11 +458,19 @@ static PyMethodDef methods[] = {
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},
     {"following", (PyCFunction)(void (*)(void))py_following, METH_FASTCALL, NULL},
+    {"cpu_features", (PyCFunction)(void (*)(void))py_cpu_features, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_C", .m_size = -1, .m_methods = methods};
+#ifndef ISA /* the instruction set that it is compiled for: see ops/cpu/isa.py */
+#define ISA plain
+#endif
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+#define JOINED_OF(a, b) a##b
+#define JOINED(a, b) JOINED_OF(a, b)
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_" TEXT(ISA), .m_size = -1, .m_methods = methods};
 
-PyMODINIT_FUNC PyInit__C(void) {
+PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
     void *gomp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY); /* only if torch has brought it */
     if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
     if (gomp_threads) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");

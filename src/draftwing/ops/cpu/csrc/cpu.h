@@ -1,6 +1,11 @@
 /* What the files of the C extension share: vectors, threads, arguments.
 
-   Vectors are the compiler's (GCC 12, Clang): 16 floats, one register or several as the machine has it. */
+   Vectors are the compiler's (GCC 12, Clang): 16 floats, one register or several as the machine has it.
+
+   All files are compiled for several instruction sets (ops/cpu/isa.py), and what they compute has the same bits in each.
+   So sums run in an order of their own, over 16 lanes where they are a vector's; a product and a sum are rounded one by
+   one (-ffp-contract=off), or fused by an intrinsic in every set; and no function of libm is called that rounds in more
+   than one way, which leaves sqrt and what is exact. */
 
 #pragma once
 #define PY_SSIZE_T_CLEAN
@@ -179,6 +184,9 @@ HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t gi
 
 /* In layer.c. */
 HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In features.c. */
+HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In sampling.c. */
 HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);

@@ -4,9 +4,8 @@
    without a logarithm, and only where logit + temperature * bound passes the worst of the best so far is the noise
    itself computed. So the pass costs about what the hash does.
 
-   A row's result depends on that row alone: one thread works on it, in order of the ids. Noise, and what it is added
-   to, is computed in one function that is not inlined, so that no two places may contract its sums differently. NaN
-   counts as -inf, which is never chosen while there is anything else. */
+   A row's result depends on that row alone: one thread works on it, in order of the ids. NaN counts as -inf, which is
+   never chosen while there is anything else. */
 
 #include "cpu.h"
 #include <stdlib.h>

@@ -1,0 +1,62 @@
+"""The instruction sets that the C extension is compiled for: one module each, from the same sources.
+
+The one table of them. `setup.py` runs this file to build them, before anything is installed, so it imports nothing but
+Python's own; `extension.py` picks one of them when it is imported.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection
+from typing import NamedTuple
+
+
+class Isa(NamedTuple):
+    """name: of the set; the module is `module_name`. flags: the compiler's. needs: what a CPU must have to run it, in
+    the words of `csrc/features.c`: no flag may allow an instruction that is not among them."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+    @property
+    def module_name(self) -> str:
+        return f"draftwing.ops.cpu._{self.name}"
+
+
+PLAIN = Isa("plain")  # runs on every CPU of its kind, and tells what the one at hand has
+
+_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt", "sse4_2"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_WIDE = "-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni"
+
+# From the plainest to the best.
+_SETS = {
+    "x86_64": (
+        PLAIN,
+        Isa("avx2", ("-march=x86-64-v3",), _V3),
+        Isa("avx_vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
+        Isa("avx512", _WIDE, _V4 | {"avx512_vnni"}),
+        Isa(
+            "avx512_bf16",  # what Zen 4 and Sapphire Rapids have in common, as far as the kernels ask for it
+            (*_WIDE, "-mavx512bf16", "-mavx512vbmi"),
+            _V4 | {"avx512_vnni", "avx512_bf16", "avx512_vbmi"},
+        ),
+    ),
+    "aarch64": (
+        PLAIN,
+        Isa("dotprod", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp", "atomics", "asimdrdm", "crc32"})),
+    ),
+}
+_SETS["AMD64"] = _SETS["x86_64"]
+_SETS["arm64"] = _SETS["aarch64"]
+
+
+def known_sets(machine: str | None = None) -> tuple[Isa, ...]:
+    """The sets of a machine (`platform.machine()`; None: this one), from the plainest to the best."""
+    return _SETS.get(machine or platform.machine(), (PLAIN,))
+
+
+def runnable_sets(features: Collection[str], machine: str | None = None) -> tuple[Isa, ...]:
+    """Those that a CPU with these features runs, in the same order."""
+    return tuple(isa for isa in known_sets(machine) if isa.needs <= frozenset(features))

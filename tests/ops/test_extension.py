@@ -1,0 +1,100 @@
+"""Which instruction set the C extension is taken for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from draftwing.errors import ConfigError
+from draftwing.ops.cpu import extension
+from draftwing.ops.cpu.isa import PLAIN, known_sets, runnable_sets
+
+NAMES = ["plain", "avx2", "avx_vnni", "avx512", "avx512_bf16"]
+WORDS = {  # of /proc/cpuinfo, where they differ
+    "lzcnt": "abm", "avx512_vbmi": "avx512vbmi",
+}  # fmt: skip
+
+
+def test_sets_go_from_the_plainest_to_the_best() -> None:
+    sets = known_sets("x86_64")
+    assert [isa.name for isa in sets] == NAMES
+    assert sets[0] == PLAIN and not PLAIN.needs and not PLAIN.flags
+    assert [isa.name for isa in known_sets("aarch64")] == ["plain", "dotprod"]
+    assert known_sets("riscv64") == (PLAIN,)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "best"),
+    [
+        (set(), "avx512_bf16"),
+        ({"avx512_bf16"}, "avx512"),
+        ({"avx512_vbmi"}, "avx512"),
+        ({"avx512vl"}, "avx_vnni"),
+        ({"avx512f", "avx_vnni"}, "avx2"),
+        ({"fma"}, "plain"),
+    ],
+)
+def test_a_cpu_runs_what_it_has_all_features_of(lacks: set[str], best: str) -> None:
+    every = frozenset().union(*(isa.needs for isa in known_sets("x86_64")))
+    assert runnable_sets(every - lacks, "x86_64")[-1].name == best
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Variables that are unset, and nothing chosen before or after."""
+    if extension.load_extension() is None:
+        pytest.skip("the C extension was not built, or is not wanted")
+    monkeypatch.delenv("DRAFTWING_NATIVE", raising=False)
+    monkeypatch.delenv("DRAFTWING_CPU_ISA", raising=False)
+    for function in (extension.chosen_isa, extension.usable_sets):
+        monkeypatch.setattr(extension, function.__name__, function.__wrapped__)
+    return monkeypatch
+
+
+def test_the_features_are_those_that_linux_names(fresh: pytest.MonkeyPatch) -> None:
+    from draftwing.ops.cpu import _plain
+
+    with open("/proc/cpuinfo") as file:
+        found = next((line.split() for line in file if line.startswith(("flags", "Features"))), [])
+    if not found:
+        pytest.skip("Linux does not list them here")
+    every = {feature for isa in known_sets() for feature in isa.needs}
+    assert {name for name in every if WORDS.get(name, name) in found} == every & set(_plain.cpu_features())
+
+
+def test_the_best_set_is_chosen_or_the_one_that_is_named(fresh: pytest.MonkeyPatch) -> None:
+    usable = extension.usable_sets()
+    assert extension.chosen_isa() == usable[-1]
+    for isa in usable:
+        fresh.setenv("DRAFTWING_CPU_ISA", isa.name)
+        assert extension.chosen_isa() == isa
+    fresh.setenv("DRAFTWING_NATIVE", "0")
+    assert extension.chosen_isa() is None
+
+
+def test_a_set_that_is_not_there_is_refused_with_those_that_are(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("DRAFTWING_CPU_ISA", "avx3")
+    with pytest.raises(ConfigError, match=r"found 'avx3'\. Known: plain.* Built: plain.* run by this CPU: plain"):
+        extension.chosen_isa()
+
+
+def test_without_a_feature_its_sets_are_left_out(fresh: pytest.MonkeyPatch) -> None:
+    from draftwing.ops.cpu import _plain
+
+    fresh.setattr(_plain, "cpu_features", list)
+    assert extension.usable_sets() == (PLAIN,)
+    others = [isa for isa in extension.built_sets() if isa != PLAIN]
+    if others:
+        fresh.setenv("DRAFTWING_CPU_ISA", others[0].name)
+        with pytest.raises(ConfigError, match=r"run by this CPU: plain$"):
+            extension.chosen_isa()
+
+
+def test_a_process_runs_the_set_that_is_named(fresh: pytest.MonkeyPatch) -> None:
+    code = "import torch; from draftwing.ops import make_ops; print(make_ops(torch.device('cpu')).title)"
+    environ = {**os.environ, "DRAFTWING_CPU_ISA": "plain"}
+    out = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "cpu, C for plain"
