@@ -1,0 +1,159 @@
+"""Servers side by side: start them, stream chat completions from them with one client, read what memory they take.
+
+Any server of `/v1/chat/completions` will do. Memory is read from /proc, so that part is for Linux.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from draftwing.utils import free_port, terminate_process
+
+HOST = "127.0.0.1"
+START_SECONDS = 300.0
+MEMORY = ("Rss", "Pss", "Pss_Anon", "Pss_File")
+
+
+class Answer(NamedTuple):
+    """first, total: seconds from the request to the first text and to the end."""
+
+    first: float
+    total: float
+    prompt_tokens: int
+    tokens: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server to be started: its command without host and port, what it needs in a request and in its environment."""
+
+    name: str
+    command: tuple[str, ...]
+    body: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+class Server:
+    """A running contender; a context manager that ends it."""
+
+    def __init__(self, contender: Contender, log: Path) -> None:
+        self.contender, self.port, self.log = contender, free_port(HOST), log
+        words = [*contender.command, "--host", HOST, "--port", str(self.port)]
+        self.started = time.perf_counter()
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                words, env={**os.environ, **contender.environ}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        terminate_process(self.process)
+
+    def first_answer(self, messages: Sequence[dict[str, str]]) -> float:
+        """Seconds from the start of the process to one token of an answer, asked for until the server gives it.
+
+        Raises RuntimeError when the server ends before, TimeoutError when it takes too long.
+        """
+        while time.perf_counter() < self.started + START_SECONDS:
+            try:
+                self.ask(messages, 1)
+            except (OSError, http.client.HTTPException):
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"{self.contender.name} did not start: see {self.log}") from None
+                time.sleep(0.01)
+            else:
+                return time.perf_counter() - self.started
+        raise TimeoutError(f"{self.contender.name} gave no answer within {START_SECONDS:g} s: see {self.log}")
+
+    def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer:
+        """A greedy answer of exactly `tokens` tokens. Raises HTTPException for a refusal or half a stream."""
+        body = {
+            "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True}, **self.contender.body,
+        }  # fmt: skip
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=START_SECONDS)
+        start, first, events = time.perf_counter(), 0.0, []
+        try:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise http.client.HTTPException(response.read().decode(errors="replace"))
+            for line in response:
+                if line.startswith(b"data: {"):
+                    events.append(line)
+                    if not first and text_of(line):
+                        first = time.perf_counter() - start
+            total = time.perf_counter() - start
+        finally:
+            connection.close()
+        usage = json.loads(events[-1].removeprefix(b"data: ")).get("usage") if events else None
+        if usage is None:
+            raise http.client.HTTPException(f"{self.contender.name} ended a stream before it was whole: see {self.log}")
+        text = "".join(map(text_of, events))
+        return Answer(first or total, total, usage["prompt_tokens"], usage["completion_tokens"], text)
+
+    def ask_all(self, prompts: Sequence[Sequence[dict[str, str]]], tokens: int) -> tuple[float, list[Answer]]:
+        """All prompts at once; (seconds until the last has its answer, answers in the order they came)."""
+        answers: list[Answer] = []
+        threads = [
+            threading.Thread(target=lambda prompt=prompt: answers.append(self.ask(prompt, tokens)))
+            for prompt in prompts
+        ]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - start
+        if len(answers) < len(prompts):
+            raise RuntimeError(f"{self.contender.name}: {len(prompts) - len(answers)} requests failed: see {self.log}")
+        return seconds, answers
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Bytes in use, of the server's process and then of its children: see MEMORY, and proc_pid_smaps(5)."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [memory_of(Path(f"/proc/{pid}/smaps_rollup").read_text()) for pid in (self.process.pid, *children)]
+
+
+def text_of(event: bytes) -> str:
+    """The piece of text in a line of a stream."""
+    choices = json.loads(event.removeprefix(b"data: ")).get("choices")
+    return (choices[0]["delta"].get("content") or "") if choices else ""
+
+
+def memory_of(smaps: str) -> dict[str, int]:
+    """smaps: text of smaps_rollup; the fields of MEMORY in bytes."""
+    lines = [line.split() for line in smaps.splitlines()]
+    return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[0][:-1] in MEMORY}
+
+
+def llama_server(name: str, programs: Path, model: Path, threads: int, context: int, *more: str) -> Contender:
+    """llama.cpp's server; context: tokens of all slots together."""
+    command = (
+        str(programs / "llama-server"), "-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", str(context),
+        "--cache-ram", "0", *more,
+    )  # fmt: skip
+    return Contender(name, command, {"cache_prompt": False})
+
+
+def draftwing_server(name: str, model: str, threads: int, context: int, isa: str, *more: str) -> Contender:
+    """Ours, of the interpreter and the package that run this; context: tokens of all requests together."""
+    command = (
+        sys.executable, "-m", "draftwing", "serve", "--model", model, "--num-threads", str(threads),
+        "--max-total-tokens", str(context), "--disable-radix-cache", "--log-level", "warning", *more,
+    )  # fmt: skip
+    return Contender(name, command, environ={} if isa == "native" else {"DRAFTWING_CPU_ISA": isa})

@@ -1,0 +1,114 @@
+"""GGUF files for llama.cpp that are made of ours: a model in float32, and a bundled EAGLE-3 head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import quantize
+from safetensors import safe_open
+
+from draftwing.gguf_file import open_gguf
+
+NAMES = {  # of an EAGLE-3 head in the official layout, and in llama.cpp
+    "fc.weight": "fc.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
+    "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "midlayer.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+    "midlayer.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+    "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+    "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+    "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+    "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+    "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+    "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+}
+
+
+def write_float32(model: Path, out: Path) -> None:
+    """The same model with every tensor multiplied out: what quantised arithmetic is measured against."""
+    file = open_gguf(model)
+    writer = GGUFWriter(out, file.metadata["general.architecture"])
+    _copy_metadata(GGUFReader(model), writer, skip="general.file_type")
+    for name in file.tensors:
+        writer.add_tensor(name, file.dequantized(name))
+    _write(writer)
+
+
+def write_eagle3(head: Path, target: Path, out: Path) -> None:
+    """An EAGLE-3 head of the folder `head` for the Llama model `target`, its matrices in Q8_0.
+
+    draftwing runs the matrices of heads in 8 bits, too, so that both read as many bytes for a draft.
+    """
+    reader = GGUFReader(target)
+    config = json.loads((head / "config.json").read_text(encoding="utf8"))
+    layers = int(reader.fields["llama.block_count"].contents())
+    writer = GGUFWriter(out, "eagle3")
+    _copy_metadata(reader, writer, only="tokenizer.")
+    for key, value in {
+        "block_count": 1,
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "rope.dimension_count": config["head_dim"],
+        "vocab_size": config["vocab_size"],
+        "target_hidden_size": config["target_hidden_size"],
+    }.items():
+        writer.add_uint32(f"eagle3.{key}", value)
+    writer.add_float32("eagle3.rope.freq_base", config["rope_theta"])
+    writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_array("eagle3.target_layers", [2, layers // 2, layers - 3])
+    tensors = _head_tensors(head)
+    for name, theirs in NAMES.items():
+        value = tensors[name]
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            value = interleaved(value, config["head_dim"])
+        if value.ndim == 1:
+            writer.add_tensor(theirs, value)
+        else:
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(theirs, quantize(value, kind), raw_dtype=kind)
+    ids = tensors["d2t"].astype(np.int64)
+    writer.add_tensor("d2t", ids + np.arange(len(ids)))  # stored as differences, and wanted as ids
+    _write(writer)
+
+
+def interleaved(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
+    """weight [heads * head_dim, n] with the two halves of each head's rows taking turns, as llama.cpp rotates pairs."""
+    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def _head_tensors(head: Path) -> dict[str, npt.NDArray[Any]]:
+    found = {}
+    for file in sorted(head.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+                tensor = stored.get_tensor(name)
+                found[name] = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return found
+
+
+def _copy_metadata(reader: GGUFReader, writer: GGUFWriter, only: str = "", skip: str = "-") -> None:
+    for name, field in reader.fields.items():
+        if name.startswith(only) and not name.startswith(("GGUF.", "general.architecture", skip)):
+            kind = field.types[0]
+            item = field.types[-1] if kind == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), kind, sub_type=item)
+
+
+def _write(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
