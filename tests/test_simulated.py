@@ -89,7 +89,8 @@ def test_a_tokenizer_from_elsewhere(model: str, tmp_path: Path) -> None:
 def test_simulated_accept_length(model: str, head: str, algorithm: str, length: float) -> None:
     options = {**SMALL, **drafting(algorithm, head), "simulate_accept_length": length}
     with LLM(model, **options) as llm:
-        answers = llm.generate(["Hello", "Other", "Third"], {**GREEDY, "max_new_tokens": 300})
+        # Some 60 steps of each, whatever the length.
+        answers = llm.generate(["Hello", "Other", "Third"], {**GREEDY, "max_new_tokens": int(60 * length)})
         llm.engine.parts.sched.check_idle()
     metas = [answer.meta_info for answer in answers]
     assert all(meta["simulated"] == ["random weights", f"accept length {length:g}"] for meta in metas)

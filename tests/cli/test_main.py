@@ -147,10 +147,18 @@ def test_serve_says_where_it_is_answers_and_ends() -> None:
 
 
 @contextmanager
-def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server with a fake engine, and its URL. Afterwards neither it nor its engine is left."""
-    code = script(*argv)
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
+def serving(*argv: str, pause: float = 0.0005) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with a fake engine, whose steps take `pause` seconds, and its URL. Afterwards neither of them is left.
+
+    A long pause is for answers that must not be complete before the test goes on, however busy the machine is.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", script(*argv)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "FAKE_ENGINE_PAUSE": str(pause)},
+    )
     try:
         assert process.stderr is not None
         for line in process.stderr:
@@ -215,7 +223,7 @@ def test_sigterm_lets_running_requests_end() -> None:
 
 @pytest.mark.slow
 def test_the_drain_ends_with_an_abort() -> None:
-    with serving("--drain-timeout", "0.2") as (process, url):
+    with serving("--drain-timeout", "0.2", pause=0.05) as (process, url):
         client = Streamed(url, 1900)
         process.send_signal(signal.SIGTERM)
         client.join(10)
@@ -225,7 +233,7 @@ def test_the_drain_ends_with_an_abort() -> None:
 
 @pytest.mark.slow
 def test_the_second_signal_ends_at_once() -> None:
-    with serving() as (process, url):
+    with serving(pause=0.05) as (process, url):
         (engine,) = children(process.pid)
         client = Streamed(url, 1900)
         process.send_signal(signal.SIGTERM)
@@ -256,7 +264,7 @@ def test_a_killed_server_takes_its_engine_along() -> None:
 
 @pytest.mark.slow
 def test_the_server_ends_when_its_engine_died_twice() -> None:
-    with serving() as (process, url):
+    with serving(pause=0.05) as (process, url):
         for deaths in (1, 2):
             (engine,) = children(process.pid)
             client = Streamed(url, 1900)

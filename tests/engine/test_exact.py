@@ -46,6 +46,24 @@ def case(harness, one_thread):
     return model, prompts, params, expected, harness.make_book(prompts, expected)
 
 
+@pytest.fixture(scope="session")
+def unlimited(harness, one_thread):
+    """As `case`, with requests that end at the context length."""
+    model, prompts = harness.tiny_model(), harness.prompts_for(4)
+    params = [harness.greedy(None), harness.seeded(None, seed=5)] * 2
+    expected = harness.plain_answers(model, prompts, params)
+    return model, prompts, params, expected, harness.make_book(prompts, expected)
+
+
+@pytest.fixture(scope="session")
+def repetitive(harness, one_thread):
+    """As `case`, with text that repeats itself: greedy decoding of a tiny model runs into loops by itself."""
+    model, prompts = harness.tiny_model(seed=3), harness.prompts_for(8, seed=5)
+    params = [harness.greedy(90) if i % 2 else harness.seeded(90, seed=i, temperature=0.3) for i in range(8)]
+    expected = harness.plain_answers(model, prompts, params)
+    return model, prompts, params, expected, None
+
+
 def answer(h, case, **kw):
     model, prompts, params, expected, book = case
     rig = h.Rig(model, book=book, **kw)
@@ -66,16 +84,8 @@ def test_oracle_drafts(harness, case, shape, lag):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_ngram_drafts(harness, lag):
-    model = harness.tiny_model(seed=3)
-    # Text that repeats itself: greedy decoding of a tiny model runs into loops by itself.
-    prompts = harness.prompts_for(8, seed=5)
-    params = [harness.greedy(90) if i % 2 else harness.seeded(90, seed=i, temperature=0.3) for i in range(8)]
-    expected = harness.plain_answers(model, prompts, params)
-    rig = harness.Rig(model, shapes=(TreeShape(7, 4, 8),), drafter="ngram", lag=lag)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    assert rig.run().tokens == expected.tokens
+def test_ngram_drafts(harness, repetitive, lag):
+    rig, _ = answer(harness, repetitive, shapes=(TreeShape(7, 4, 8),), drafter="ngram", lag=lag)
     assert rig.accept_length > 1.5
 
 
@@ -131,17 +141,9 @@ def test_preemption(harness, case, drafter, lag):
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
-def test_a_request_that_ends_exactly_at_the_context_length(harness, shape, lag):
-    model = harness.tiny_model()
-    prompts = harness.prompts_for(4)
-    params = [harness.greedy(None), harness.seeded(None, seed=5)] * 2
-    expected = harness.plain_answers(model, prompts, params)
-    book = harness.make_book(prompts, expected)
-    rig = harness.Rig(model, shapes=(shape,), drafter="oracle", book=book, lag=lag)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param)
-    got = rig.run()
-    assert got.tokens == expected.tokens
+def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, shape, lag):
+    prompts = unlimited[1]
+    rig, got = answer(harness, unlimited, shapes=(shape,), drafter="oracle", lag=lag)
     for i, prompt in enumerate(prompts):
         assert len(prompt) + len(got.tokens[str(i)]) == harness.CONTEXT
         assert got.final[str(i)].finish_reason["type"] == "length"

@@ -1,11 +1,14 @@
 """A stand-in for the engine that answers with an echo of the prompt, so that every response can be foretold.
 
-`python -m fake_engine FD` is a worker around it, for tests with a process of its own.
+`python -m fake_engine FD` is a worker around it, for tests with a process of its own. The environment's
+FAKE_ENGINE_PAUSE is its `pause`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import queue
 import sys
 import threading
@@ -257,5 +260,6 @@ if __name__ == "__main__":
     import draftwing.engine.engine
     from draftwing.engine.process import worker
 
-    draftwing.engine.engine.Engine = FakeEngine  # type: ignore[assignment,misc]
+    paused = functools.partial(FakeEngine, pause=float(os.environ.get("FAKE_ENGINE_PAUSE", "0.0005")))
+    draftwing.engine.engine.Engine = paused  # type: ignore[assignment,misc]
     sys.exit(worker.main(sys.argv))

@@ -235,6 +235,7 @@ def random_rows(device: str, shape: tuple[int, int], heads: int, kv_heads: int, 
     return [[torch.randn(size, generator=generator).to(device).bfloat16() for _ in range(steps)] for size in sizes]
 
 
+@pytest.mark.slow  # in Triton's interpreter
 def test_the_kernels_of_own_rows_do_the_same(monkeypatch):
     kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")
     if torch.cuda.is_available():
@@ -270,6 +271,7 @@ class SharedKeys:
         return grad_q, *(x.unflatten(1, (-1, group)).sum(2) for x in others)
 
 
+@pytest.mark.slow  # in Triton's interpreter
 def test_heads_that_share_a_key_are_attended_where_it_is(monkeypatch):
     """What `ChainAttention` does where the kernels take shared keys: the same as with a copy for each head."""
     kernels = pytest.importorskip("draftwing.train.kernels.chain_attention")

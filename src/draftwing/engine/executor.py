@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -82,13 +81,12 @@ class InFlight:
     def wait(self, previous_ready: float) -> tuple[StepResult, float]:
         """The result and the monotonic time it was ready; the step is charged from the later of its own launch and
         `previous_ready`, the end of the step before it."""
-        result = unpack(self._download.wait(), self.plan.shape)
+        packed = self._download.wait()
         ready = self._download.ready_at
         assert ready is not None
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
         seconds = ready - max(self._started, previous_ready)
-        result = replace(result, seconds=seconds, logprobs=rows, prompt_logprobs=parts)
-        return result, ready
+        return unpack(packed, self.plan.shape, seconds=seconds, logprobs=rows, prompt_logprobs=parts), ready
 
 
 class Executor:

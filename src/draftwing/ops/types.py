@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -153,8 +153,8 @@ def packed_width(depth_max: int, nodes: int) -> int:
     return HEAD + depth_max + 1 + 2 * nodes
 
 
-def unpack(packed: IntArray, shape: TreeShape) -> StepResult:
-    """packed [B, W] on the host, of a step of this shape -> views of its parts."""
+def unpack(packed: IntArray, shape: TreeShape, **rest: Any) -> StepResult:
+    """packed [B, W] on the host, of a step of this shape -> views of its parts; rest: the result's other fields."""
     commit, nodes = HEAD + shape.max_commit, shape.nodes
     assert packed.shape[1] == commit + 2 * nodes, f"a result of {shape} with {packed.shape[1]} columns"
     return StepResult(
@@ -163,6 +163,7 @@ def unpack(packed: IntArray, shape: TreeShape) -> StepResult:
         order=packed[:, commit : commit + nodes],
         depth=packed[:, commit + nodes :],
         confidence=packed[:, CONFIDENCE],
+        **rest,
     )
 
 

@@ -139,7 +139,8 @@ def test_generate_asks_for_each_prompt(client: TestClient, engine: FakeEngine) -
     assert [request.logprobs is None for request in engine.requests] == [False, True, False]
 
 
-def test_generate_stream_is_cumulative(client: TestClient) -> None:
+def test_generate_stream_is_cumulative(client: TestClient, engine: FakeEngine) -> None:
+    engine.burst, engine.pause = 1, 0.05  # news that come before earlier ones are taken would be joined with them
     chunks = events(client, "/generate", text="abcdefgh", return_logprob=True, logprob_start_len=0)
     for chunk in chunks:
         info = chunk["meta_info"]
