@@ -47,34 +47,50 @@ class GGUFFile:
 
     def dequantized(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor, in its own memory; raises CheckpointError for a type that cannot be decoded."""
-        raw, info = self.raw(name), self.tensors[name]
-        kind = GGMLQuantizationType(info.type_id)
-        out = np.empty((len(raw), info.shape[-1]), np.float32)
-        # Some rows at a time bounds the decoder's temporaries; as one long row, because it loops over groups of rows.
-        step = max(1, DECODE_ELEMENTS // info.shape[-1])
+        kind = self.kind(name)
         try:
-            for start in range(0, len(raw), step):
-                values = dequantize(raw[start : start + step].reshape(1, -1), kind)
-                out[start : start + step] = values.reshape(-1, info.shape[-1])
+            return dequantized(self.raw(name), kind).reshape(self.tensors[name].shape)
         except NotImplementedError:
-            raise CheckpointError(
-                f"{self.path}: {name} has the type {kind.name}, which cannot be dequantised"
-            ) from None
-        return out.reshape(info.shape)
+            raise CheckpointError(f"{self.path}: {name} has the type {kind}, which cannot be dequantised") from None
+
+    def kind(self, name: str) -> str:
+        """GGML's name of the tensor's type; raises CheckpointError for a type that has none."""
+        try:
+            return GGMLQuantizationType(self.tensors[name].type_id).name
+        except ValueError:
+            type_id = self.tensors[name].type_id
+            raise CheckpointError(f"{self.path}: {name} has the unknown type {type_id}") from None
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor as it is stored: [rows, bytes per row]"""
         info = self.tensors[name]
-        try:
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
-        except ValueError:
-            raise CheckpointError(f"{self.path}: {name} has the unknown type {info.type_id}") from None
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind(name)]]
         if info.shape[-1] % block:
             raise CheckpointError(f"{self.path}: rows of {name} should be a multiple of {block}, found {info.shape}")
         rows, row_bytes = int(np.prod(info.shape[:-1])), info.shape[-1] // block * block_bytes
         if info.offset + rows * row_bytes > len(self.data):
             raise CheckpointError(f"{self.path} ends before the data of {name}; it was not fully downloaded")
         return self.data[info.offset : info.offset + rows * row_bytes].reshape(rows, row_bytes)
+
+
+def is_quantized(type_id: int) -> bool:
+    """Whether values of the type lie in blocks; of one that is known."""
+    sizes = {kind.value: block for kind, (block, _) in GGML_QUANT_SIZES.items()}
+    return sizes.get(type_id, 1) > 1
+
+
+def dequantized(raw: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.float32]:
+    """raw [rows, bytes of a row] of GGML's type `kind` -> [rows, columns]; raises NotImplementedError for a type that
+    cannot be decoded."""
+    ggml = GGMLQuantizationType[kind]
+    block, block_bytes = GGML_QUANT_SIZES[ggml]
+    columns = raw.shape[1] // block_bytes * block
+    out = np.empty((len(raw), columns), np.float32)
+    # Some rows at a time bounds the decoder's temporaries; as one long row, because it loops over groups of rows.
+    step = max(1, DECODE_ELEMENTS // columns)
+    for start in range(0, len(raw), step):
+        out[start : start + step] = dequantize(raw[start : start + step].reshape(1, -1), ggml).reshape(-1, columns)
+    return out
 
 
 class _Cursor:
@@ -130,7 +146,7 @@ def open_gguf(path: str | Path) -> GGUFFile:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"expected a GGUF file, found none at {path}")
-    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    data = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)
     cursor = _Cursor(data)
     if bytes(data[:4]) != MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it starts with {bytes(data[:4])!r}")

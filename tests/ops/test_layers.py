@@ -185,6 +185,17 @@ def test_fuse_inputs_without_norms(size: int, dtype: torch.dtype, ops: TorchOps)
     assert torch.equal(ops.fuse_inputs(ids, table, feature), torch.cat((table[ids], feature), -1))
 
 
+def test_fuse_inputs_of_rows_that_were_looked_up(dtype: torch.dtype, ops: TorchOps) -> None:
+    table, feature = made(ops, dtype, 11, 100), made(ops, dtype, 5, 100, seed=1)
+    norms = made(ops, dtype, 100, seed=2), made(ops, dtype, 100, seed=3)
+    ids, positions = torch.tensor([3, 0, 10, 3, 7], device=ops.device), torch.tensor([5, 0, 1, 0, 2], device=ops.device)
+    for rows in (1, 4, 5):
+        here, positioned = ids[:rows], positions[:rows]
+        for more in ((), (norms, 1e-5), (norms, 1e-5, positioned, True)):
+            expected = ops.fuse_inputs(here, table, feature[:rows], *more)
+            assert torch.equal(ops.fuse_inputs(None, table[here], feature[:rows], *more), expected)
+
+
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4)])
 def test_take_rows(shape: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) -> None:
     index = torch.tensor([6, 0, 0, 3], device=ops.device)

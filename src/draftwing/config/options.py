@@ -40,8 +40,14 @@ class Options:
     trust_remote_code: bool = option(False, MODEL, "accepted; code that comes with a checkpoint is never executed")
     dtype: str = option(
         "auto", MODEL,
-        "type of weights and KV; auto: on CUDA the checkpoint's half type, on a CPU bfloat16 where it is native, else "
-        "float32", choices=("auto", "float32", "bfloat16", "float16"),
+        "type of weights that are not quantised, of activations and of KV; auto: on CUDA the checkpoint's half type, "
+        "on a CPU bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
+    quantization: str = option(
+        "auto", MODEL,
+        "blocks in which a CPU multiplies weights, which halves or quarters them and rounds activations to 8 bits; "
+        "those of a .gguf file stay as they lie there, others become what is named; auto: q8_0 on a CPU with --dtype "
+        "auto, else none", choices=("auto", "none", "q8_0", "q4_0", "q4_k"),
     )  # fmt: skip
     load_format: str = option(
         "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",
@@ -115,6 +121,11 @@ class Options:
         None, MEMORY,
         "most prompt tokens of one step; -1: no limit (default: 512 on a CPU, 2048 to 8192 on CUDA, by its memory)",
         minimum=-1,
+    )  # fmt: skip
+    kv_cache_dtype: str = option(
+        "auto", MEMORY,
+        "type of keys and values in the pool; auto: that of the model, bfloat16 beside weights in blocks",
+        choices=("auto", "float32", "bfloat16"),
     )  # fmt: skip
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")

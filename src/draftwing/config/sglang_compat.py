@@ -32,10 +32,6 @@ _OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm 
 _LOSSY = "it would change what the model says; leave it out"
 _ADAPTS = "the shape of a draft follows what was accepted already, up to --speculative-num-draft-tokens"
 _ONE_DEVICE = "a server of this version runs on one device; run one per device and balance the load in front"
-_QUANTIZATION = (
-    "this version computes with float weights only; give the original checkpoint, or a .gguf file, whose weights are "
-    "dequantised at load"
-)
 
 NO_EFFECT = {
     "grammar_backend": Unsupported(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
@@ -64,7 +60,6 @@ REFUSED = {
     "dp": Unsupported(int, _ONE_DEVICE, True, (1,)),
     "dp_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
     "data_parallel_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
-    "quantization": Unsupported(str, _QUANTIZATION, True, ("none",)),
     "enable_dp_attention": Unsupported(
         bool, "attention is not split over devices; run one server per device and balance the load in front", True
     ),

@@ -17,8 +17,9 @@ from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
-from draftwing.engine.device import Device, pick_device, pick_dtype
+from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
+from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, row_length, size_pool
 from draftwing.engine.startup.precompile import Job, precompile
@@ -76,29 +77,29 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
             "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
             "order that depends on the batch. Leave one of them out"
         )
-    dtype = pick_dtype(options.dtype, device, config.dtype)
+    precision = pick_precision(options, device, config.dtype)
     tokens = options.speculative_token_map
     token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
     ahead = None
     capability = device.ops.compute_capability
     if capability is not None:
-        ahead = precompile(Job(options, path, draft_path, token_ids, dtype, capability))
+        ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, capability))
     try:
-        model = load_with_progress(path, dtype, device, options.dummy, options.deterministic)
-        drafter, policy = make_drafter(options, draft_path or path, token_ids, model, dtype, device)
+        model = load_with_progress(path, precision, device, options.dummy, options.deterministic)
+        drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
         if ahead is not None:
             ahead.wait()
     except BaseException:
         if ahead is not None:
             ahead.stop()
         raise
-    return assemble(options, model, dtype, device, drafter, policy)
+    return assemble(options, model, precision, device, drafter, policy)
 
 
 def assemble(
     options: Options,
     model: DecoderModel,
-    dtype: torch.dtype,
+    precision: Precision,
     device: Device,
     drafter: Drafter | None,
     policy: ShapePolicy,
@@ -117,7 +118,7 @@ def assemble(
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
     room = max_commit + max_span + 1  # past the context, in a row of the row table
-    rig = Rig(model, drafter, [*layers, *draft_layers], policy.menu, dtype, device)
+    rig = Rig(model, drafter, [*layers, *draft_layers], policy.menu, precision.kv_dtype, device)
     pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
     if not options.max_total_tokens:  # more could only ever cache prefixes
         pool_tokens = min(pool_tokens, 2 * rows * wanted)
@@ -131,8 +132,9 @@ def assemble(
             "or --speculative-num-steps times --speculative-eagle-topk"
         )
     length = row_length(context + room)
-    pool = KVPool([*layers, *draft_layers], pool_tokens, dtype, device.device)
-    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, dtype) / 1e9 for part in (layers, draft_layers))
+    kv_dtype = precision.kv_dtype
+    pool = KVPool([*layers, *draft_layers], pool_tokens, kv_dtype, device.device)
+    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in (layers, draft_layers))
     log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
     log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
 
@@ -168,7 +170,7 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(options, executor, sched, model, dtype, context, pool_tokens)
+    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens)
 
 
 def graph_size_of(options: Options) -> int:
@@ -188,7 +190,7 @@ def capture(executor: Executor, policy: ShapePolicy) -> None:
 
 
 def make_drafter(
-    options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, dtype: torch.dtype, device: Device
+    options: Options, path: Path, token_ids: Tensor | None, target: DecoderModel, precision: Precision, device: Device
 ) -> tuple[Drafter | None, ShapePolicy]:
     """The drafter and shape policy that options `for_engine` ask for; path: of the draft model, or of the target where
     it drafts for itself."""
@@ -198,11 +200,14 @@ def make_drafter(
     assert rows is not None, "for_engine gives it a value"
 
     def load(path: Path) -> DecoderModel:
-        return load_with_progress(path, dtype, device, options.dummy)
+        return load_with_progress(path, precision, device, options.dummy)
 
     drafter: Drafter = options.drafter_spec.make(
-        DraftContext(options, target, shape, rows + 1, dtype, device.device, device.ops, path, token_ids, load)
-    )
+        DraftContext(
+            options, target, shape, rows + 1, precision.dtype, device.device, device.ops, path, token_ids, load,
+            precision.head_weights,
+        )
+    )  # fmt: skip
     if options.drafter_spec.own and not drafter.kv_layers:
         check_draft(drafter, options.drafter, shape, device)
     return drafter, drafter.policy(shape, options.speculative_adaptive)
@@ -256,7 +261,7 @@ def log_drafter(options: Options) -> None:
 
 
 def load_with_progress(
-    path: Path, dtype: torch.dtype, device: Device, dummy: bool = False, deterministic: bool = False
+    path: Path, precision: Precision, device: Device, dummy: bool = False, deterministic: bool = False
 ) -> DecoderModel:
     with tqdm(unit="B", unit_scale=True, desc="loading weights", file=sys.stderr, leave=False) as bar:
 
@@ -266,6 +271,6 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
-        model = load_model(path, dtype, device.device, progress, dummy)
+        model = load_model(path, precision.dtype, device.device, progress, dummy, precision.weights)
     model.pack(device.ops, deterministic)
     return model

@@ -40,8 +40,9 @@ class KVPool:
         return sum(2 * spec.kv_heads * spec.head_dim for spec in layers) * dtype.itemsize
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots [M] int64; k, v [M, kv_heads, head_dim]. Two queries may share a slot only if it is the dummy."""
-        self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 2))
+        """slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a slot only
+        if it is the dummy."""
+        self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 2).to(self.dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -26,6 +26,7 @@ class ModelConfig:
 
     dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
     own config names.  max_positions: the trained context length.  weight_format: of the layers' matrices.
+    vocab_format: of the embedding and the head.
     """
 
     architecture: str
@@ -47,6 +48,7 @@ class ModelConfig:
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
     weight_format: WeightFormat = DENSE
+    vocab_format: WeightFormat = DENSE
 
     def layer(self) -> LayerConfig:
         """What each of its layers is built from."""
@@ -283,7 +285,7 @@ def _weight_format(config: Mapping[str, Any], name: str) -> WeightFormat:
         raise CheckpointError(
             f"{_refused('quantization_config', quantization, name)}: expected "
             f"{' or '.join(('none', *(f'quant_method {known!r}' for known in FORMATS)))}, found {method!r}. Take the "
-            "model's checkpoint that is not quantised, or a .gguf file, which is dequantised when it is loaded"
+            "model's checkpoint that is not quantised, or a .gguf file, which --quantization speaks of"
         )
     return FORMATS[method](quantization)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
+from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.mlp import GatedMLP
@@ -99,22 +100,14 @@ class DecoderModel(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config = config
-        # from_pretrained skips the random initialisation, which on the meta device costs a second of imports.
-        table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.embed = nn.Embedding.from_pretrained(table, freeze=False)
+        self.embed = Embedding(_vocab_matrix(config, dtype, device))
         layer = config.layer()
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
-        self.tie()
+        self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device)
         self.register_buffer("rope", torch.empty(0), persistent=False)
         self._ops = PLAIN
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
-
-    def tie(self) -> None:
-        """Lets the head have the embedding's weight, where the config says so."""
-        if self.config.tie_embeddings:
-            self.lm_head.weight = self.embed.weight
 
     @property
     def final_aux_layer(self) -> int:
@@ -137,8 +130,7 @@ class DecoderModel(nn.Module):
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = self._ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
         whole = self._whole_layers(aux_layers) if ids.shape[0] <= FEW_ROWS else None
-        # [M, hidden]; a few rows are looked up faster than torch starts to
-        x = self.embed(ids) if whole is None else self._ops.take_rows(self.embed.weight.detach(), ids)
+        x = self.embed(ids)  # [M, hidden]
         outs = None if whole is None else whole(x, None, cos, sin, attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
@@ -184,13 +176,21 @@ class DecoderModel(nn.Module):
         self._whole.clear()
 
 
+def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Linear:
+    return Linear(config.hidden_size, config.vocab_size, False, dtype, device, config.vocab_format)
+
+
 def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear | None = None) -> None:
     """Packs all layers inside a model or head, parts before what is made of them. keep: whose weight is kept."""
+    # What has two names, a tied head, is called by the last.
+    names = {part: name for name, part in module.named_modules(remove_duplicate=False)}
+    tables = {part.table for part in names if isinstance(part, Embedding)}
     layers = []
-    for name, part in module.named_modules():
+    for part, name in names.items():
         if isinstance(part, Linear):
-            part.pack(ops, mode._replace(name=name, keep_weight=part is keep))
-        elif isinstance(part, RMSNorm):
+            rows_only = part in tables and part is not keep
+            part.pack(ops, mode._replace(name=name, keep_weight=part is keep, rows_only=rows_only))
+        elif isinstance(part, RMSNorm | Embedding):
             part.pack(ops)
         elif isinstance(part, DecoderLayer):
             layers.append(part)

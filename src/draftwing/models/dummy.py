@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models.config import ModelConfig
 from draftwing.models.weight_map import MTP_PREFIX
 
@@ -40,7 +42,9 @@ def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED)
         else:
             scale = HEAD_SCALE if name in heads else 1.0
             values.normal_(0.0, scale * meta.shape[-1] ** -0.5, generator=generator)
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(values, values.is_floating_point()))
+        layer = module.get_submodule(owner)
+        if not (isinstance(layer, Linear) and layer.op.keep(ParamSlice(name, 0, values.shape[0]), values)):
+            setattr(layer, leaf, nn.Parameter(values, values.is_floating_point()))
 
 
 def draft_weights(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.gguf_file import GGUFFile
+from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
+from draftwing.ops.types import BlockRows
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
@@ -98,19 +99,26 @@ def model_config(file: GGUFFile) -> ModelConfig:
     )
 
 
-def tensors(file: GGUFFile, config: ModelConfig, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes."""
+def tensors(
+    file: GGUFFile, config: ModelConfig, progress: Progress | None = None, in_blocks: bool = False
+) -> Iterator[tuple[str, Tensor | BlockRows]]:
+    """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes.
+
+    in_blocks: quantised matrices come as they are stored, and mostly are views of the file.
+    """
     permuted = file.metadata["general.architecture"] == "llama"
     total, done = len(file.data), 0
     for name in file.tensors:
         if name == "rope_freqs.weight":  # part of the config
             continue
-        tensor, theirs = torch.from_numpy(file.dequantized(name)), hf_name(name)
+        theirs, info = hf_name(name), file.tensors[name]
+        as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
+        rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
         if permuted and ".self_attn.q_proj." in theirs:
-            tensor = unpermuted(tensor, config.num_heads)
+            rows = unpermuted(rows, config.num_heads)
         elif permuted and ".self_attn.k_proj." in theirs:
-            tensor = unpermuted(tensor, config.num_kv_heads)
-        yield theirs, tensor
+            rows = unpermuted(rows, config.num_kv_heads)
+        yield theirs, BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
         done += file.raw(name).nbytes
         if progress is not None:
             progress(done, total)

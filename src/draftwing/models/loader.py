@@ -11,6 +11,7 @@ import logging
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
-from draftwing.gguf_file import open_gguf
-from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.gguf_file import dequantized, open_gguf
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.blocks import block_sizes, log_blocks
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.gguf import Progress
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
+from draftwing.ops.types import BlockRows
 from draftwing.ops.upload import Uploader
 
 logger = logging.getLogger(__name__)
 
-Tensors = Iterable[tuple[str, Tensor]]  # Hugging Face name with its `model.` prefix, tensor on the CPU
+# Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
+Tensors = Iterable[tuple[str, Tensor | BlockRows]]
 
 # (index of the shards, single file), in order of preference
 WEIGHT_FILES = (
@@ -59,10 +65,13 @@ def load_model(
     device: torch.device | str,
     progress: Progress | None = None,
     dummy: bool = False,
+    weight_format: WeightFormat = DENSE,
 ) -> DecoderModel:
     """Loads a folder or a `.gguf` file; the rotary table covers the config's `max_positions`.
 
+    dtype: of activations, and of weights that are not quantised.
     dummy: random weights in place of the stored ones, of which only the config is read.
+    weight_format: of all matrices, where the checkpoint has no format of its own.
 
     The parameters come frozen, as serving wants them; a trainer calls `requires_grad_()` on what it trains.
 
@@ -70,27 +79,32 @@ def load_model(
     """
     started = time.perf_counter()
     path = Path(path)
-    config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress)
+    config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format)
+    if config.weight_format == DENSE:
+        config = replace(config, weight_format=weight_format, vocab_format=weight_format)
     model = DecoderModel(config, dtype, "meta")
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     if dummy:
         fill_random(model, device)
     else:
         fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
-    model.tie()
     model.set_max_positions(config.max_positions)
-    size = sum(p.nbytes for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters()) + block_sizes(model).total()
     what = "random weights made (load_format dummy: the text is worthless)" if dummy else "weights loaded"
     logger.info("%s: %.2f s, %.2f GB", what, time.perf_counter() - started, size / 1e9)
+    log_blocks(model)
     return model.requires_grad_(False)
 
 
-def open_checkpoint(path: Path, progress: Progress | None = None) -> tuple[ModelConfig, Tensors]:
-    """The config of a folder or a `.gguf` file, and the tensors of its model, which are read one by one."""
+def open_checkpoint(
+    path: Path, progress: Progress | None = None, weight_format: WeightFormat = DENSE
+) -> tuple[ModelConfig, Tensors]:
+    """The config of a folder or a `.gguf` file, and the tensors of its model, which are read one by one, in blocks
+    where the file has them and the format takes them."""
     if path.suffix == ".gguf":
         file = open_gguf(path)
         config = gguf.model_config(file)
-        return config, gguf.tensors(file, config, progress)
+        return config, gguf.tensors(file, config, progress, weight_format.takes_blocks)
     stored = folder_tensors(path, progress)
     return load_config(path), ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
 
@@ -120,9 +134,14 @@ def fill_parameters(
                 raise CheckpointError(f"{name} is in the checkpoint twice")
             missing.discard(name)
             param = params[part.param]
-            expected = part.of(param).shape
-            if tensor.shape != expected:
-                raise CheckpointError(f"{name}: expected shape {list(expected)}, found {list(tensor.shape)}")
+            expected, shape = list(part.of(param).shape), _shape(tensor)
+            if shape != expected:
+                raise CheckpointError(f"{name}: expected shape {expected}, found {shape}")
+            owner = module.get_submodule(part.param.rpartition(".")[0])
+            if isinstance(owner, Linear) and owner.op.keep(part, tensor):
+                continue
+            if isinstance(tensor, BlockRows):
+                tensor = torch.from_numpy(dequantized(tensor.data.numpy(), tensor.kind))
             wide = param.is_floating_point()
             if not (tensor.is_floating_point() if wide else tensor.dtype == param.dtype):
                 wanted = "floating point values" if wide else f"values in {param.dtype}"
@@ -134,6 +153,10 @@ def fill_parameters(
         raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")
     if unused:
         logger.warning("tensors of the checkpoint that are not used: %s", _listed(unused))
+
+
+def _shape(value: Tensor | BlockRows) -> list[int]:
+    return [len(value.data), value.columns] if isinstance(value, BlockRows) else list(value.shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:

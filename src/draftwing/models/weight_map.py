@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.models.config import ModelConfig
 
 # Multi-token prediction layers that are stored with the model; they belong to the drafter.
@@ -15,12 +15,10 @@ MTP_PREFIX = "model.mtp_layers."
 
 def checkpoint_names(config: ModelConfig) -> dict[str, ParamSlice]:
     """Hugging Face tensor name -> slice, complete for this config. A tied head has no entry of its own."""
-    table = {
-        "model.embed_tokens.weight": ParamSlice("embed.weight", 0, config.vocab_size),
-        "model.norm.weight": ParamSlice("norm.weight", 0, config.hidden_size),
-    }
+    table = named(config.vocab_format, "model.embed_tokens", "embed.table", 0, config.vocab_size)
+    table["model.norm.weight"] = ParamSlice("norm.weight", 0, config.hidden_size)
     if not config.tie_embeddings:
-        table["lm_head.weight"] = ParamSlice("lm_head.weight", 0, config.vocab_size)
+        table |= named(config.vocab_format, "lm_head", "lm_head", 0, config.vocab_size)
     for i in range(config.num_layers):
         table |= layer_names(config, f"model.layers.{i}", f"layers.{i}")
     return table
@@ -46,15 +44,19 @@ def layer_names(
         norms.append((attn_norm, "attn_norm", hidden))
     if config.qk_norm:
         norms += [(f"self_attn.{name}", f"attention.{name}", config.head_dim) for name in ("q_norm", "k_norm")]
-    table = {}
+    table: dict[str, ParamSlice] = {}
     for name, layer, start, rows, bias in linears:
-        for suffix, part in config.weight_format.slices(f"{ours}.{layer}", start, rows).items():
-            table[f"{theirs}.{name}.{suffix}"] = part
+        table |= named(config.weight_format, f"{theirs}.{name}", f"{ours}.{layer}", start, rows)
         if bias:
             table[f"{theirs}.{name}.bias"] = ParamSlice(f"{ours}.{layer}.bias", start, rows)
     for name, param, rows in norms:
         table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, rows)
     return table
+
+
+def named(form: WeightFormat, theirs: str, ours: str, start: int, rows: int) -> dict[str, ParamSlice]:
+    """The entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names."""
+    return {f"{theirs}.{suffix}": part for suffix, part in form.slices(ours, start, rows).items()}
 
 
 def canonical(name: str) -> str:

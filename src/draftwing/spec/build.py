@@ -48,13 +48,14 @@ def draft_head(context: DraftContext) -> ModelDrafter:
     head: FeatureHead
     if options.speculative_draft_model_path is None:
         head = load_mtp_head(
-            context.draft_path, target, dtype, device, token_ids=context.token_ids, dummy=options.dummy
-        )
+            context.draft_path, target, dtype, device, token_ids=context.token_ids, dummy=options.dummy,
+            weight_format=context.head_weights,
+        )  # fmt: skip
     else:
         head = load_draft_head(
             context.draft_path, target, options.drafter, dtype, device, token_ids=context.token_ids,
             aux_layer_ids=cast(AuxLayerIds, options.speculative_aux_layer_ids), context_length=options.context_length,
-            dummy=options.dummy,
+            dummy=options.dummy, weight_format=context.head_weights,
         )  # fmt: skip
     head.pack(context.ops)
     return _drafter(context, head)

@@ -14,6 +14,8 @@ from torch import Tensor
 from draftwing.config.options import Options
 from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.kv.pool import LayerSpec
+from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft, RowTensors
@@ -30,10 +32,12 @@ class DraftContext:
     """What there is to know when a drafter is made.
 
     options: resolved.  target: loaded and packed.  shape: the largest tree that will be asked for.
-    rows: of the row table, its last one a dummy.  dtype: of weights and KV.  ops: of the device.
+    rows: of the row table, its last one a dummy.  dtype: of activations, and of weights that are not quantised.
+    ops: of the device.
     draft_path: of the model that drafts, the target's own where none is given.
     token_ids [n] int64: tokens of the target that may be drafted, None for all.
-    load_model: loads a language model from a folder or file, on the device.
+    load_model: loads a language model from a folder or file, on the device.  head_weights: the format of a head's
+    matrices.
     """
 
     options: Options
@@ -46,6 +50,7 @@ class DraftContext:
     draft_path: Path
     token_ids: Tensor | None
     load_model: Callable[[Path], DecoderModel]
+    head_weights: WeightFormat = DENSE
 
 
 class Drafter(ABC):

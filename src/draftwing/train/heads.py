@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
@@ -182,7 +183,7 @@ def trainable(head: Head) -> Head:
         raise ConfigError(f"training takes one prediction layer, the head has {head.config.num_layers}")
     head.requires_grad_(True)
     embed = getattr(head, "embed", None)
-    if isinstance(embed, nn.Embedding):
+    if isinstance(embed, Embedding):
         embed.requires_grad_(False)
     return head.train()
 
@@ -200,7 +201,6 @@ def load_target_ends(path: str | Path, dtype: torch.dtype, device: torch.device 
     slices = checkpoint_names(config).items()
     table = {name: part for name, part in slices if not part.param.startswith("layers.") or part.param.startswith(last)}
     fill_parameters(model, table, ((name, tensor) for name, tensor in tensors if name in table), device)
-    model.tie()
     return model.requires_grad_(False)
 
 

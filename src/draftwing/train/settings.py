@@ -183,8 +183,11 @@ class Run:
 
     def engine_options(self, **more: Any) -> dict[str, Any]:
         """Returns options for `Options.from_kwargs`, without a drafter unless one is asked for, whatever comes with the
-        model."""
-        return {"random_seed": self.settings.seed, "speculative_algorithm": NO_DRAFTER.name, **self.options, **more}
+        model, and with the weights that features are captured with."""
+        defaults = {
+            "random_seed": self.settings.seed, "speculative_algorithm": NO_DRAFTER.name, "quantization": "none"
+        }  # fmt: skip
+        return {**defaults, **self.options, **more}
 
     def command(self) -> str:
         """Returns what to type to make the same."""

@@ -39,7 +39,7 @@ class Rig(NamedTuple):
     drafter: Drafter | None
     layers: list[LayerSpec]  # of the whole pool
     menu: tuple[TreeShape, ...]
-    dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: Device
 
 
@@ -53,7 +53,7 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
     """Tokens that the KV pool holds; length: of a row of the row table."""
     if options.max_total_tokens:
         return options.max_total_tokens
-    slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.dtype)
+    slot_bytes = KVPool.bytes_per_slot(rig.layers, rig.kv_dtype)
     if rig.device.has_own_memory:
         budget = cuda_budget(options, rig, length, graph_size)
     else:
@@ -132,7 +132,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     shape = max(rig.menu, key=lambda s: s.nodes)
     span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
     length = row_length(longest + 2 * shape.max_commit + span + 1)  # two steps
-    pool = KVPool(rig.layers, length, rig.dtype, rig.device.device)
+    pool = KVPool(rig.layers, length, rig.kv_dtype, rig.device.device)
     table = RowTable(rows, length, rig.device)
     attn = rig.device.ops.attention(pool, options.deterministic)
     rig.model.set_max_positions(length)
@@ -150,7 +150,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             # Graphs share their memory; a prompt's leave their results.
             prompts = prefill_sizes(tokens)
             graphs = max(graphs, peak(executor, first_step(min(prompts[-1], tokens), longest, length)))
-            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.aux_layers, rig.dtype)
+            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.aux_layers, rig.model.norm.weight.dtype)
             graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -159,7 +159,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
         ) from error
     if rig.drafter is not None:
         rig.drafter.flush()
-        smallest = KVPool(rig.layers, 1, rig.dtype, rig.device.device)  # so that it holds the other one no longer
+        smallest = KVPool(rig.layers, 1, rig.kv_dtype, rig.device.device)  # so that it holds the other one no longer
         rig.drafter.attach(
             rig.device.ops.attention(smallest, options.deterministic), rig.model.config.num_layers, length
         )

@@ -225,6 +225,7 @@ def _run_without_data(job: Job) -> None:
     import torch
 
     from draftwing.engine import build
+    from draftwing.engine.precision import Precision
     from draftwing.engine.startup import memory as sizing
     from draftwing.kv.pool import LayerSpec
     from draftwing.models.decoder import DecoderModel
@@ -239,14 +240,15 @@ def _run_without_data(job: Job) -> None:
     )
     model = DecoderModel(config, job.dtype, "meta").requires_grad_(False)
     model.pack(device.ops, options.deterministic)
+    precision = Precision(job.dtype, job.dtype)
     drafter, policy = build.make_drafter(
-        options, job.draft_path or job.path, job.token_ids, model, job.dtype, device
+        options, job.draft_path or job.path, job.token_ids, model, precision, device
     )  # fmt: skip
     layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
     draft_layers = list(drafter.kv_layers) if drafter is not None else []
-    rig = sizing.Rig(model, drafter, [*layers, *draft_layers], policy.menu, job.dtype, device)
+    rig = sizing.Rig(model, drafter, [*layers, *draft_layers], policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, build.graph_size_of(options))
-    build.assemble(options, model, job.dtype, device, drafter, policy)
+    build.assemble(options, model, precision, device, drafter, policy)
 
 
 def _no_device() -> Device:

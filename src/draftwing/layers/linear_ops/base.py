@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
+from draftwing.ops.types import BlockRows
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
@@ -33,6 +34,7 @@ class PackMode(NamedTuple):
     deterministic: bool = False  # a row must have the same bits in any batch, on a GPU too
     draft_8bit: bool = False  # few rows may be multiplied in 8 bits: errors cost acceptance, never text
     keep_weight: bool = False  # single rows of the weight will be read
+    rows_only: bool = False  # it is an embedding's, and never multiplied with
     name: str = "linear"  # of the layer, for messages
 
 
@@ -46,6 +48,15 @@ class LinearOp:
 
     def __init__(self, layer: Linear) -> None:
         self.layer = layer
+
+    @property
+    def stored(self) -> Tensor | None:
+        """The weight [out, in] where it lies as such, or None."""
+        return None
+
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows) -> bool:
+        """Takes rows of the weight as a checkpoint stores them, or lets them be copied into the parameter: False."""
+        return False
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
@@ -84,6 +95,8 @@ class LinearOp:
 class WeightFormat:
     """How a checkpoint stores the weights of the layers' `Linear`s. Formats are frozen dataclasses of their settings,
     for configs that have them are compared."""
+
+    takes_blocks: ClassVar[bool] = False  # whether operations keep `BlockRows`
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
         """Registers the layer's parameters, not filled. dtype: of x, the bias and the result."""

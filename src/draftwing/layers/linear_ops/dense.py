@@ -38,6 +38,10 @@ class DenseFormat(WeightFormat):
 class Dense(LinearOp):
     """In plain torch, with gradients."""
 
+    @property
+    def stored(self) -> Tensor | None:
+        return self.layer.weight.detach()
+
     def dense_weight(self) -> Tensor:
         return self.layer.weight
 
@@ -49,6 +53,8 @@ def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
         for name in [name for name, _ in layer.named_parameters() if name != "bias"]:
             delattr(layer, name)
         layer.weight = nn.Parameter(weight, False)
+    if mode.rows_only:
+        return InferenceDense(layer)
     gemm = ops.small_m_gemm(weight)
     if gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
         raise ConfigError(
@@ -117,6 +123,10 @@ class OneDnn(LinearOp):
         if self.few_rows is not None and x.shape[0] <= FEW_ROWS:
             return self.few_rows(x, bias, residual)
         return onednn.gemm_alike(x, self._packed, bias, residual, self._alike)
+
+    @property
+    def stored(self) -> Tensor | None:
+        return self.layer.weight.detach() if self._keeps_weight else None
 
     def dense_weight(self) -> Tensor:
         return self.layer.weight if self._keeps_weight else self._packed.to_dense()

@@ -58,8 +58,9 @@ class FeatureHead(nn.Module):
         """
         ids = ids.to(self.target.norm.weight.device)
         rows = self.target.lm_head.rows(ids).detach()  # [n, hidden]
-        head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device)
-        head.weight.data.copy_(rows)
+        head = Linear(rows.shape[1], rows.shape[0], False, rows.dtype, rows.device, self.config.vocab_format)
+        if not head.op.keep(ParamSlice("weight", 0, rows.shape[0]), rows):
+            head.weight.data.copy_(rows)
         self._head_rows, self.target_ids, self.vocab = head, ids, ids.shape[0]
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:

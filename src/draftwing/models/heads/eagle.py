@@ -14,7 +14,7 @@ from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import layer_names
+from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 
 
@@ -27,7 +27,7 @@ class EagleHead(FeatureHead):
     ) -> None:
         super().__init__(config, target, (target.final_aux_layer,))
         device, hidden = torch.device(device), config.hidden_size
-        self.fc = Linear(2 * hidden, hidden, fc_bias, dtype, device)
+        self.fc = Linear(2 * hidden, hidden, fc_bias, dtype, device, config.weight_format)
         layer, count = config.layer(), config.num_layers
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device, norms_input=i > 0) for i in range(count))
 
@@ -40,13 +40,13 @@ class EagleHead(FeatureHead):
         is a normed state and is not normed again."""
         assert features is not None
         cos, sin = self._rotation(positions)
-        x = self.fc(self.ops.fuse_inputs(ids, self.target.embed.weight, features))  # [M, hidden]
+        x = self.fc(self.ops.fuse_inputs(*self.target.embed.source(ids), features))  # [M, hidden]
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return x
 
     def names(self) -> dict[str, ParamSlice]:
-        table = {"fc.weight": ParamSlice("fc.weight", 0, self.config.hidden_size)}
+        table = named(self.config.weight_format, "fc", "fc", 0, self.config.hidden_size)
         if self.fc.bias is not None:
             table["fc.bias"] = ParamSlice("fc.bias", 0, self.config.hidden_size)
         for i in range(self.config.num_layers):

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import layer_names
+from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 
 
@@ -69,13 +70,11 @@ class FusionLayer(DecoderLayer):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.from_normed = from_normed
 
-    def fuse(
-        self, ids: Tensor, embed: nn.Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend
-    ) -> Tensor:
+    def fuse(self, ids: Tensor, embed: Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """ids [M], feature [M, hidden] -> [M, hidden]"""
         assert self.attn_norm is not None
         norms = self.attn_norm.weight, self.hidden_norm.weight
-        fused = self._ops.fuse_inputs(ids, embed.weight, feature, norms, self.hidden_norm.eps)  # [M, 2 * hidden]
+        fused = self._ops.fuse_inputs(*embed.source(ids), feature, norms, self.hidden_norm.eps)  # [M, 2 * hidden]
         return self.mix(fused, fused[:, feature.shape[1] :] if self.from_normed else feature, cos, sin, attend)
 
 
@@ -96,18 +95,18 @@ class Eagle3Head(FeatureHead):
         count, size = len(eagle.aux_layers), eagle.aux_size
         self.input_norm = RMSNorm(count * size, eps, dtype, device) if eagle.norm_before_fc else None
         self.fc_norm = ChunkNorm(count, size, eps, dtype, device) if eagle.fc_norm else None
-        self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device)
+        self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device, config.weight_format)
         self.fusion = FusionLayer(config, eagle.norm_before_residual, dtype, device)
         layer = config.layer()
         self.later = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(1, config.num_layers))
         self.norm = RMSNorm(hidden, eps, dtype, device)
-        self.lm_head = Linear(hidden, eagle.draft_vocab, False, dtype, device) if eagle.draft_vocab else None
-        self.embed: nn.Embedding | None = None
-        if eagle.own_embedding:
-            table = torch.empty(config.vocab_size, hidden, dtype=dtype, device=device)
-            self.embed = nn.Embedding.from_pretrained(table, freeze=False)
+        self.lm_head: Linear | None = None
+        self.embed: Embedding | None = None
         if eagle.draft_vocab:
+            self.lm_head = Linear(hidden, eagle.draft_vocab, False, dtype, device, config.vocab_format)
             self.vocab = eagle.draft_vocab
+        if eagle.own_embedding:
+            self.embed = Embedding(Linear(hidden, config.vocab_size, False, dtype, device, config.vocab_format))
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]"""
@@ -139,7 +138,8 @@ class Eagle3Head(FeatureHead):
 
     def names(self) -> dict[str, ParamSlice]:
         config, eagle, hidden = self.config, self.eagle, self.config.hidden_size
-        table = {"fc.weight": ParamSlice("fc.weight", 0, hidden), "norm.weight": ParamSlice("norm.weight", 0, hidden)}
+        table = named(config.weight_format, "fc", "fc", 0, hidden)
+        table["norm.weight"] = ParamSlice("norm.weight", 0, hidden)
         if eagle.fc_bias:
             table["fc.bias"] = ParamSlice("fc.bias", 0, hidden)
         if eagle.norm_before_fc:
@@ -148,9 +148,9 @@ class Eagle3Head(FeatureHead):
             for i in range(len(eagle.aux_layers)):
                 table[f"fc_norm.{i}.weight"] = ParamSlice("fc_norm.weight", i * eagle.aux_size, eagle.aux_size)
         if eagle.draft_vocab:
-            table["lm_head.weight"] = ParamSlice("lm_head.weight", 0, eagle.draft_vocab)
+            table |= named(config.vocab_format, "lm_head", "lm_head", 0, eagle.draft_vocab)
         if eagle.own_embedding:
-            table["embed_tokens.weight"] = ParamSlice("embed.weight", 0, config.vocab_size)
+            table |= named(config.vocab_format, "embed_tokens", "embed.table", 0, config.vocab_size)
         first = first_layer_name(config.num_layers)
         table |= layer_names(config, first, "fusion")
         table[f"{first}.hidden_norm.weight"] = ParamSlice("fusion.hidden_norm.weight", 0, hidden)

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from draftwing.config.drafters import find_drafter, head_drafter
 from draftwing.errors import CheckpointError
+from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.blocks import block_sizes, log_blocks
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
@@ -66,6 +70,7 @@ def load_draft_head(
     token_ids: Tensor | None = None,
     context_length: int | None = None,
     dummy: bool = False,
+    weight_format: WeightFormat = DENSE,
 ) -> EagleHead | Eagle3Head | MTPHead:
     """The head in the folder `path` for `target`; `algorithm` is that of a drafter that loads heads.
 
@@ -74,6 +79,7 @@ def load_draft_head(
     token_ids [n] int64: the target's tokens that may be drafted, all different; EAGLE-3 heads have their own.
     context_length: positions that will be used, where these are fewer than the target's.
     dummy: random weights from the config alone.
+    weight_format: of the head's matrices.
 
     Raises CheckpointError for a head of another kind, target, vocabulary or size, and for missing tensors.
     """
@@ -90,11 +96,11 @@ def load_draft_head(
             f"{path} holds {_WORDS[kind]}: expected --speculative-algorithm {expected}, found {algorithm}"
         )
     if kind == "mtp":
-        return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy)
+        return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy, weight_format=weight_format)
     head: EagleHead | Eagle3Head
     try:
         raw = flatten_config(read_json(path / "config.json"))
-        config = draft_config(raw, weights)
+        config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
         if kind == "eagle3":
             eagle = eagle3_config(config, raw, weights, target, aux_layer_ids)
@@ -116,10 +122,12 @@ def load_mtp_head(
     *,
     token_ids: Tensor | None = None,
     dummy: bool = False,
+    weight_format: WeightFormat = DENSE,
 ) -> MTPHead:
     """The multi-token prediction layers stored with a model, mostly the target itself: `path` is its folder.
 
-    token_ids, dummy: as for `load_draft_head`.  Raises CheckpointError where there are none that can be served.
+    token_ids, dummy, weight_format: as for `load_draft_head`.  Raises CheckpointError where there are none that can be
+    served.
     """
     started, path = time.perf_counter(), Path(path)
     stored: Iterable[tuple[str, Tensor]] = ()
@@ -142,7 +150,9 @@ def load_mtp_head(
     for name in ("hidden_size", "vocab_size"):
         same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
     layers = len({name.removeprefix(MTP_PREFIX).partition(".")[0] for name in weights})
-    head = MTPHead(target, layers, dtype, "meta")
+    # The layers of a quantised checkpoint are stored as the target's are.
+    stored_format = target.config.weight_format if weight_format == DENSE else weight_format
+    head = MTPHead(target, layers, dtype, "meta", stored_format)
     _fill(head, weights.items(), device, dummy)
     return _finish(head, token_ids, started, dummy)
 
@@ -296,10 +306,11 @@ def _finish(head: Head, token_ids: Tensor | None, started: float, dummy: bool) -
         "draft head %s: %.2f s, %.2f GB; %s, layers %d, hidden states %s of the target, %d tokens",
         "made of random weights (load_format dummy)" if dummy else "loaded",
         time.perf_counter() - started,
-        sum(p.nbytes for p in head.parameters()) / 1e9,
+        (sum(p.nbytes for p in head.parameters()) + block_sizes(head).total()) / 1e9,
         type(head).__name__,
         head.config.num_layers,
         ", ".join(map(str, head.aux_layers)),
         head.vocab,
     )
+    log_blocks(head)
     return head.requires_grad_(False)

@@ -12,13 +12,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
-from draftwing.models.weight_map import MTP_PREFIX, layer_names
+from draftwing.models.weight_map import MTP_PREFIX, layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import LayerOps
 
@@ -31,15 +33,16 @@ class MTPLayer(nn.Module):
         hidden, eps = config.hidden_size, config.norm_eps
         self.token_norm = RMSNorm(hidden, eps, dtype, device)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
-        self.input_proj = Linear(2 * hidden, hidden, False, dtype, device)
+        self.input_proj = Linear(2 * hidden, hidden, False, dtype, device, config.weight_format)
         self.layer = DecoderLayer(config.layer(), index, dtype, device)
         self.final_norm = RMSNorm(hidden, eps, dtype, device)
 
-    def join(self, ids: Tensor, positions: Tensor, embed: nn.Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
+    def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
         """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
         norms, eps = (self.token_norm.weight, self.hidden_norm.weight), self.token_norm.eps
         # In training the first position of a sequence had no token to embed.
-        return self.input_proj(ops.fuse_inputs(ids, embed.weight, feature, norms, eps, positions, feature_first=True))
+        known, rows = embed.source(ids)
+        return self.input_proj(ops.fuse_inputs(known, rows, feature, norms, eps, positions, feature_first=True))
 
     def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """joined [M, hidden] -> [M, hidden] after the final norm"""
@@ -51,8 +54,17 @@ class MTPHead(FeatureHead):
 
     forward_name = "run_layer"
 
-    def __init__(self, target: DecoderModel, layers: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__(replace(target.config, num_layers=layers), target, (target.final_aux_layer,))
+    def __init__(
+        self,
+        target: DecoderModel,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        weight_format: WeightFormat = DENSE,
+    ) -> None:
+        """weight_format: of the layers' matrices."""
+        config = replace(target.config, num_layers=layers, weight_format=weight_format, vocab_format=weight_format)
+        super().__init__(config, target, (target.final_aux_layer,))
         self.layers = nn.ModuleList(MTPLayer(self.config, i, dtype, torch.device(device)) for i in range(layers))
         self.lookahead = layers
 
@@ -86,9 +98,9 @@ class MTPHead(FeatureHead):
             for name, param in (
                 ("token_layernorm", "token_norm"),
                 ("hidden_layernorm", "hidden_norm"),
-                ("input_proj", "input_proj"),
                 ("final_layernorm", "final_norm"),
             ):
                 table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, hidden)
+            table |= named(self.config.weight_format, f"{theirs}.input_proj", f"{ours}.input_proj", 0, hidden)
             table |= layer_names(self.config, theirs, f"{ours}.layer")
         return table

@@ -5,6 +5,7 @@ Ids are not checked.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,16 @@ from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps, LayerWeights
+
+
+@functools.cache
+def _steps(most: int) -> Tensor:
+    return torch.arange(most)
+
+
+def _counted(rows: int) -> Tensor:
+    """0, 1, ..: a view of what is kept, for what is recorded makes no such tensor again."""
+    return _steps(1 << rows.bit_length())[:rows]
 
 
 class CpuLayerOps(LayerOps):
@@ -51,7 +62,7 @@ class CpuLayerOps(LayerOps):
 
     def fuse_inputs(
         self,
-        ids: Tensor,
+        ids: Tensor | None,
         table: Tensor,
         feature: Tensor,
         norms: tuple[Tensor, Tensor] | None = None,
@@ -61,8 +72,9 @@ class CpuLayerOps(LayerOps):
     ) -> Tensor:
         if table.dtype not in DTYPES or table.dtype != feature.dtype:
             return super().fuse_inputs(ids, table, feature, norms, eps, positions, feature_first)
-        (rows,), size = ids.shape, table.shape[1]
-        assert feature.shape == (rows, size) and table.is_contiguous() and ids.dtype == torch.int64
+        rows, size = feature.shape
+        ids = _counted(rows) if ids is None else ids
+        assert ids.shape == (rows,) and table.shape[1] == size and table.is_contiguous() and ids.dtype == torch.int64
         assert norms is None or all(w.dtype == table.dtype and w.shape == (size,) and w.stride() == (1,) for w in norms)
         ids = ids.contiguous()
         feature = feature if feature.stride(1) == 1 else feature.contiguous()  # rows may be apart

@@ -125,7 +125,7 @@ class LayerOps:
 
     def fuse_inputs(
         self,
-        ids: Tensor,
+        ids: Tensor | None,
         table: Tensor,
         feature: Tensor,
         norms: tuple[Tensor, Tensor] | None = None,
@@ -136,9 +136,10 @@ class LayerOps:
         """What a draft head's first GEMM reads: the embedding of a token beside a feature, each perhaps normed.
 
         ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
-        feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero.
+        feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero. ids None: row i of the
+        table is the embedding of row i.
         """
-        token = F.embedding(ids, table)
+        token = table if ids is None else F.embedding(ids, table)
         if positions is not None:
             token = token.masked_fill((positions == 0).unsqueeze(1), 0.0)
         if norms is not None:

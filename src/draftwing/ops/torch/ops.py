@@ -17,6 +17,7 @@ class TorchOps(TreeOps, ExpansionOps, NGramOps, LayerOps):
 
     name = "torch"
     records_calls = False  # whether all that a small step does may be recorded and made again (`ops.cpu.tape`)
+    widens_pool = True  # whether attention in float32 reads a pool of a half type
     attention_bytes = 0  # of partial results that attention makes over long contexts
 
     def __init__(self, device: torch.device) -> None:

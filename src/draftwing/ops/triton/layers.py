@@ -236,7 +236,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def fuse_inputs(
-    ids: Tensor,
+    ids: Tensor | None,
     table: Tensor,
     feature: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
@@ -247,10 +247,13 @@ def fuse_inputs(
     """What a draft head's first GEMM reads: the embedding of a token beside a feature, each perhaps normed.
 
     ids [M] int64, table [vocab, size], feature [M, size], norms: weights [size] of the embedding's norm and of the
-    feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero.
+    feature's -> [M, 2 * size]. positions [M]: where it is 0 the embedding counts as zero. ids None: row i of the table
+    is the embedding of row i.
     """
-    rows, size = ids.shape[0], table.shape[1] if norms is None else norms[0].shape[0]
-    assert feature.shape == (rows, size) and feature.stride(1) == 1 and table.is_contiguous()
+    rows, size = feature.shape[0], table.shape[1] if norms is None else norms[0].shape[0]
+    if ids is None:
+        ids = torch.arange(rows, device=table.device)
+    assert ids.shape == (rows,) and feature.shape == (rows, size) and feature.stride(1) == 1 and table.is_contiguous()
     assert table.dtype == feature.dtype
     out = torch.empty(rows, 2 * size, dtype=feature.dtype, device=feature.device)
     if rows == 0:

@@ -19,6 +19,7 @@ class TritonOps(TritonTreeOps, TritonExpansionOps, TritonSamplingOps, TritonNGra
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
 
     name = "triton"
+    widens_pool = False
     attention_bytes = 512 << 20
     batch_invariant = True
 

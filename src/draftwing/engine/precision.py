@@ -1,0 +1,66 @@
+"""In which types an engine computes and stores: the one place that decides it, of target, drafts and KV pool."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from draftwing.config.options import Options
+from draftwing.engine.device import Device, pick_dtype
+from draftwing.errors import ConfigError
+from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.blocks import SAFE_KIND, BlockFormat
+from draftwing.layers.linear_ops.formats import DENSE
+
+
+class Precision(NamedTuple):
+    """Types of one engine."""
+
+    dtype: torch.dtype  # of activations, and of weights that are not quantised
+    kv_dtype: torch.dtype  # of the KV pool
+    weights: WeightFormat = DENSE  # of language models, the target and one that drafts
+    head_weights: WeightFormat = DENSE  # of draft heads, whose errors cost acceptance, never text
+
+
+def pick_precision(options: Options, device: Device, checkpoint: torch.dtype | None) -> Precision:
+    """What `--dtype`, `--quantization` and `--kv-cache-dtype` come to on this device. checkpoint: what the weights were
+    saved in, None where it does not say. Raises ConfigError for what the device cannot do."""
+    kind = _block_kind(options, device)
+    if kind is None:
+        dtype = pick_dtype(options.dtype, device, checkpoint)
+        return Precision(dtype, _kv_dtype(options, device, dtype, dtype))
+    # Activations are rounded to 8 bits in blocks before each product; what lies between products stays in float32.
+    kv_dtype = _kv_dtype(options, device, torch.float32, torch.bfloat16)
+    return Precision(torch.float32, kv_dtype, BlockFormat(kind, device.ops), BlockFormat(SAFE_KIND, device.ops))
+
+
+def _block_kind(options: Options, device: Device) -> str | None:
+    """The kind of blocks that weights are quantised to, None where they stay as they are."""
+    asked, known = options.quantization, device.ops.block_kinds
+    if asked == "none" or (asked == "auto" and (options.dtype != "auto" or not known)):
+        return None
+    if asked == "auto":
+        return SAFE_KIND
+    kind, option = asked.upper(), f"--quantization {asked}"
+    if kind not in known:
+        raise ConfigError(
+            f"{option}: weights are multiplied in blocks on a CPU (--device cpu), by our C extension, which is built "
+            "where draftwing is installed with a compiler, unless DRAFTWING_NATIVE=0. Use none or auto"
+        )
+    if options.dtype not in ("auto", "float32"):
+        raise ConfigError(f"{option} computes in float32 between products: leave out --dtype {options.dtype}")
+    return kind
+
+
+def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:
+    if options.kv_cache_dtype == "auto":
+        return default
+    asked: torch.dtype = getattr(torch, options.kv_cache_dtype)
+    if asked == dtype or (device.ops.widens_pool and dtype == torch.float32):
+        return asked
+    found = str(dtype).removeprefix("torch.")
+    raise ConfigError(
+        f"--kv-cache-dtype {options.kv_cache_dtype} beside a model in {found}: expected auto"
+        + (f" or {found}" if dtype != torch.float16 else "")
+    )

@@ -1,0 +1,164 @@
+"""Weights quantised in blocks: taken as a GGUF file stores them, or quantised when they are loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.gguf_file import dequantized
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.dense import Dense, DenseFormat
+from draftwing.ops.torch.layer_ops import BlockGemm, LayerOps
+from draftwing.ops.types import BlockRows
+
+if TYPE_CHECKING:
+    from draftwing.layers.linear import Linear
+
+logger = logging.getLogger(__name__)
+
+SAFE_KIND = "Q8_0"  # for rows that a kind of larger blocks does not take, and types without a kernel
+SMALLEST = 32  # values of the smallest block
+LARGE_BLOCK = 256  # of the K kinds
+
+
+@dataclass(frozen=True)
+class BlockFormat(WeightFormat):
+    """Blocks of any of `ops.block_kinds`, as they come; other values are quantised to `kind`.
+
+    Weights whose rows are no whole number of blocks stay dense.
+    """
+
+    takes_blocks: ClassVar[bool] = True
+
+    kind: str = SAFE_KIND
+    ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
+
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+        if layer.in_features % SMALLEST:
+            DenseFormat().create(layer, dtype, device)
+            return LeftDense(layer)
+        # It gives a name and a shape to what is loaded, which never lies in it.
+        shape = layer.out_features, layer.in_features
+        layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), False)
+        return Blocks(layer, self, dtype)
+
+    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
+        return {"weight": ParamSlice(f"{layer}.weight", start, rows)}
+
+    def kind_for(self, columns: int) -> str:
+        """The kind that a dense weight of so many columns is quantised to."""
+        return SAFE_KIND if self.kind.endswith("_K") and columns % LARGE_BLOCK else self.kind
+
+    def has_kernel(self, kind: str) -> bool:
+        """Whether blocks of this kind are multiplied as they are."""
+        return kind in self.ops.block_kinds
+
+    def rows(self, value: Tensor | BlockRows) -> BlockRows:
+        """value [rows, columns] -> the same in blocks that there is a GEMM for."""
+        if isinstance(value, BlockRows):
+            if self.has_kernel(value.kind):
+                return value
+            value = torch.from_numpy(dequantized(value.data.numpy(), value.kind))
+            return self.ops.quantize(value, SAFE_KIND)
+        return self.ops.quantize(value, self.kind_for(value.shape[1]))
+
+
+class LeftDense(Dense):
+    """A weight that blocks do not fit into."""
+
+
+class Blocks(LinearOp):
+    """As loaded: rows of the weight, in parts by where they start. Takes no gradient."""
+
+    def __init__(self, layer: Linear, form: BlockFormat, dtype: torch.dtype) -> None:
+        super().__init__(layer)
+        self._format, self._dtype = form, dtype
+        self._parts: dict[int, BlockRows] = {}
+        self.requantized: Counter[str] = Counter()  # parts that came in kinds without a kernel
+
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows) -> bool:
+        if not part.param.endswith("weight"):
+            return False
+        assert part.axis == 0 and part.start not in self._parts
+        if isinstance(value, BlockRows) and not self._format.has_kernel(value.kind):
+            self.requantized[value.kind] += 1
+        self._parts[part.start] = self._format.rows(value)
+        if sum(rows.data.shape[0] for rows in self._parts.values()) == self.layer.out_features:
+            del self.layer.weight  # nothing is missing
+        return True
+
+    def dense_weight(self) -> Tensor:
+        parts = [dequantized(rows.data.numpy(), rows.kind) for rows in self._in_order()]
+        return torch.cat([torch.from_numpy(part) for part in parts]).to(self._dtype)
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        return PackedBlocks(self.layer, ops, self._in_order(), self._dtype)
+
+    def _in_order(self) -> list[BlockRows]:
+        assert not hasattr(self.layer, "weight"), "rows are missing"
+        return [self._parts[start] for start in sorted(self._parts)]
+
+
+class PackedBlocks(LinearOp):
+    """For inference: the device's GEMM, which has its own copy of the blocks."""
+
+    few_rows: BlockGemm
+
+    def __init__(self, layer: Linear, ops: LayerOps, parts: list[BlockRows], dtype: torch.dtype) -> None:
+        super().__init__(layer)
+        self.sizes = _sizes(parts)
+        self.few_rows = ops.block_gemm(parts, dtype)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        return self.few_rows(x, bias, residual)
+
+    def dense_weight(self) -> Tensor:
+        return self.few_rows.dense()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.few_rows.rows(ids)
+
+    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        return (self.rows(ids).float() * hidden.unsqueeze(-2).float()).sum(-1)
+
+
+def _sizes(parts: Iterable[BlockRows]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for rows in parts:
+        sizes[rows.kind] += rows.data.nbytes
+    return sizes
+
+
+def block_sizes(module: nn.Module) -> Counter[str]:
+    """Bytes of a model's weights in blocks, by their kind."""
+    sizes: Counter[str] = Counter()
+    for part in module.modules():
+        op = getattr(part, "op", None)
+        if isinstance(op, PackedBlocks):
+            sizes += op.sizes
+        elif isinstance(op, Blocks):
+            sizes += _sizes(op._parts.values())
+    return sizes
+
+
+def log_blocks(module: nn.Module) -> None:
+    """Says of a loaded model, not packed yet, what its weights in blocks are, and which matrices could not be."""
+    linears = [(name, part.op) for name, part in module.named_modules() if hasattr(part, "op")]
+    again: Counter[str] = sum((op.requantized for _, op in linears if isinstance(op, Blocks)), Counter())
+    for kind, count in sorted(again.items()):
+        logger.info("%d tensors in %s have no kernel here and are quantised again, to %s", count, kind, SAFE_KIND)
+    dense = [f"{name} ({op.layer.in_features})" for name, op in linears if isinstance(op, LeftDense)]
+    if dense:
+        more = f" and {len(dense) - 4} more" if len(dense) > 4 else ""
+        logger.warning("not in blocks, for their columns are no multiple of 32: %s%s", ", ".join(dense[:4]), more)
+    sizes = block_sizes(module)
+    if sizes:
+        logger.info("weights: %.0f MB in blocks (%s)", sizes.total() / 1e6, ", ".join(sorted(sizes)))

@@ -1,0 +1,47 @@
+"""Operations with GEMMs for weights in blocks that dequantise them: what tests compare with, and run on anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import BlockRows
+
+
+class DenseBlockGemm:
+    def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> None:
+        dense = [dequantize(rows.data.numpy(), GGMLQuantizationType[rows.kind]) for rows in parts]
+        self.weight = torch.cat([torch.from_numpy(part) for part in dense])
+        self.outputs, self.inputs = self.weight.shape
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        assert x.dtype == self.dtype
+        y = torch.stack([(self.weight * row.float()).sum(1) for row in x]) if len(x) else x.new_empty(0, self.outputs)
+        y = y if bias is None else y + bias
+        return (y if residual is None else y + residual).to(self.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight[ids].to(self.dtype)
+
+    def dense(self) -> Tensor:
+        return self.weight.to(self.dtype)
+
+
+class BlockTorchOps(TorchOps):
+    """A row has the same bits among any number, for rows are multiplied one by one."""
+
+    block_kinds = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q6_K"})
+
+    def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> DenseBlockGemm:
+        assert {rows.kind for rows in parts} <= self.block_kinds
+        return DenseBlockGemm(parts, dtype)
+
+    def quantize(self, weight: Tensor, kind: str) -> BlockRows:
+        data = quantize(weight.detach().float().numpy(), GGMLQuantizationType[kind])
+        return BlockRows(kind, torch.from_numpy(data), weight.shape[1])

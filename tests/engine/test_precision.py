@@ -1,0 +1,73 @@
+"""In which types an engine computes, by options and device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from block_ops import BlockTorchOps
+
+from draftwing.config.options import Options
+from draftwing.engine.device import Device, pick_dtype
+from draftwing.engine.precision import pick_precision
+from draftwing.errors import ConfigError
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.ops.torch.ops import TorchOps
+
+CPU = torch.device("cpu")
+
+
+class AllKinds(BlockTorchOps):
+    block_kinds = BlockTorchOps.block_kinds | {"Q4_K"}
+
+
+BLOCKS, PLAIN = Device(CPU, AllKinds(CPU)), Device(CPU, TorchOps(CPU))
+
+
+class GpuOps(TorchOps):
+    widens_pool = False
+
+
+@pytest.mark.parametrize("quantization", ["auto", "q8_0", "q4_0", "q4_k"])
+def test_blocks_on_a_cpu(quantization: str) -> None:
+    found = pick_precision(Options(quantization=quantization), BLOCKS, torch.bfloat16)
+    assert (found.dtype, found.kv_dtype) == (torch.float32, torch.bfloat16)
+    assert found.weights == BlockFormat("Q8_0" if quantization == "auto" else quantization.upper())
+    assert found.head_weights == BlockFormat("Q8_0")
+    assert isinstance(found.weights, BlockFormat) and found.weights.ops is BLOCKS.ops
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [({"dtype": "float32"}, BLOCKS), ({"dtype": "bfloat16"}, BLOCKS), ({"quantization": "none"}, BLOCKS), ({}, PLAIN)],
+)
+def test_dense_weights(options: dict[str, Any], device: Device) -> None:
+    found = pick_precision(Options(**options), device, None)
+    assert found.weights == found.head_weights == DENSE
+    assert found.dtype == found.kv_dtype == pick_dtype(options.get("dtype", "auto"), device, None)
+
+
+def test_the_types_of_the_pool() -> None:
+    def kv(device: Device, **options: Any) -> torch.dtype:
+        return pick_precision(Options(**options), device, None).kv_dtype
+
+    assert kv(BLOCKS, kv_cache_dtype="float32") == torch.float32
+    assert kv(PLAIN, dtype="float32", kv_cache_dtype="bfloat16") == torch.bfloat16
+    assert kv(PLAIN, dtype="bfloat16", kv_cache_dtype="bfloat16") == torch.bfloat16
+    with pytest.raises(ConfigError, match="--kv-cache-dtype float32 beside a model in bfloat16: expected auto or bf"):
+        kv(PLAIN, dtype="bfloat16", kv_cache_dtype="float32")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype bfloat16 beside a model in float16: expected auto$"):
+        kv(PLAIN, dtype="float16", kv_cache_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 beside a model in float32: expected auto or fl"):
+        kv(Device(CPU, GpuOps(CPU)), dtype="float32", kv_cache_dtype="bfloat16")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for device, kind in ((PLAIN, "q8_0"), (Device(CPU, BlockTorchOps(CPU)), "q4_k")):
+        with pytest.raises(ConfigError, match=rf"--quantization {kind}: .*--device cpu.* Use none or auto"):
+            pick_precision(Options(quantization=kind), device, None)
+    with pytest.raises(ConfigError, match="computes in float32 between products: leave out --dtype bfloat16"):
+        pick_precision(Options(quantization="q8_0", dtype="bfloat16"), BLOCKS, None)
+    assert pick_precision(Options(quantization="q8_0", dtype="float32"), BLOCKS, None).weights == BlockFormat("Q8_0")
