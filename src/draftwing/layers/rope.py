@@ -5,11 +5,14 @@ Element i of a head is paired with element i + head_dim / 2, and the pair is tur
 
 from __future__ import annotations
 
+import decimal
 import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -30,36 +33,76 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 on the CPU: radians per position of each pair.
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
+    """[head_dim / 2]: radians per position of each pair; the same bits on every machine.
 
     The llama3 rule keeps short wavelengths, divides long ones by `factor` and interpolates between
     `original_max_positions / high_freq_factor` and `original_max_positions / low_freq_factor`.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    freq = 1.0 / config.theta**exponent  # [head_dim / 2]
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    with decimal.localcontext(prec=40):
+        powers = [float(decimal.Decimal(config.theta) ** decimal.Decimal(float(x))) for x in exponent]
+    freq = 1 / np.array(powers, np.float32)  # [head_dim / 2]
     if config.kind == "linear":
-        freq = freq / config.factor
+        freq = freq / np.float32(config.factor)
     elif config.kind == "llama3":
-        turns = config.original_max_positions * freq / (2 * math.pi)  # full turns within the original context
-        keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-        keep = keep.clamp(0.0, 1.0)
-        freq = keep * freq + (1.0 - keep) * freq / config.factor
+        turns = np.float32(config.original_max_positions) * freq / np.float32(2 * math.pi)
+        low, high = np.float32(config.low_freq_factor), np.float32(config.high_freq_factor)
+        keep = ((turns - low) / (high - low)).clip(0, 1)
+        freq = keep * freq + (1 - keep) * freq / np.float32(config.factor)
     if config.divisors:
-        freq = freq / torch.tensor(config.divisors, dtype=torch.float32, device="cpu")
-    return freq
+        freq = freq / np.array(config.divisors, np.float32)
+    return np.asarray(freq, np.float32)
 
 
 def rope_table(
     config: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """[positions, 2, head_dim]: the factors that `rotate` takes, computed in float32 and stored in `dtype`."""
+    """[positions, 2, head_dim]: the factors that `rotate` takes, of angles in float32, rounded to float32 and stored in
+    `dtype`; the same bits on every machine. positions: at most 2^20."""
     freq = inverse_frequencies(config, head_dim)
-    angle = torch.arange(positions, dtype=torch.float32, device="cpu")[:, None] * freq  # [positions, head_dim / 2]
-    cos, sin = angle.cos(), angle.sin()
+    place = np.arange(positions, dtype=np.float32)[:, None]
+    blocks = np.split(place, range(_BLOCK, positions, _BLOCK))  # that stay in a cache
+    cos, sin = map(np.concatenate, zip(*(cos_sin(block * freq) for block in blocks), strict=True))
     # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
-    table = torch.cat((cos, cos, -sin, sin), -1).view(positions, 2, head_dim)
-    return table.to(device, dtype)
+    table = np.concatenate((cos, cos, -sin, sin), -1).reshape(positions, 2, head_dim)
+    return torch.from_numpy(table).to(device, dtype)
+
+
+_BLOCK = 256  # positions
+# pi / 2 in three parts: multiples up to 2^20 of the first two are exact in float64 (33 significant bits each).
+_HALF_PI = 1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21
+_SIN = [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(9)]  # Taylor's series: enough up to pi / 4
+_COS = [(-1.0) ** k / math.factorial(2 * k) for k in range(9)]
+
+
+def cos_sin(angle: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosine and sine of angles in [0, 2^20] radians, in float64 and rounded to float32.
+
+    torch and numpy have other code for each instruction set, which rounds in other ways; sums and products have one
+    result everywhere.
+    """
+    x = angle.astype(np.float64)
+    quarter = np.rint(x * (2 / math.pi))
+    for part in _HALF_PI:
+        x = x - quarter * part
+    square = x * x
+    sin, cos = (_horner(series, square) for series in (_SIN, _COS))
+    sin *= x
+    turn = quarter.astype(np.int64)
+    swapped = turn & 1 == 1
+    cos, sin = np.where(swapped, sin, cos), np.where(swapped, cos, sin)
+    np.negative(cos, out=cos, where=(turn + 1) & 2 == 2)
+    np.negative(sin, out=sin, where=turn & 2 == 2)
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def _horner(series: list[float], x: NDArray[np.float64]) -> NDArray[np.float64]:
+    total = np.full_like(x, series[-1])
+    for factor in reversed(series[:-1]):
+        total *= x
+        total += factor
+    return total
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ INLINE vf log16(vf x) {
     return (p + 2.0f * s) + power * 0.693145752f;
 }
 
+/* The same of one number, in place of libm's, which rounds in one way or another depending on what the CPU has. */
+static APART float log_of(float x) { return log16(splat(x))[0]; }
+
 /* Standard Gumbel noise -log(-log1p(-u)) of hashed bits. The roundings of u are the reference's, whose product with
    2^-31 * (1 - 2^-24) is the float below, scaled; log1p by the log of what is left of 1 - u, corrected for what
    rounding took from u (Kahan; Goldberg 1991, theorem 4). */
@@ -304,7 +307,7 @@ INLINE void limit_row(const Draw *d, Row *r, int64_t k, float top_p, float min_p
     if (by_rank || top_p < 1.0f) {
         /* Past the cut of top-p, all tokens together have less than the mass that it drops: a third of it. */
         const float cut = by_rank ? gap_of_sets(d, r, k, list, spare)
-                                  : r->temperature * (logf((float)d->vocab / (1.0f - top_p)) + 1.0f);
+                                  : r->temperature * (log_of((float)d->vocab / (1.0f - top_p)) + 1.0f);
         int64_t n = gaps_up_to(d, r, cut, list, half), kept = n, total = 0;
         sort(list, spare, n);
         if (by_rank && k <= n) {
@@ -321,7 +324,7 @@ INLINE void limit_row(const Draw *d, Row *r, int64_t k, float top_p, float min_p
         }
     }
     if (min_p > 0.0f) { /* p >= min_p * max(p) */
-        const float widest = fmaxf(-r->temperature * logf(min_p), 0.0f) + 0.0f;
+        const float widest = fmaxf(-r->temperature * log_of(min_p), 0.0f) + 0.0f;
         int32_t pattern;
         memcpy(&pattern, &widest, 4);
         r->limit = pattern < r->limit ? pattern : r->limit;
@@ -496,7 +499,7 @@ INLINE void top_node(const Top *t, int64_t i, const float *noise, float *z, cons
     }
     float total = sum[0];
     for (int l = 1; l < LANES; l++) total += sum[l];
-    total = top + logf(total);
+    total = top + log_of(total);
     for (int64_t j = 0; j < t->count; j++) { /* fewer where all else is -inf */
         const int64_t at = i * t->count + j;
         t->ids[at] = j < best.held ? best.id[j] : 0;
@@ -565,8 +568,8 @@ static void join_found(const Following *f, int64_t row, int64_t threads) {
             if (part->best.z[j] > best.worst) enter_best(&best, part->best.id[j], part->best.z[j], 0.0f, 0.0f);
     }
     for (int64_t t = 0; t < threads; t++)
-        total += f->found[t * rows + row].total * expf(f->found[t * rows + row].top - top);
-    total = top + logf(total);
+        total += f->found[t * rows + row].total * exp2_16(splat((f->found[t * rows + row].top - top) * LOG2E))[0];
+    total = top + log_of(total);
     for (int64_t j = 0; j < f->count; j++) {
         const int64_t at = (f->places ? f->places[row] : row) * f->count + j, id = j < best.held ? best.id[j] : 0;
         f->ids[at] = f->names ? f->names[id] : id;

@@ -1,0 +1,194 @@
+"""Runs every kernel that text depends on, on inputs that are the same everywhere, and prints hashes of what they give.
+
+A program of its own, for the instruction set is chosen when the extension is loaded: `python isa_probe.py` prints one
+JSON object, {case: sha256}. A new kernel is a function here with `@case`. Inputs are made of integers: a generator of
+normal numbers has other bits on another CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.layers.rope import RopeConfig, rope_table
+from draftwing.ops import make_ops
+from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.types import Draft, SamplingRows
+
+Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]
+CASES: dict[str, Case] = {}
+NONE = torch.zeros(0, dtype=torch.int64)
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+class Inputs:
+    """Seeded numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        """int64 below `high`."""
+        return torch.from_numpy(self.rng.integers(low, high, shape))
+
+    def floats(self, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+        """About normal: the sum of four uniform numbers, each a multiple of 2^-12."""
+        total = self.rng.integers(-4096, 4096, (4, *shape)).sum(0)
+        return (torch.from_numpy(total).double() * (scale / 4096)).to(dtype)
+
+    def some(self, values: list[float], *shape: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32)[self.ints(0, len(values), *shape)]
+
+
+@case
+def norms(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    for size in (48, 576, 1000):
+        x, delta, weight = made.floats(dtype, 7, size), made.floats(dtype, 7, size), made.floats(dtype, size)
+        yield ops.rms_norm(x, weight, 1e-5)
+        yield from ops.add_rms_norm(x, delta, weight, 1e-6)
+
+
+@case
+def gated(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    for ffn, scale in ((96, 1.0), (1000, 40.0)):
+        yield ops.silu_mul(made.floats(dtype, 5, 2 * ffn, scale=scale))
+
+
+@case
+def fused_inputs(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    size = 104
+    ids, table, feature = made.ints(0, 50, 6), made.floats(dtype, 50, size), made.floats(dtype, 6, size)
+    norms = made.floats(dtype, size), made.floats(dtype, size)
+    yield ops.fuse_inputs(ids, table, feature, norms, 1e-5, made.ints(0, 3, 6))
+    yield ops.fuse_inputs(ids, table, feature, feature_first=True)
+
+
+@case
+def candidates(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    for size in (40, 576, 2048):
+        hidden, weight = made.floats(dtype, 3, 2, size), made.floats(dtype, 90, size)
+        yield ops.exact_logits(hidden, weight, made.ints(0, 90, 3, 2, 8))
+
+
+@case
+def rope_tables(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    yield rope_table(RopeConfig(100000.0), 64, 5000, dtype, "cpu")
+    yield rope_table(RopeConfig(500000.0, "llama3", 32.0), 128, 3000, dtype, "cpu")
+    yield rope_table(RopeConfig(10000.0, "linear", 4.0), 80, 3000, dtype, "cpu")
+
+
+@case
+def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """A prompt in two chunks, a tree, and a plain step behind them: rope, the pool, scores, softmax and sums."""
+    for heads, kv_heads, dim in ((9, 3, 64), (4, 2, 24), (4, 1, 100), (8, 2, 128)):
+        pool = KVPool([LayerSpec(kv_heads, dim)], 700, dtype, torch.device("cpu"))
+        backend, table = ops.attention(pool), torch.arange(1, 701).view(1, 700)
+        cos_sin = rope_table(RopeConfig(), dim, 700, dtype, "cpu")
+        spans = [(0, 150), (150, 400)]
+        batches = [
+            (torch.arange(start, end), dict(chunks=(ChunkSpan(0, 0, start, end - start),), prefix_len=NONE))
+            for start, end in spans
+        ]
+        parents, paths = [0, 0, 0, 1, 1, 2, 5], [[0]]
+        for node, parent in enumerate(parents[1:], 1):
+            paths.append([*paths[parent], node])
+        path = torch.tensor([[[*own, *[own[-1]] * (4 - len(own))] for own in paths]])
+        lengths = torch.tensor([[len(own) for own in paths]])
+        tree = dict(prefix_len=torch.tensor([400]), path=path, path_len=lengths)
+        batches.append((400 + lengths[0] - 1, tree))
+        plain = torch.zeros(1, 1, 1, dtype=torch.int64)
+        batches.append((torch.tensor([400]), dict(prefix_len=torch.tensor([400]), path=plain, path_len=plain[0] + 1)))
+        for positions, how in batches:
+            count = len(positions)
+            first = int(positions[0])
+            slots = table[0, first : first + count].contiguous()
+            batch = Batch(torch.tensor([0]), NONE, positions, slots, table, bound=700, **how)
+            qkv = made.floats(dtype, count, heads + 2 * kv_heads, dim, scale=1.5)
+            cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
+            yield backend.bind(batch, 0).fused(0, qkv, cos, sin)
+        yield pool.kv[0][1:408]
+
+
+@case
+def noise(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    seed, position = made.ints(-(1 << 62), 1 << 62, 3), made.ints(0, 9000, 3, 2)
+    yield ops.gumbel(seed, position, 5003)
+    yield ops.gumbel_at(seed, position, made.ints(0, 1 << 20, 77))
+
+
+@case
+def draws(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Greedy and with all filters."""
+    rows, nodes = 24, 3
+    for vocab in (257, 5000):
+        logits, depth = made.floats(dtype, rows, nodes, vocab, scale=3.0), made.ints(0, 3, rows, nodes)
+        params = SamplingRows(
+            made.ints(-(1 << 62), 1 << 62, rows), made.some([0.0, 0.4, 1.0, 1.7], rows),
+            made.ints(-1, 60, rows), made.some([0.1, 0.5, 0.9, 0.99, 1.0], rows),
+            made.some([0.0, 0.01, 0.1, 0.5, 1.0], rows), torch.zeros(rows, dtype=torch.int64),
+            torch.full((rows, 1), -1),
+        )  # fmt: skip
+        positions, noisy = made.ints(0, 4000, rows, nodes), (params.temperature > 0).nonzero().flatten()
+        yield from ops.candidates(logits, positions, depth, None, NONE, 8)
+        for filtered in (NONE, noisy):
+            yield from ops.candidates(logits, positions, depth, params, filtered, 8)
+            yield ops.sample(logits, positions, depth, 2, params, noisy, filtered, NONE)
+
+
+@case
+def drafts(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    logits = made.floats(dtype, 12, 3001, scale=3.0)
+    key = made.ints(-(1 << 62), 1 << 62, 4), made.ints(0, 4000, 4), made.some([0.0, 0.7], 4)
+    yield from ops.top_tokens(logits, 4, 10, None, None)
+    yield from ops.top_tokens(logits, 4, 5, key, None)
+    yield from ops.top_tokens(logits, 4, 5, key, made.ints(0, 9000, 3001))
+
+
+@case
+def trees(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """Integers."""
+    from draftwing.engine.device import Device
+    from draftwing.engine.row_table import RowTable
+
+    table, nodes = RowTable(5, 200, Device(ops.device, ops)), 9
+    table.page_table[:5] = made.ints(1, 1 << 40, 5, 200)
+    table.tokens[:] = made.ints(0, 4, 6, 200)
+    table.kv_len[:5] = made.ints(0, 120, 5)
+    rows = torch.tensor([3, 0, 4])
+    parent = torch.tensor([[0, 0, 0, 1, 1, 2, 3, 4, 5]] * 3)
+    draft = Draft(made.ints(0, 3, 3, nodes), parent, torch.ones(3, nodes, dtype=torch.bool))
+    tree, inputs = ops.tree_inputs(table, rows, draft, 3)
+    yield from (*tree, *inputs)
+    done = ops.commit(table, rows, draft, tree, made.ints(0, 3, 3, nodes), inputs.prefix_len, 3, True)
+    yield from (done.packed, *done.path, table.page_table, table.tokens, table.kv_len)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def main() -> None:
+    ops, hashes = make_ops(torch.device("cpu")), {}
+    assert isinstance(ops, CpuOps), "the C extension was not built, or is not wanted"
+    for name, function in CASES.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            hashes[f"{name}, {str(dtype).removeprefix('torch.')}"] = digest(function(ops, Inputs(7), dtype))
+    print(json.dumps(hashes))
+
+
+if __name__ == "__main__":
+    main()
