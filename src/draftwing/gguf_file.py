@@ -6,6 +6,7 @@ That package decodes the quantised blocks. Layout: the GGUF specification of ggm
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from draftwing.errors import CheckpointError
 DECODE_ELEMENTS = 1 << 18  # decoded at once; temporaries fit the cache
 
 MAGIC, STRING, ARRAY = b"GGUF", 8, 9
+MOST_DIMS = 4
 SCALARS: dict[int, np.dtype[Any]] = {
     kind: np.dtype(code)
     for kind, code in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
@@ -62,14 +64,18 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: {name} has the unknown type {type_id}") from None
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor as it is stored: [rows, bytes per row]"""
-        info = self.tensors[name]
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind(name)]]
+        """The tensor as it is stored: [rows, bytes per row]; raises CheckpointError where it is not all there."""
+        info, kind = self.tensors[name], self.kind(name)
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        what = f"{name} of type {kind} and shape {list(info.shape)}"
         if info.shape[-1] % block:
-            raise CheckpointError(f"{self.path}: rows of {name} should be a multiple of {block}, found {info.shape}")
-        rows, row_bytes = int(np.prod(info.shape[:-1])), info.shape[-1] // block * block_bytes
+            raise CheckpointError(f"{self.path}: {what}: expected rows of a multiple of {block} values")
+        rows, row_bytes = math.prod(info.shape[:-1]), info.shape[-1] // block * block_bytes
         if info.offset + rows * row_bytes > len(self.data):
-            raise CheckpointError(f"{self.path} ends before the data of {name}; it was not fully downloaded")
+            raise CheckpointError(
+                f"{self.path} ends before the data of {what}: expected at least {info.offset + rows * row_bytes} "
+                f"bytes, found {len(self.data)}; it was not fully downloaded"
+            )
         return self.data[info.offset : info.offset + rows * row_bytes].reshape(rows, row_bytes)
 
 
@@ -125,6 +131,8 @@ class _Cursor:
             item, count = self.u32(), self.u64()
             if item in SCALARS:
                 return self._numbers(SCALARS[item], count)
+            if item != STRING:  # the specification has arrays of arrays, and no file does
+                raise CheckpointError(f"GGUF arrays of values of type {item} are not supported")
             return [self.value(item) for _ in range(count)]
         if kind not in SCALARS:
             raise CheckpointError(f"unknown GGUF value type {kind}")
@@ -136,6 +144,17 @@ class _Cursor:
         if self.position > len(self.data):
             raise struct.error("array past the end")
         return np.frombuffer(self.data[start : self.position], dtype).copy()
+
+
+def _tensor_info(cursor: _Cursor, path: Path, name: str) -> TensorInfo:
+    """Of the tensor whose name was read last."""
+    count = cursor.u32()
+    if not 1 <= count <= MOST_DIMS:
+        raise CheckpointError(f"{path}: {name}: expected 1 to {MOST_DIMS} dimensions, found {count}")
+    shape = tuple(cursor.u64() for _ in range(count))[::-1]
+    if min(shape) < 1:
+        raise CheckpointError(f"{path}: {name}: expected dimensions of at least 1, found {list(shape)}")
+    return TensorInfo(shape, cursor.u32(), cursor.u64())
 
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -156,15 +175,23 @@ def open_gguf(path: str | Path) -> GGUFFile:
         if version not in (2, 3):
             raise CheckpointError(f"{path}: expected little-endian GGUF version 2 or 3, found {version}")
         tensor_count, entry_count = cursor.u64(), cursor.u64()
-        metadata = {cursor.string(): cursor.value(cursor.u32()) for _ in range(entry_count)}
-        infos = {}
+        metadata: dict[str, Any] = {}
+        for _ in range(entry_count):
+            key = cursor.string()
+            if key in metadata:
+                raise CheckpointError(f"{path}: the key {key} is there twice")
+            metadata[key] = cursor.value(cursor.u32())
+        infos: dict[str, TensorInfo] = {}
         for _ in range(tensor_count):
             name = cursor.string()
-            shape = tuple(cursor.u64() for _ in range(cursor.u32()))[::-1]
-            infos[name] = TensorInfo(shape, cursor.u32(), cursor.u64())
+            if name in infos:
+                raise CheckpointError(f"{path}: the tensor {name} is there twice")
+            infos[name] = _tensor_info(cursor, path, name)
     except struct.error:
         raise CheckpointError(f"{path} ends within its header; it was not fully downloaded") from None
     align = metadata.get("general.alignment", 32)
+    if type(align) is not int or align < 1 or align & (align - 1):
+        raise CheckpointError(f"{path}: general.alignment: expected a power of two, found {align!r}")
     start = -(-cursor.position // align) * align  # tensor data begins at the next multiple of the alignment
     tensors = {name: info._replace(offset=start + info.offset) for name, info in infos.items()}
     return GGUFFile(path, metadata, tensors, data)

@@ -52,6 +52,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }
 
+LARGEST = 1 << 24  # no size of a model comes near it, nor is one that large a sound one
+
 # Files often name only one end-of-text id, or a wrong one; tokens of these names always end an answer.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
@@ -59,7 +61,7 @@ END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_
 def model_config(file: GGUFFile) -> ModelConfig:
     """The `ModelConfig` that the metadata and the set of tensors describe."""
     meta, arch = file.metadata, file.metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise CheckpointError(f"{file.path}: unknown architecture {arch}; expected one of {', '.join(ARCHITECTURES)}")
 
     def get(key: str, default: Any = None) -> Any:
@@ -70,24 +72,33 @@ def model_config(file: GGUFFile) -> ModelConfig:
             raise CheckpointError(f"{file.path}: {arch}.{key} differs by layer, which is not supported")
         return value
 
+    def size(key: str, default: int | None = None) -> int:
+        value = get(key, default)
+        if type(value) is not int or not 1 <= value < LARGEST:
+            raise CheckpointError(f"{file.path}: {arch}.{key}: expected 1 to {LARGEST - 1}, found {value!r}")
+        return value
+
     _refuse_unsupported(file, arch)
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", hidden // heads)
+    hidden, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
+    if layers > len(file.tensors):
+        raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
+    head_dim = size("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key, head_dim) != head_dim:
             raise CheckpointError(f"{file.path}: expected {arch}.{key} = {head_dim}, the head size; found {get(key)}")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
+    file.raw("token_embd.weight")  # its shape is believed, so its values must be there
     return ModelConfig(
         architecture=ARCHITECTURES[arch],
         hidden_size=hidden,
-        num_layers=get("block_count"),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
+        num_kv_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        ffn_size=get("feed_forward_length"),
+        ffn_size=size("feed_forward_length"),
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        max_positions=get("context_length"),
+        max_positions=size("context_length"),
         norm_eps=get("attention.layer_norm_rms_epsilon"),
         rope=_rope(file, arch),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -114,10 +125,11 @@ def tensors(
         theirs, info = hf_name(name), file.tensors[name]
         as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
-        if permuted and ".self_attn.q_proj." in theirs:
-            rows = unpermuted(rows, config.num_heads)
-        elif permuted and ".self_attn.k_proj." in theirs:
-            rows = unpermuted(rows, config.num_kv_heads)
+        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(
+            name.rpartition(".")[0].rpartition(".")[2], 0
+        )
+        if permuted and heads and len(rows) == heads * config.head_dim:  # others have the wrong shape anyway
+            rows = unpermuted(rows, heads)
         yield theirs, BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
         done += file.raw(name).nbytes
         if progress is not None:
