@@ -18,8 +18,9 @@ from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Attend, Batch
 from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, has_gemm, summed_in_blocks
+from draftwing.ops.cpu.gemm import HeadTopK, PackedGemm, has_gemm, summed_in_blocks
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
@@ -82,50 +83,6 @@ def test_other_layouts_are_left_to_onednn(shape: tuple[int, int]) -> None:
     assert not PackedGemm.takes(onednn.pack(torch.zeros(64, 64)))
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (576, 320), (4096, 64)])
-def test_bytes_multiply_whole_numbers_as_they_are(inputs: int, outputs: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randint(-127, 128, (n, inputs), generator=generator).bfloat16() for n in (outputs, FEW_ROWS))
-    weight[:, 0], x[:, 5] = 127, -127  # the largest, so that scales are 1
-    weight[3], weight[3, 7] = 0, -127
-    gemm, bias, residual = Int8Gemm(weight), numbers(outputs, seed=2), numbers(FEW_ROWS, outputs, seed=3)
-    exact = x.double() @ weight.double().T
-    for rows in range(1, FEW_ROWS + 1):
-        assert torch.equal(gemm(x[:rows], None, None), exact[:rows].bfloat16())
-    wanted = (exact + bias.double() + residual.double()).float()
-    torch.testing.assert_close(gemm(x, bias, residual).float(), wanted, rtol=2**-8, atol=1e-3)
-
-
-def test_bytes_are_off_by_a_percent() -> None:
-    weight, x = numbers(192, 576, seed=1), numbers(5, 576, seed=2)
-    weight[7], x[2] = 0, 0
-    weight *= torch.linspace(0.01, 3, 192).bfloat16().unsqueeze(1)  # each output has a scale
-    gemm = Int8Gemm(weight)
-    found, wanted = gemm(x, None, None).double(), x.double() @ weight.double().T
-    assert not found[2].any() and not found[:, 7].any()
-    error = (found - wanted) / weight.double().norm(dim=1).clamp(min=1e-9)  # of results of about that size
-    assert error.square().mean().sqrt() < 0.015 and error.abs().max() < 0.06
-
-
-def test_bytes_do_not_depend_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = numbers(64 * 5, 96, seed=1) * torch.linspace(0.01, 3, 320).bfloat16().unsqueeze(1)
-    wide = weight.float()
-    scales = wide.abs().amax(1) / 127
-    whole = (wide / scales.unsqueeze(1)).round().to(torch.int8)
-    panels = whole.view(5, 64, 24, 4).transpose(1, 2)
-    for size in (64, 128, 320, 1024):
-        monkeypatch.setattr("draftwing.ops.cpu.gemm._SLICE", size)
-        gemm = Int8Gemm(weight)
-        assert torch.equal(gemm._packed, panels) and torch.equal(gemm._scales, scales)
-        assert torch.equal(gemm._offsets, (128 * whole.sum(1)).to(torch.int32))
-
-
-def test_weights_that_are_not_rounded_to_bytes() -> None:
-    for shape in ((64, 100), (96, 64), (64, 4128)):
-        assert not Int8Gemm.takes(torch.zeros(shape, dtype=torch.bfloat16))
-    assert not Int8Gemm.takes(torch.zeros(64, 64))
-
-
 def test_a_wrong_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,728 inputs no oneDNN is known to sum blocks of 192."""
     threads = torch.get_num_threads()
@@ -175,7 +132,7 @@ def test_a_layer_equals_its_parts(rows: int, bias: bool, eight_bits: bool) -> No
     model, pools = tiny(eight_bits, qkv_bias=bias), []
     layer = model.layers[1]
     assert isinstance(layer, DecoderLayer) and layer._whole is not None
-    assert isinstance(layer.mlp.down.op.few_rows, Int8Gemm) == eight_bits
+    assert isinstance(layer.mlp.down.op.few_rows, BlockedGemm) == eight_bits
     for _ in range(2):
         pools.append(KVPool([LayerSpec(2, 32)] * 2, 100, torch.bfloat16, CPU))
         for kv in pools[-1].kv:
@@ -221,7 +178,7 @@ def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int) -> 
     states[4] = weight[7] / 8
     names = torch.randperm(1000, generator=torch.manual_seed(0))[:320] if named else None
     norm = (numbers(96, seed=3), 1e-5) if normed else None
-    gemm, bias = Int8Gemm(weight), numbers(320, seed=4)
+    gemm, bias = BlockedGemm([OPS.quantize(weight, "Q8_0")], weight.dtype), numbers(320, seed=4)
     bias[7] = bias[300]
     readout = HeadTopK(gemm, bias, norm, names)
     x = OPS.rms_norm(states, *norm) if norm else states.contiguous()

@@ -36,14 +36,18 @@ class Attention(nn.Module):
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
+    def head_norms(self) -> HeadNorms | None:
+        """The norms of queries and keys, where they have any."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        assert self.q_norm.eps == self.k_norm.eps
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """qkv [M, heads + 2 * kv_heads, head_dim], which may be overwritten -> [M, heads * head_dim]"""
         out = None
-        if self.q_norm is None or self.k_norm is None:
-            out = attend.fused(self.index, qkv, cos, sin)
-        elif attend.norms_heads:
-            assert self.q_norm.eps == self.k_norm.eps
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        norms = self.head_norms()
+        if norms is None or attend.norms_heads:
             out = attend.fused(self.index, qkv, cos, sin, norms)
         if out is not None:
             return out

@@ -21,7 +21,7 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table
 from draftwing.models.config import ModelConfig
 from draftwing.ops.attention import Attend
-from draftwing.ops.torch.layer_ops import FEW_ROWS, PLAIN, LayerOps, LayerWeights, WholeLayers
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, LayerWeights, WholeLayers
 
 
 class DecoderLayer(nn.Module):
@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
             head_dim=attention.head_dim,
             attn_norm=self.attn_norm.weight if self.attn_norm is not None and own else None,
             mlp_norm=self.mlp_norm.weight,
-            norms_heads=attention.q_norm is not None,
+            head_norms=attention.head_norms(),
             eps=self.mlp_norm.eps,
             gemms=[linear.op.few_rows for linear in linears],
             biases=[linear.bias for linear in linears],
@@ -129,7 +129,7 @@ class DecoderModel(nn.Module):
         """
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = self._ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
-        whole = self._whole_layers(aux_layers) if ids.shape[0] <= FEW_ROWS else None
+        whole = self._whole_layers(aux_layers)
         x = self.embed(ids)  # [M, hidden]
         outs = None if whole is None else whole(x, None, cos, sin, attend)
         if whole is not None and outs is not None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from draftwing.ops.attention import Attend, Batch, HeadNorms, Pool
 from draftwing.ops.cpu.extension import DTYPES
 from draftwing.ops.cpu.layer import NativeLayers
-from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 
 class NativeAttention:
@@ -27,7 +26,7 @@ class NativeAttention:
         assert pool.dtype in DTYPES
         self.pool, self.raw = pool, raw
         self._scratch = torch.empty(0, dtype=torch.float32)
-        self._spare = torch.empty(0, dtype=torch.bfloat16)
+        self._spare = torch.empty(0, dtype=torch.uint8)
         # Recorded steps go on using them; each has half of the next one's size at most.
         self._outgrown: list[Tensor] = []
         self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
@@ -48,15 +47,17 @@ class NativeAttention:
         return self._pools.data_ptr() + first * self._pools.itemsize
 
     def spare(self, size: int) -> Tensor:
-        """[size] bfloat16, kept, for what layers compute on their way."""
+        """[size] bytes, kept, for what layers compute on their way."""
         if self._spare.numel() < size:
             self._outgrown.append(self._spare)
-            self._spare = torch.empty(max(size, 2 * self._spare.numel()), dtype=torch.bfloat16)
+            self._spare = torch.empty(max(size, 2 * self._spare.numel()), dtype=torch.uint8)
         return self._spare
 
 
 class Bound(Attend):
     """Attention of one forward."""
+
+    norms_heads = True
 
     def __init__(self, backend: NativeAttention, batch: Batch, first_layer: int) -> None:
         self._backend = backend
@@ -64,7 +65,7 @@ class Bound(Attend):
         self._raw = backend.raw
         self._threads = torch.get_num_threads()
         self._kv = backend.pool.kv
-        self._half = backend.pool.dtype == torch.bfloat16
+        self._kv_half = backend.pool.dtype == torch.bfloat16
         rows, table = batch.rows.contiguous(), batch.table
         assert table.stride(1) == 1
         longest_row = batch.bound or table.shape[1]
@@ -95,24 +96,25 @@ class Bound(Attend):
 
     def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """In place of q; takes no gradient."""
-        assert norms is None
         kv = self._kv[self._first_layer + layer]
         rows, all_heads, dim = qkv.shape
         kv_heads = kv.shape[1]
         heads = all_heads - 2 * kv_heads
-        assert qkv.dtype == cos.dtype == kv.dtype and qkv.is_contiguous() and self._slots.shape[0] == rows
+        assert qkv.dtype == cos.dtype and qkv.is_contiguous() and self._slots.shape[0] == rows
+        heads_at, eps = ((0, 0), 0.0) if norms is None else ((norms.q.data_ptr(), norms.k.data_ptr()), norms.eps)
         self._raw.rope_write(
             qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
-            kv_heads, dim, all_heads * dim, cos.stride(0), self._half, self._threads,
+            kv_heads, dim, all_heads * dim, cos.stride(0), self._half(qkv), self._kv_half, *heads_at, self._threads,
+            eps,
         )  # fmt: skip
         return self._attend(layer, qkv, heads)
 
     def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """For at most `FEW_ROWS` rows in bfloat16; takes no gradient."""
+        """Takes no gradient."""
         first = self._first_layer + layers.first
         (rows, hidden), (_, kv_heads, _, dim) = x.shape, self._kv[first].shape
-        assert x.dtype == cos.dtype == self._kv[first].dtype == torch.bfloat16
-        assert hidden == layers.hidden and self._slots.shape[0] == rows <= FEW_ROWS
+        assert x.dtype == cos.dtype == layers.dtype
+        assert hidden == layers.hidden and self._slots.shape[0] == rows <= layers.most_rows
         x = x.contiguous()
         if normed is None:
             assert layers.norms_input
@@ -125,9 +127,9 @@ class Bound(Attend):
         spare = self._backend.spare(layers.spare(rows, self._threads))
         layers.raw.layers(
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
-            self._backend.pools(first, layers.count), layers.places, spare.data_ptr(), self._slots.data_ptr(),
-            cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, 0, 0, 0, 0, heads, kv_heads, dim, True, *self._how,
-            layers.eps,
+            self._backend.pools(first, layers.count), layers.places, spare.data_ptr(), layers.width,
+            self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
+            heads, kv_heads, dim, self._half(x), self._kv_half, *self._how, layers.eps,
         )  # fmt: skip
         return outs
 
@@ -135,13 +137,20 @@ class Bound(Attend):
         """q [M, heads or more, head_dim]"""
         kv = self._kv[self._first_layer + layer]
         _, kv_heads, _, dim = kv.shape
-        assert q.dtype == kv.dtype and q.shape[2] == dim
+        assert q.shape[2] == dim
         self._prepare(heads, kv_heads, dim)
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(
-            out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half, *self._how
-        )
+            out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
+            self._kv_half, *self._how,
+        )  # fmt: skip
         return out
+
+    def _half(self, x: Tensor) -> bool:
+        """Whether the kernels take x, which is in float32 or as the pool is, as bfloat16."""
+        half = x.dtype == torch.bfloat16
+        assert self._kv_half if half else x.dtype == torch.float32, f"{x.dtype} over a pool in {self._kv[0].dtype}"
+        return half
 
     def _prepare(self, heads: int, kv_heads: int, dim: int) -> None:
         """Sets `_how` for layers of this shape, which mostly is that of the layer before."""

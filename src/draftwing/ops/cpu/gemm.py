@@ -1,23 +1,21 @@
-"""GEMMs of few rows: ops/cpu/csrc/gemm.c, where this CPU can run it. With a weight that oneDNN has packed, or one
-in 8 bits."""
+"""GEMMs of few rows with a weight that oneDNN has packed: ops/cpu/csrc/gemm.c, where this CPU can run it."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from draftwing.ops.cpu.blocks import BlockedGemm, rounded_bytes
 from draftwing.ops.cpu.extension import MOST, load_extension
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
-_INT8_INPUTS, _INT8_ROWS = 4096, 8  # at most, as in ops/cpu/csrc/gemm.c
-_SLICE = 1024  # outputs that are rounded to bytes at a time, a multiple of _OUTPUTS
+_PANEL = 16  # outputs of a weight in blocks that threads can share
 _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum together
-assert FEW_ROWS <= _INT8_ROWS, "few rows that a GEMM in 8 bits does not take"
 
 
 def has_gemm() -> bool:
@@ -29,15 +27,16 @@ def has_gemm() -> bool:
 class PackedGemm:
     """x @ weight.T + bias + residual, rounded once, for a weight [outputs, inputs] in bfloat16."""
 
+    dtype = torch.bfloat16
+
     def __init__(self, packed: Tensor, block: int) -> None:
         """packed: by `onednn.pack`, of which `takes` is true; block: inputs that are summed together, even."""
         assert self.takes(packed) and block > 0 and block % 2 == 0
         self.raw: Any = load_extension()
-        self.block = block
+        self.block, self.parts = block, 0  # parts: of a weight in blocks
         self.outputs, self.inputs = packed.shape
         self._packed = packed  # whose memory this is
         self.address: int = torch.ops.mkldnn.data_ptr(packed)
-        self.scales = 0, 0  # addresses, see `Int8Gemm`
 
     @staticmethod
     def takes(packed: Tensor) -> bool:
@@ -57,46 +56,15 @@ class PackedGemm:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
         self.raw.product(
-            out.data_ptr(), x.data_ptr(), self.address, 0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(), rows, self.inputs, outputs, self.block, *self.scales,
-            torch.get_num_threads(),
+            out.data_ptr(), x.data_ptr(), 0 if residual is None else residual.data_ptr(), rows,
+            *numbers_of(self, 0 if bias is None else bias.data_ptr()), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
 
-class Int8Gemm(PackedGemm):
-    """The same of at most 8 rows, with weight and rows rounded to 8 bits: half the memory to read, and an error of
-    about 1% of the result's size. Each output's weights have a scale, and so has each row."""
-
-    def __init__(self, weight: Tensor) -> None:
-        """weight [outputs, inputs], of which `takes` is true; it is copied."""
-        assert self.takes(weight)
-        self.raw, self.block = load_extension(), 0
-        self.outputs, self.inputs = weight.shape
-        panels, fours = self.outputs // _OUTPUTS, self.inputs // 4
-        self._packed = torch.empty(panels, fours, _OUTPUTS, 4, dtype=torch.int8)
-        self._scales = torch.empty(self.outputs, dtype=torch.float32)
-        self._offsets = torch.empty(self.outputs, dtype=torch.int32)
-        for start in range(0, self.outputs, _SLICE):  # all of it in float32 would be four times what is kept
-            wide = weight.detach()[start : start + _SLICE].float()
-            end = start + wide.shape[0]
-            scales = wide.abs().amax(1).clamp(min=1e-30) / 127
-            whole = (wide / scales.unsqueeze(1)).round().to(torch.int8)
-            self._packed[start // _OUTPUTS : end // _OUTPUTS] = whole.view(-1, _OUTPUTS, fours, 4).transpose(1, 2)
-            self._scales[start:end], self._offsets[start:end] = scales, 128 * whole.sum(1)
-        self.address = self._packed.data_ptr()
-        self.scales = self._scales.data_ptr(), self._offsets.data_ptr()
-
-    @staticmethod
-    def takes(weight: Tensor) -> bool:
-        """Whether the kernel runs, and takes this weight [outputs, inputs] as it was loaded."""
-        outputs, inputs = weight.shape
-        fits = not outputs % _OUTPUTS and not inputs % _INPUTS and inputs <= _INT8_INPUTS
-        return has_gemm() and weight.dtype == torch.bfloat16 and fits
-
-    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        assert x.shape[0] <= _INT8_ROWS
-        return super().__call__(x, bias, residual)
+def numbers_of(gemm: PackedGemm | BlockedGemm, bias: int) -> tuple[int, ...]:
+    """Returns how the C kernels are told of a GEMM (`product_of`). bias: its address, or 0."""
+    return gemm.address, bias, gemm.inputs, gemm.outputs, gemm.block, gemm.parts
 
 
 class HeadTopK:
@@ -105,34 +73,45 @@ class HeadTopK:
     most = MOST
 
     def __init__(
-        self, gemm: PackedGemm, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
+        self,
+        gemm: PackedGemm | BlockedGemm,
+        bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
+        names: Tensor | None,
     ) -> None:
         """norm: weight and eps, None where states come normed; names [outputs] int64: what the outputs are called,
-        None: 0, 1, .."""
+        None: 0, 1, .. The number of outputs is a multiple of 32."""
         assert names is None or (names.is_contiguous() and names.shape == (gemm.outputs,))
         own = [None if part is None else part.detach() for part in (bias, names, norm[0] if norm else None)]
         self._held = own, gemm  # addresses go stale where a module's weights are moved
         bias_at, self._names, self._norm = (0 if part is None else part.data_ptr() for part in own)
         self._gemm, self._eps = gemm, norm[1] if norm else 0.0
-        self._numbers = gemm.address, bias_at, gemm.inputs, gemm.outputs, gemm.block, *gemm.scales
+        self._numbers = numbers_of(gemm, bias_at)
+
+    @staticmethod
+    def takes(gemm: object) -> TypeGuard[PackedGemm | BlockedGemm]:
+        blocked = isinstance(gemm, BlockedGemm) and gemm.outputs % 32 == 0 and gemm.unit == _PANEL
+        return blocked or isinstance(gemm, PackedGemm)
 
     def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
-        """states [.., inputs] bfloat16 with adjacent columns -> ids [.., K] int64 and their log probabilities [.., K]
-        float32, contiguous, K at most 16: best first, of equals the earlier output.
+        """states [.., inputs] with adjacent columns, in the GEMM's dtype -> ids [.., K] int64 and their log
+        probabilities [.., K] float32, contiguous, K at most 16: best first, of equals the earlier output.
 
         places [M] int64: the rows of all three that are worked on, None: all. At most 8.
         """
         (every, inputs), count, threads = states.shape, ids.shape[1], torch.get_num_threads()
-        rows = every if places is None else places.shape[0]
-        assert rows <= FEW_ROWS and inputs == self._gemm.inputs and count <= min(MOST, self._gemm.outputs)
-        assert states.dtype == torch.bfloat16 and states.stride(1) == 1
+        rows, gemm = every if places is None else places.shape[0], self._gemm
+        assert rows <= FEW_ROWS and inputs == gemm.inputs and count <= min(MOST, gemm.outputs)
+        assert states.dtype == gemm.dtype and states.stride(1) == 1
         assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
         places = None if places is None else places.contiguous()
-        spare = states.new_empty(rows * (self._gemm.outputs + threads * inputs))
-        self._gemm.raw.following(
+        width = states.element_size()
+        own = rows * inputs * width + (rounded_bytes(rows, inputs) if gemm.parts else 0)
+        spare = states.new_empty(rows * gemm.outputs * width + threads * own, dtype=torch.uint8)
+        gemm.raw.following(
             ids.data_ptr(), logp.data_ptr(), states.data_ptr(), states.stride(0),
-            0 if places is None else places.data_ptr(), self._names, count, self._norm, rows, *self._numbers,
-            spare.data_ptr(), threads, self._eps,
+            0 if places is None else places.data_ptr(), self._names, count, self._norm,
+            states.dtype == torch.bfloat16, rows, *self._numbers, spare.data_ptr(), threads, self._eps,
         )  # fmt: skip
 
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.ops.cpu.blocks import TYPES, BlockedGemm, quantize
 from draftwing.ops.cpu.extension import DTYPES
-from draftwing.ops.cpu.gemm import HeadTopK, Int8Gemm, PackedGemm, packed_gemm_like_onednn
+from draftwing.ops.cpu.gemm import HeadTopK, packed_gemm_like_onednn
 from draftwing.ops.cpu.layer import NativeLayers, can_run
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps, LayerWeights
+from draftwing.ops.types import BlockRows
 
 
 @functools.cache
@@ -117,15 +119,24 @@ class CpuLayerOps(LayerOps):
     def few_rows_gemm(
         self, weight: Tensor, packed: Tensor, bias: Tensor | None, alike: int, draft_8bit: bool
     ) -> FewRowsGemm | None:
-        if draft_8bit and Int8Gemm.takes(weight):
-            return Int8Gemm(weight)
+        if draft_8bit and weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0:
+            return BlockedGemm([self.quantize(weight, "Q8_0")], weight.dtype)
         return packed_gemm_like_onednn(packed, bias) if alike <= 2 else None
 
+    block_kinds = frozenset(TYPES)
+
+    def block_gemm(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> BlockedGemm:
+        return BlockedGemm(parts, dtype)
+
+    def quantize(self, weight: Tensor, kind: str) -> BlockRows:
+        """kind: Q8_0, Q4_0 or Q4_K."""
+        return quantize(self.raw, weight, kind)
+
     def whole_layers(self, layers: Sequence[LayerWeights], kept: Sequence[int] = ()) -> NativeLayers | None:
-        """Of layers whose four GEMMs are those of `few_rows_gemm`, for up to `FEW_ROWS` rows."""
+        """Of layers whose four GEMMs are all of `few_rows_gemm`, for up to `FEW_ROWS` rows, or of `block_gemm`."""
         return NativeLayers(layers, kept, self.take_rows) if can_run(layers, kept) else None
 
     def head_top_k(
         self, gemm: FewRowsGemm | None, bias: Tensor | None, norm: tuple[Tensor, float] | None, names: Tensor | None
     ) -> HeadTopK | None:
-        return HeadTopK(gemm, bias, norm, names) if isinstance(gemm, PackedGemm) else None
+        return HeadTopK(gemm, bias, norm, names) if HeadTopK.takes(gemm) else None

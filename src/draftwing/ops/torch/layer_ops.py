@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention import Attend, HeadNorms
 from draftwing.ops.torch import onednn
 from draftwing.ops.types import BlockRows
 
@@ -55,6 +55,7 @@ class WholeLayers(Protocol):
     """Decoder layers that follow each other, as one call."""
 
     last: int  # where the output of the last one stands in what the call gives
+    most_rows: int  # that a call takes
 
     def __call__(self, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor | None:
         """x [M, hidden] -> [1 + kept, M, hidden], or None where the call takes no such rows or attention.
@@ -89,7 +90,7 @@ class LayerWeights(NamedTuple):
     head_dim: int
     attn_norm: Tensor | None  # [hidden]; None where the caller norms what attention reads
     mlp_norm: Tensor  # [hidden]
-    norms_heads: bool  # whether queries and keys are normed
+    head_norms: HeadNorms | None  # of queries and keys
     eps: float
     gemms: Sequence[FewRowsGemm | None]  # of qkv, o, gate_up and down
     biases: Sequence[Tensor | None]

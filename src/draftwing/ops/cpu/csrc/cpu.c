@@ -120,7 +120,8 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     }
 }
 static void norm_float(const Rows *r, int64_t i) { norm_row(r, i, 0); }
-void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
+static void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
+void norm_part(const Rows *r, int64_t i) { (r->half ? norm_half : norm_float)(r, i); }
 
 /* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
    multiplied, as in torch. */
@@ -135,18 +136,28 @@ INLINE void silu_row(const Rows *r, int64_t i, int64_t from, int64_t to, const i
 }
 static void silu_float(const Rows *r, int64_t i) { silu_row(r, i, 0, r->size, 0); }
 static void silu_half(const Rows *r, int64_t i) { silu_row(r, i, 0, r->size, 1); }
-void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) { silu_row(r, i, from, to, 1); }
+void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
+    if (r->half) silu_row(r, i, from, to, 1);
+    else silu_row(r, i, from, to, 0);
+}
 
 /* Turns the queries of a row [q, k, v] where they stand; turned keys, and values, go to their slot in the pool. Of
-   heads [from, to). The sine comes with its sign (rope_table); rounded as `rotate` does. */
-INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half) {
-    const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, rope = i * r->rope_stride;
+   heads [from, to), perhaps normed before. The sine comes with its sign (rope_table); rounded as `rotate` does. */
+INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_head, const int half, const int kv_half) {
+    const int64_t dim = r->dim, mid = dim / 2, width = half ? 2 : 4, kv_width = kv_half ? 2 : 4;
+    const int64_t rope = i * r->rope_stride;
     char *row = (char *)r->out + i * r->stride * width;
-    char *slot = (char *)r->kv + r->slots[i] * r->kv_heads * 2 * dim * width;
+    char *slot = (char *)r->kv + r->slots[i] * r->kv_heads * 2 * dim * kv_width;
     const int64_t turned = r->heads + r->kv_heads;
     for (int64_t h = from_head; h < to_head && h < turned; h++) {
         char *from = row + h * dim * width;
-        char *to = h < r->heads ? from : slot + (h - r->heads) * 2 * dim * width;
+        char *to = h < r->heads ? from : slot + (h - r->heads) * 2 * dim * kv_width;
+        const int to_half = h < r->heads ? half : kv_half;
+        const void *weight = h < r->heads ? r->q_norm : r->k_norm;
+        if (weight) {
+            const Rows norm = {.out = from, .x = from, .weight = weight, .size = dim, .eps = r->eps};
+            norm_row(&norm, 0, half);
+        }
         for (int64_t c = 0; c < mid; c += LANES) {
             const int64_t n = mid - c;
             vf a = load(from, c, n, half), b = load(from, mid + c, n, half);
@@ -154,16 +165,22 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
             vf upper = rounded(b * load(r->cos, rope + mid + c, n, half), half);
             lower += b * load(r->sin, rope + c, n, half);
             upper += a * load(r->sin, rope + mid + c, n, half);
-            store(to, c, n, half, lower);
-            store(to, mid + c, n, half, upper);
+            store(to, c, n, to_half, lower);
+            store(to, mid + c, n, to_half, upper);
         }
     }
-    for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++)
-        memcpy(slot + (2 * (h - turned) + 1) * dim * width, row + h * dim * width, (size_t)(dim * width));
+    for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++) {
+        char *to = slot + (2 * (h - turned) + 1) * dim * kv_width;
+        for (int64_t c = 0; c < dim; c += LANES)
+            store(to, c, dim - c, kv_half, load(row + h * dim * width, c, dim - c, half));
+    }
 }
-static void rope_float(const Rows *r, int64_t i) { rope_row(r, i, 0, r->heads + 2 * r->kv_heads, 0); }
-static void rope_half(const Rows *r, int64_t i) { rope_row(r, i, 0, r->heads + 2 * r->kv_heads, 1); }
-void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to) { rope_row(r, i, from, to, 1); }
+void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
+    if (r->half) rope_row(r, i, from, to, 1, 1);
+    else if (r->kv_half) rope_row(r, i, from, to, 0, 1);
+    else rope_row(r, i, from, to, 0, 0);
+}
+static void rope_all(const Rows *r, int64_t i) { rope_part(r, i, 0, r->heads + 2 * r->kv_heads); }
 
 /* -- attention ---------------------------------------------------------------------------------------------------- */
 
@@ -193,7 +210,7 @@ INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_
 }
 static void stage(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
                   int64_t first, int64_t end, int64_t head, int which) {
-    if (a->half) stage_of(a, to, table, prefix, path, first, end, head, which, 1);
+    if (a->kv_half) stage_of(a, to, table, prefix, path, first, end, head, which, 1);
     else stage_of(a, to, table, prefix, path, first, end, head, which, 0);
 }
 
@@ -325,6 +342,8 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
             const int64_t at = ((offset + first + r / group) * a->heads + head * group + r % group) * a->dim + c;
             store(a->out, at, a->dim - c, (int)a->half, loadf(acc + r * padded + c) / q[r * padded]);
         }
+    for (int64_t i = 0; i < n && a->rounded; i++)
+        round_part(a->rounded, a->out, offset + first + i, head * group * a->dim, (head + 1) * group * a->dim, a->half);
 }
 
 static void some_tiles(void *data) {
@@ -367,11 +386,12 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t g
     return go(&r, n[5], 2 * n[2] * n[3]);
 }
 
-/* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, threads */
+/* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, half of kv, norms
+   of the heads of q and k or zeros, threads; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[13];
-    if (!numbers(args, given, 13, n)) return NULL;
-    Rows r = {.row = n[11] ? rope_half : rope_float,
+    int64_t n[16];
+    if (!numbers(args, given - 1, 16, n)) return NULL;
+    Rows r = {.row = rope_all,
               .out = POINTER(n[0]),
               .kv = POINTER(n[1]),
               .slots = POINTER(n[2]),
@@ -382,8 +402,13 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
               .kv_heads = n[7],
               .dim = n[8],
               .stride = n[9],
-              .rope_stride = n[10]};
-    return go(&r, n[12], n[5] * (n[6] + 2 * n[7]) * n[8]);
+              .rope_stride = n[10],
+              .half = n[11],
+              .kv_half = n[12],
+              .q_norm = POINTER(n[13]),
+              .k_norm = POINTER(n[14]),
+              .eps = PyFloat_AsDouble(args[16])};
+    return PyErr_Occurred() ? NULL : go(&r, n[15], n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 
 /* Scores of a query: full vectors, and one more, for powers of two would have all queries share a few cache lines. */
@@ -407,24 +432,25 @@ Attention attention_of(const int64_t *n) {
                    .kv_heads = n[5],
                    .dim = n[6],
                    .half = n[7],
-                   .rows = POINTER(n[8]),
-                   .table = POINTER(n[9]),
-                   .table_stride = n[10],
-                   .prefix = POINTER(n[11]),
-                   .path = POINTER(n[12]),
-                   .path_len = POINTER(n[13]),
-                   .spans = POINTER(n[14]),
-                   .count = n[15],
-                   .nodes = n[16],
-                   .depth = n[17],
-                   .scratch = POINTER(n[18]),
-                   .scratch_size = n[19],
-                   .threads = n[20]};
+                   .kv_half = n[8],
+                   .rows = POINTER(n[9]),
+                   .table = POINTER(n[10]),
+                   .table_stride = n[11],
+                   .prefix = POINTER(n[12]),
+                   .path = POINTER(n[13]),
+                   .path_len = POINTER(n[14]),
+                   .spans = POINTER(n[15]),
+                   .count = n[16],
+                   .nodes = n[17],
+                   .depth = n[18],
+                   .scratch = POINTER(n[19]),
+                   .scratch_size = n[20],
+                   .threads = n[21]};
     a.padded = (a.dim + LANES - 1) / LANES * LANES;
     a.tile = tile_of(a.heads / a.kv_heads);
     a.tiles = (a.nodes + a.tile - 1) / a.tile;
     a.tile = (a.nodes + a.tiles - 1) / a.tiles; /* all alike */
-    a.keys = keys_of(n[21]);
+    a.keys = keys_of(n[22]);
     a.items = a.count * a.tiles * a.kv_heads;
     return a;
 }
@@ -451,8 +477,14 @@ static PyMethodDef methods[] = {
     {"rope_write", (PyCFunction)(void (*)(void))py_rope_write, METH_FASTCALL, NULL},
     {"scratch_size", (PyCFunction)(void (*)(void))py_scratch_size, METH_FASTCALL, NULL},
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL, NULL},
+    {"layers_spare", (PyCFunction)(void (*)(void))py_layers_spare, METH_FASTCALL, NULL},
     {"layers", (PyCFunction)(void (*)(void))py_layers, METH_FASTCALL, NULL},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, NULL},
+    {"block_gemm", (PyCFunction)(void (*)(void))py_block_gemm, METH_FASTCALL, NULL},
+    {"block_pack", (PyCFunction)(void (*)(void))py_block_pack, METH_FASTCALL, NULL},
+    {"block_quantize", (PyCFunction)(void (*)(void))py_block_quantize, METH_FASTCALL, NULL},
+    {"block_rows", (PyCFunction)(void (*)(void))py_block_rows, METH_FASTCALL, NULL},
+    {"panel_bytes", (PyCFunction)(void (*)(void))py_panel_bytes, METH_FASTCALL, NULL},
     {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
     {"heaviest", (PyCFunction)(void (*)(void))py_heaviest, METH_FASTCALL, NULL},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},

@@ -134,18 +134,33 @@ INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t want
 }
 #define POINTER(x) ((void *)(intptr_t)(x))
 
+/* -- rows in 8 bits: block_gemm.c ------------------------------------------------------------------------------------ */
+
+/* Rows in 8 bits, each block of 32 by a scale of its own, block by block: what follows is [blocks, rows, ..]. */
+typedef struct {
+    int8_t *bytes;    /* [32] */
+    float *scales;    /* [] */
+    float *sums;      /* [] of the bytes, times the scale */
+    int32_t *halves;  /* [2] sums of 16 bytes */
+    int64_t rows, inputs;
+} Rounded;
+HIDDEN int64_t rounded_size(int64_t rows, int64_t inputs); /* bytes, a multiple of 48 */
+HIDDEN Rounded rounded_at(void *memory, int64_t rows, int64_t inputs);
+/* Of row `row` of x [rows, inputs], elements [from, end), multiples of 32. */
+HIDDEN void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half);
+
 /* -- what lies between the products: cpu.c ------------------------------------------------------------------------- */
 
 typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
-    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half;
+    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_half;
     double eps;
     void *out, *kv;
-    const void *x, *weight, *cos, *sin;
+    const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* q_norm, k_norm: of heads, or NULL */
     const int64_t *slots;
 } Rows;
-/* Of row i, in bfloat16: all of it, elements, or heads [from, to). */
-HIDDEN void norm_half(const Rows *r, int64_t i);
+/* Of row i: all of it, elements, or heads [from, to). */
+HIDDEN void norm_part(const Rows *r, int64_t i);
 HIDDEN void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 HIDDEN void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 
@@ -153,36 +168,49 @@ typedef struct {
     const void *q, *kv;
     void *out;
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
-    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, threads;
+    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_half, threads; /* half: of q and out */
     int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
     float *scratch;
+    const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
     int64_t items, next, worker;
 } Attention;
-/* From out, q, kv, stride of q, heads, kv_heads, dim, half, rows of the table, table, its stride, prefix_len, path,
-   path_len, spans, count of rows or spans, nodes or length of the longest span, depth, scratch, its size per thread,
-   threads, most keys. */
-#define ATTENTION 22
+/* From out, q, kv, stride of q, heads, kv_heads, dim, half, half of kv, rows of the table, table, its stride,
+   prefix_len, path, path_len, spans, count of rows or spans, nodes or length of the longest span, depth, scratch, its
+   size per thread, threads, most keys. */
+#define ATTENTION 23
 HIDDEN Attention attention_of(const int64_t *numbers);
 HIDDEN void attend(Attention *a);
 /* One of `items`, with scratch of a thread's own. */
 HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next);
 
-/* -- products of few rows: gemm.c ---------------------------------------------------------------------------------- */
+/* -- products: gemm.c (few rows, weights in bfloat16), block_gemm.c (weights in blocks) ------------------------------- */
 
 typedef struct {
-    const uint16_t *x, *weight, *bias, *residual; /* bias, residual: or NULL */
-    uint16_t *out;
-    const float *scales;                  /* of a weight in 8 bits, by output; NULL: it is in bfloat16 */
-    const int32_t *offsets;               /* what the sums with it are too large by */
-    int64_t rows, inputs, outputs, block; /* block: inputs that are summed together */
-    int64_t shares, next;
+    const void *x, *weight, *bias, *residual; /* bias, residual: or NULL */
+    void *out;
+    const int64_t *blocks;                /* the parts of a weight in blocks (blocks.h); NULL: it is in bfloat16 */
+    Rounded rounded;                      /* x, where the weight is in blocks */
+    int64_t rows, inputs, outputs, block; /* block: inputs that are summed together, of bfloat16 */
+    int64_t half, shares, next;           /* half: of x, bias, residual and out */
 } Product;
 HIDDEN void multiply(Product *p, int64_t threads);
-HIDDEN void multiply_part(const Product *p, int64_t from, int64_t to); /* outputs, multiples of 32 */
-HIDDEN extern const int has_product;                                   /* whether this CPU can */
+/* Outputs [from, to): multiples of 32, of a weight in blocks of 16 */
+HIDDEN void multiply_part(const Product *p, int64_t from, int64_t to);
+HIDDEN void multiply_blocks(const Product *p, int64_t from, int64_t to);
+HIDDEN extern const int has_product; /* whether this CPU can, with weights in bfloat16 */
 HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given);
+
+/* In blocks.c. */
+HIDDEN PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_block_quantize(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_block_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_panel_bytes(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In layer.c. */
+#define GEMM 6 /* weight, bias, inputs, outputs, block, blocks */
+HIDDEN Product product_of(const int64_t *numbers, int64_t half);
+HIDDEN PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* In features.c. */

@@ -1,44 +1,38 @@
-/* Decoder layers for few rows in bfloat16, all of a model's in one call.
+/* Decoder layers, all of a model's in one call: in bfloat16 for few rows, with weights in blocks for any number.
 
-   Their parts are the functions that are called one by one for more rows, so the bits are the same. A part takes some
+   Their parts are the functions that are called one by one otherwise, so the bits are the same. A part takes some
    microseconds to a few dozen, of which a call from Python, or the start of threads, is a large share. What is done
-   with the outputs of a GEMM one by one is done by the thread that has them in its cache, and each thread norms all
-   rows for itself, which takes as long as to wait for one that does.
+   with the outputs of a GEMM one by one is done by the thread that has them in its cache; that includes rounding to 8
+   bits what the next GEMM reads. Of few rows each thread norms all for itself, which takes as long as to wait for one
+   that does.
 
    A GEMM takes as long as its weight takes to read. So that memory is never idle, a thread that attends, norms or
    waits for others fetches the beginning of its share of the next weight into its cache. */
 
-#include "cpu.h"
+#include "blocks.h"
 
 #define MOST_AHEAD (384 << 10) /* bytes of a weight that wait in a thread's cache */
 #define ROW_LINES 32           /* that are fetched while a row is normed */
+#define OWN_ROWS 8             /* up to so many each thread norms for itself */
 
 typedef struct {
-    const void *attn_norm, *mlp_norm; /* attn_norm: NULL where the input comes normed */
+    const void *attn_norm, *mlp_norm, *q_norm, *k_norm; /* attn_norm: NULL where the input comes normed */
     int64_t hidden, ffn;
     Product qkv, o, gate_up, down;
 } Layer;
 
-/* weight, bias, inputs, outputs, block, scales, offsets */
-static Product product_of(const int64_t *n) {
-    return (Product){.weight = POINTER(n[0]),
-                     .bias = POINTER(n[1]),
-                     .inputs = n[2],
-                     .outputs = n[3],
-                     .block = n[4],
-                     .scales = POINTER(n[5]),
-                     .offsets = POINTER(n[6])};
-}
-/* attn_norm, mlp_norm, hidden, ffn; the four GEMMs, 7 numbers each */
-static Layer layer_of(const int64_t *n) {
+/* attn_norm, mlp_norm, q_norm and k_norm or zeros, hidden, ffn; the four GEMMs, 6 numbers each */
+static Layer layer_of(const int64_t *n, int64_t half) {
     return (Layer){.attn_norm = POINTER(n[0]),
                    .mlp_norm = POINTER(n[1]),
-                   .hidden = n[2],
-                   .ffn = n[3],
-                   .qkv = product_of(n + 4),
-                   .o = product_of(n + 11),
-                   .gate_up = product_of(n + 18),
-                   .down = product_of(n + 25)};
+                   .q_norm = POINTER(n[2]),
+                   .k_norm = POINTER(n[3]),
+                   .hidden = n[4],
+                   .ffn = n[5],
+                   .qkv = product_of(n + 6, half),
+                   .o = product_of(n + 6 + GEMM, half),
+                   .gate_up = product_of(n + 6 + 2 * GEMM, half),
+                   .down = product_of(n + 6 + 3 * GEMM, half)};
 }
 
 /* The share of a GEMM's outputs that a thread has, in units of `size` outputs each. */
@@ -49,15 +43,27 @@ static Range range_of(const Member *me, int64_t units, int64_t size) {
     return (Range){share(me, units, 0) * size, share(me, units, 1) * size};
 }
 static Ahead weight_of(const Product *p, Range outputs) {
-    const int64_t bytes = p->inputs * (p->scales ? 1 : 2), most = MOST_AHEAD;
-    const char *at = (const char *)p->weight + outputs.from * bytes,
-               *end = (const char *)p->weight + outputs.to * bytes;
-    return (Ahead){at, end - at < most ? end : at + most, NULL, NULL};
+    const char *at = NULL, *end = NULL;
+    for (int64_t i = 0; p->blocks && i < p->blocks[0]; i++) {
+        const Part part = part_of(p->blocks, i);
+        if (outputs.from < part.first || outputs.from >= part.first + part.outputs) continue;
+        const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs) / PANEL_OUTPUTS;
+        const int64_t last = outputs.to - part.first < part.outputs ? outputs.to - part.first : part.outputs;
+        at = (const char *)part.panels + (outputs.from - part.first) * bytes;
+        end = (const char *)part.panels + last * bytes;
+    }
+    if (!p->blocks) {
+        at = (const char *)p->weight + outputs.from * p->inputs * 2;
+        end = (const char *)p->weight + outputs.to * p->inputs * 2;
+    }
+    return (Ahead){at, end - at < MOST_AHEAD ? end : at + MOST_AHEAD, NULL, NULL};
 }
 static Ahead both(Ahead first, Ahead then) { return (Ahead){first.at, first.end, then.at, then.end}; }
-static void product(Product p, Range outputs, void *out, const void *x, const void *residual, int64_t rows) {
+static void product(Product p, Range outputs, void *out, const void *x, const Rounded *rounded, const void *residual,
+                    int64_t rows) {
     p.out = out;
     p.x = x;
+    p.rounded = *rounded;
     p.residual = residual;
     p.rows = rows;
     multiply_part(&p, outputs.from, outputs.to);
@@ -65,109 +71,167 @@ static void product(Product p, Range outputs, void *out, const void *x, const vo
 
 typedef struct {
     Team team;
-    int64_t count, rows;                    /* count: of layers */
+    int64_t count, rows, half;              /* count: of layers */
     const int64_t *layers, *pools, *places; /* addresses of their numbers and of their keys and values; see py_layers */
-    const uint16_t *x, *normed;
-    uint16_t *outs, *spare;
+    const char *x, *normed;
+    char *outs, *spare;
+    int64_t width; /* most inputs of a normed row */
     Rows rope;
     Attention attention;
     double eps;
 } Layers;
 
-static void norm(const Layers *j, uint16_t *out, const void *x, const void *weight, int64_t size, Ahead *next) {
-    const Rows r = {.out = out, .x = x, .weight = weight, .size = size, .eps = j->eps};
-    for (int64_t i = 0; i < j->rows; i++) {
-        fetch(next, ROW_LINES);
-        norm_half(&r, i);
+/* Memory of all that a layer computes on its way; what is normed, of a thread's own. */
+typedef struct {
+    char *qkv, *attended, *middle, *gate_up, *gated, *normed;
+    Rounded attended_8, gated_8, normed_8; /* normed_8: of `hidden` or `width` inputs */
+    char *normed_bytes;
+    int64_t end; /* bytes */
+} Spare;
+static Spare spare_of(const Layers *j, const Layer *l, int64_t member) {
+    const int64_t rows = j->rows, bytes = rows * (j->half ? 2 : 4), blocks = l->o.blocks ? 1 : 0;
+    const int64_t own = bytes * l->hidden + blocks * rounded_size(rows, j->width);
+    Spare s = {.qkv = j->spare};
+    s.attended = s.qkv + bytes * l->qkv.outputs;
+    s.middle = s.attended + bytes * l->o.inputs;
+    s.gate_up = s.middle + bytes * l->hidden;
+    s.gated = s.gate_up + bytes * 2 * l->ffn;
+    char *at = s.gated + bytes * l->ffn;
+    if (blocks) {
+        s.attended_8 = rounded_at(at, rows, l->o.inputs);
+        at += rounded_size(rows, l->o.inputs);
+        s.gated_8 = rounded_at(at, rows, l->ffn);
+        at += rounded_size(rows, l->ffn);
     }
+    s.normed = at + member * own;
+    s.normed_bytes = s.normed + bytes * l->hidden;
+    s.end = s.normed + own - j->spare;
+    return s;
+}
+
+/* Rows of x under a norm (weight NULL: as they are) where a GEMM reads them: all, or of many rows a thread's share. */
+static const char *norm(const Layers *j, const Member *me, Spare *s, const Product *p, const void *x,
+                        const void *weight, Ahead *next) {
+    const int own = j->rows <= OWN_ROWS;
+    const int64_t from = own ? 0 : share(me, j->rows, 0), to = own ? j->rows : share(me, j->rows, 1);
+    const Rows r = {.out = s->normed, .x = x, .weight = weight, .size = p->inputs, .eps = j->eps, .half = j->half};
+    if (p->blocks) s->normed_8 = rounded_at(s->normed_bytes, j->rows, p->inputs);
+    for (int64_t i = from; i < to; i++) {
+        fetch(next, ROW_LINES);
+        if (weight) norm_part(&r, i);
+        if (p->blocks) round_part(&s->normed_8, weight ? s->normed : x, i, 0, p->inputs, j->half);
+    }
+    if (!own) meet(me, next);
+    return weight ? s->normed : x;
 }
 
 static void some_of_layers(void *data) {
     Layers *j = data;
     const Member me = join(&j->team);
-    const int64_t rows = j->rows;
+    const int64_t rows = j->rows, width = j->half ? 2 : 4;
     Attention a = j->attention;
     float *scratch = a.scratch + me.number * a.scratch_size;
-    const uint16_t *x = j->x;
+    const char *x = j->x;
     Ahead next = {0};
     for (int64_t l = 0; l < j->count; l++) {
-        const Layer layer = layer_of(POINTER(j->layers[l]));
+        const Layer layer = layer_of(POINTER(j->layers[l]), j->half);
         const int64_t hidden = layer.hidden, ffn = layer.ffn;
-        uint16_t *qkv = j->spare, *attended = qkv + rows * layer.qkv.outputs;
-        uint16_t *middle = attended + rows * layer.o.inputs, *gate_up = middle + rows * hidden;
-        uint16_t *gated = gate_up + rows * 2 * ffn, *normed = gated + rows * ffn + me.number * rows * hidden;
-        uint16_t *out = j->outs + j->places[l] * rows * hidden;
+        Spare s = spare_of(j, &layer, rows <= OWN_ROWS ? me.number : 0);
+        char *out = j->outs + j->places[l] * rows * hidden * width;
         Rows rope = j->rope;
-        rope.out = qkv;
+        rope.out = s.qkv;
         rope.stride = layer.qkv.outputs;
         rope.kv = POINTER(j->pools[l]);
-        const Rows silu = {.out = gated, .x = gate_up, .size = ffn};
+        rope.q_norm = layer.q_norm;
+        rope.k_norm = layer.k_norm;
+        const Rows silu = {.out = s.gated, .x = s.gate_up, .size = ffn, .half = j->half};
         const Range heads = range_of(&me, a.heads + 2 * a.kv_heads, 1), blocks = range_of(&me, ffn / 32, 32);
         const Range turned = {heads.from * a.dim, heads.to * a.dim}, halves = range_of(&me, hidden / 32, 32);
 
-        if (!j->normed) norm(j, normed, x, layer.attn_norm, hidden, &next);
+        const void *weight = j->normed ? NULL : layer.attn_norm;
+        const char *input = norm(j, &me, &s, &layer.qkv, j->normed ? j->normed : x, weight, &next);
         if (!me.number) j->attention.next = 0; /* nobody attends now */
-        product(layer.qkv, turned, qkv, j->normed ? j->normed : normed, NULL, rows);
+        product(layer.qkv, turned, s.qkv, input, &s.normed_8, NULL, rows);
         for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
         next = both(weight_of(&layer.o, halves), weight_of(&layer.gate_up, blocks));
         meet(&me, &next);
 
-        a.q = qkv;
+        a.q = s.qkv;
         a.q_stride = layer.qkv.outputs;
-        a.out = attended;
+        a.out = s.attended;
+        a.rounded = layer.o.blocks ? &s.attended_8 : NULL;
         a.kv = rope.kv;
         for (int64_t i; (i = take(&j->attention.next, 1)) < a.items;) attend_item(&a, a.items - 1 - i, scratch, &next);
         meet(&me, &next);
 
-        product(layer.o, halves, middle, attended, x, rows);
+        product(layer.o, halves, s.middle, s.attended, &s.attended_8, x, rows);
         meet(&me, &next);
 
-        norm(j, normed, middle, layer.mlp_norm, hidden, &next);
-        product(layer.gate_up, blocks, gate_up, normed, NULL, rows);
-        product(layer.gate_up, (Range){ffn + blocks.from, ffn + blocks.to}, gate_up, normed, NULL, rows);
-        for (int64_t i = 0; i < rows; i++) silu_part(&silu, i, blocks.from, blocks.to);
+        input = norm(j, &me, &s, &layer.gate_up, s.middle, layer.mlp_norm, &next);
+        product(layer.gate_up, blocks, s.gate_up, input, &s.normed_8, NULL, rows);
+        product(layer.gate_up, (Range){ffn + blocks.from, ffn + blocks.to}, s.gate_up, input, &s.normed_8, NULL, rows);
+        for (int64_t i = 0; i < rows; i++) {
+            silu_part(&silu, i, blocks.from, blocks.to);
+            if (layer.down.blocks) round_part(&s.gated_8, s.gated, i, blocks.from, blocks.to, j->half);
+        }
         next = weight_of(&layer.down, halves);
         meet(&me, &next);
 
-        product(layer.down, halves, out, gated, middle, rows);
+        product(layer.down, halves, out, s.gated, &s.gated_8, s.middle, rows);
         x = out;
         if (l + 1 == j->count) break;
-        const Layer following = layer_of(POINTER(j->layers[l + 1]));
+        const Layer following = layer_of(POINTER(j->layers[l + 1]), j->half);
         next = weight_of(&following.qkv, turned);
         meet(&me, &next);
     }
 }
 
+static Layers layers_of(const int64_t *n) {
+    const Attention a = attention_of(n + 15);
+    return (Layers){.x = POINTER(n[0]),
+                    .normed = POINTER(n[1]),
+                    .outs = POINTER(n[2]),
+                    .count = n[3],
+                    .layers = POINTER(n[4]),
+                    .pools = POINTER(n[5]),
+                    .places = POINTER(n[6]),
+                    .spare = POINTER(n[7]),
+                    .width = n[8],
+                    .rows = n[13],
+                    .half = n[14],
+                    .attention = a,
+                    .rope = {.slots = POINTER(n[9]),
+                             .cos = POINTER(n[10]),
+                             .sin = POINTER(n[11]),
+                             .rope_stride = n[12],
+                             .heads = a.heads,
+                             .kv_heads = a.kv_heads,
+                             .dim = a.dim,
+                             .half = n[14],
+                             .kv_half = a.kv_half}};
+}
+
+/* rows, half, numbers of a layer, most inputs of a normed row, threads -> bytes of `spare` */
+PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[5];
+    if (!numbers(args, given, 5, n)) return NULL;
+    const Layers j = {.rows = n[0], .half = n[1], .width = n[3]};
+    const Layer layer = layer_of(POINTER(n[2]), n[1]);
+    return PyLong_FromLongLong(spare_of(&j, &layer, n[4] - 1).end);
+}
+
 /* x, normed (0: each layer norms its input; otherwise there is one layer), outs [.., rows, hidden], layers, addresses
-   of their numbers, of their keys and values, and which of outs each writes; spare [rows * (qkv + attended + hidden +
-   2 * ffn + ffn + threads * hidden)], slots, cos, sin, their stride, rows; numbers of attention, whose out, q and kv
-   are set here; eps. The layers are of one size. The size of a head and of the MLP are multiples of 32. */
+   of their numbers, of their keys and values, and which of outs each writes; spare, most inputs of a normed row, slots,
+   cos, sin, their stride, rows, half; numbers of attention, whose out, q and kv are set here; eps. The layers are of
+   one size. The size of a head and of the MLP are multiples of 32. */
 PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[13 + ATTENTION];
-    if (!numbers(args, given - 1, 13 + ATTENTION, n)) return NULL;
-    const double eps = PyFloat_AsDouble(args[13 + ATTENTION]);
+    int64_t n[15 + ATTENTION];
+    if (!numbers(args, given - 1, 15 + ATTENTION, n)) return NULL;
+    Layers job = layers_of(n);
+    job.eps = job.rope.eps = PyFloat_AsDouble(args[15 + ATTENTION]);
     if (PyErr_Occurred()) return NULL;
-    const Attention a = attention_of(n + 13);
-    Layers job = {.x = POINTER(n[0]),
-                  .normed = POINTER(n[1]),
-                  .outs = POINTER(n[2]),
-                  .count = n[3],
-                  .layers = POINTER(n[4]),
-                  .pools = POINTER(n[5]),
-                  .places = POINTER(n[6]),
-                  .spare = POINTER(n[7]),
-                  .rows = n[12],
-                  .attention = a,
-                  .eps = eps,
-                  .rope = {.slots = POINTER(n[8]),
-                           .cos = POINTER(n[9]),
-                           .sin = POINTER(n[10]),
-                           .rope_stride = n[11],
-                           .heads = a.heads,
-                           .kv_heads = a.kv_heads,
-                           .dim = a.dim}};
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_of_layers, &job, &job.team, a.threads);
+    run_team(some_of_layers, &job, &job.team, job.attention.threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -528,21 +528,22 @@ typedef struct {
 typedef struct {
     Team team;
     Product product;               /* its x is that of thread 0, its out the logits */
-    const uint16_t *states, *norm; /* norm: weight, or NULL */
+    const void *states, *norm;     /* norm: weight, or NULL */
     const int64_t *places, *names; /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
     int64_t stride, count;
     int64_t *ids;
     float *logp;
-    uint16_t *spare; /* [threads, rows, inputs] */
+    char *spare; /* [threads]: rows [rows, inputs], which may be rounded to 8 bits behind that */
     Found *found;    /* [threads, rows] */
     double eps;
 } Following;
 
-static void best_of(const uint16_t *logits, int64_t from, int64_t to, Found *found, int64_t count) {
+INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, Found *found, int64_t count,
+                    const int half) {
     vf most = splat(-INFINITY), sum = {0};
     begin(&found->best, count);
     for (int64_t c = from; c < to; c += LANES) {
-        const vf x = load(logits, c, LANES, 1);
+        const vf x = load(logits, at + c, LANES, half);
         most = select_f(x > most, x, most);
         if (!any(x > found->best.cutoff)) continue;
         for (int l = 0; l < LANES; l++)
@@ -550,9 +551,14 @@ static void best_of(const uint16_t *logits, int64_t from, int64_t to, Found *fou
     }
     found->top = most[0];
     for (int l = 1; l < LANES; l++) found->top = most[l] > found->top ? most[l] : found->top;
-    for (int64_t c = from; c < to; c += LANES) sum += exp2_16((load(logits, c, LANES, 1) - found->top) * LOG2E);
+    for (int64_t c = from; c < to; c += LANES) sum += exp2_16((load(logits, at + c, LANES, half) - found->top) * LOG2E);
     found->total = sum[0];
     for (int l = 1; l < LANES; l++) found->total += sum[l];
+}
+
+static void best_of(const Product *p, int64_t row, int64_t from, int64_t to, Found *found, int64_t count) {
+    if (p->half) best_in(p->out, row * p->outputs, from, to, found, count, 1);
+    else best_in(p->out, row * p->outputs, from, to, found, count, 0);
 }
 
 /* What the threads, whose outputs ascend, have found of a row. */
@@ -581,29 +587,33 @@ static void some_following(void *data) {
     Following *f = data;
     const Member me = join(&f->team);
     Product p = f->product;
-    uint16_t *x = f->spare + me.number * p.rows * p.inputs;
+    const int64_t width = p.half ? 2 : 4, bytes = p.rows * p.inputs * width;
+    char *x = f->spare + me.number * (bytes + (p.blocks ? rounded_size(p.rows, p.inputs) : 0));
     const int64_t from = share(&me, p.outputs / 32, 0) * 32, to = share(&me, p.outputs / 32, 1) * 32;
     Ahead nothing = {0};
+    if (p.blocks) p.rounded = rounded_at(x + bytes, p.rows, p.inputs);
     for (int64_t i = 0; i < p.rows; i++) {
-        const uint16_t *state = f->states + (f->places ? f->places[i] : i) * f->stride;
-        const Rows r = {.out = x + i * p.inputs, .x = state, .weight = f->norm, .size = p.inputs, .eps = f->eps};
-        if (f->norm) norm_half(&r, 0);
-        else memcpy(x + i * p.inputs, state, (size_t)p.inputs * 2);
+        const char *state = (const char *)f->states + (f->places ? f->places[i] : i) * f->stride * width;
+        char *to_row = x + i * p.inputs * width;
+        const Rows r = {.out = to_row, .x = state, .weight = f->norm, .size = p.inputs, .eps = f->eps, .half = p.half};
+        if (f->norm) norm_part(&r, 0);
+        else memcpy(to_row, state, (size_t)(p.inputs * width));
+        if (p.blocks) round_part(&p.rounded, x, i, 0, p.inputs, p.half);
     }
     p.x = x;
     multiply_part(&p, from, to);
-    for (int64_t i = 0; i < p.rows; i++)
-        best_of(p.out + i * p.outputs, from, to, f->found + me.number * p.rows + i, f->count);
+    for (int64_t i = 0; i < p.rows; i++) best_of(&p, i, from, to, f->found + me.number * p.rows + i, f->count);
     meet(&me, &nothing);
     for (int64_t i = me.number; i < p.rows; i += me.size) join_found(f, i, me.size);
 }
 
 /* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
-   of the GEMM: rows, weight, bias, inputs, outputs, block, scales, offsets; spare [rows * outputs + threads * rows *
-   inputs], threads; eps */
+   half, rows; of the GEMM, whose outputs are a multiple of 32; spare: logits [rows * outputs], and of each thread rows
+   [rows * inputs] and those rounded, if the weight is in blocks; threads; eps */
 PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[18];
-    if (!numbers(args, given - 1, 18, n)) return NULL;
+    int64_t n[12 + GEMM];
+    if (!numbers(args, given - 1, 12 + GEMM, n)) return NULL;
+    const int64_t *more = n + 10 + GEMM;
     Following f = {.ids = POINTER(n[0]),
                    .logp = POINTER(n[1]),
                    .states = POINTER(n[2]),
@@ -612,22 +622,16 @@ PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) 
                    .names = POINTER(n[5]),
                    .count = n[6],
                    .norm = POINTER(n[7]),
-                   .eps = PyFloat_AsDouble(args[18]),
-                   .product = {.rows = n[8],
-                               .weight = POINTER(n[9]),
-                               .bias = POINTER(n[10]),
-                               .inputs = n[11],
-                               .outputs = n[12],
-                               .block = n[13],
-                               .scales = POINTER(n[14]),
-                               .offsets = POINTER(n[15]),
-                               .out = POINTER(n[16])}};
-    f.spare = f.product.out + f.product.rows * f.product.outputs;
+                   .eps = PyFloat_AsDouble(args[12 + GEMM]),
+                   .product = product_of(n + 10, n[8])};
+    f.product.rows = n[9];
+    f.product.out = POINTER(more[0]);
+    f.spare = (char *)f.product.out + f.product.rows * f.product.outputs * (n[8] ? 2 : 4);
     if (PyErr_Occurred()) return NULL;
-    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(n[17] * f.product.rows));
+    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(more[1] * f.product.rows));
     if (!f.found) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    run_team(some_following, &f, &f.team, n[17]);
+    run_team(some_following, &f, &f.team, more[1]);
     Py_END_ALLOW_THREADS
     free(f.found);
     Py_RETURN_NONE;

@@ -1,0 +1,97 @@
+"""GEMMs of weights in quantised blocks: ops/cpu/csrc/block_gemm.c. Weights are copied into panels once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.types import BlockRows
+
+TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}  # GGML's numbers
+QUANTIZED = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144)}  # (values, bytes) of a block that is made here
+_PANEL = 16  # outputs that are stored together
+_SLICE = 1 << 22  # values that are quantised at a time
+
+
+class BlockedGemm:
+    """Implements `BlockGemm`: x @ weight.T + bias + residual. Rows are rounded to 8 bits in blocks of 32."""
+
+    block = 0  # see `PackedGemm`
+
+    def __init__(self, parts: Sequence[BlockRows], dtype: torch.dtype) -> None:
+        """dtype: float32 or bfloat16, of x, bias, residual and the result."""
+        self.raw: Any = load_extension()
+        self.dtype, self.inputs = dtype, parts[0].columns
+        self._panels, numbers, first = [], [len(parts)], 0
+        for part in parts:
+            panels = self._packed(part)
+            numbers += [panels.data_ptr(), TYPES[part.kind], first, part.data.shape[0]]
+            self._panels.append(panels)
+            first += part.data.shape[0]
+        self.outputs = first
+        self.nbytes = sum(panels.nbytes for panels in self._panels)
+        self._numbers = torch.tensor(numbers)
+        self.address, self.parts = 0, self._numbers.data_ptr()
+        # Threads share outputs in panels, if these are the same for all parts.
+        self.unit = _PANEL if all(part.data.shape[0] % _PANEL == 0 for part in parts[:-1]) else first
+
+    def _packed(self, part: BlockRows) -> Tensor:
+        """Returns panels [panels, bytes]."""
+        rows, kind = part.data.shape[0], TYPES[part.kind]
+        panels = torch.empty(-(-rows // _PANEL), self.raw.panel_bytes(kind, self.inputs), dtype=torch.uint8)
+        assert part.columns == self.inputs and part.data.dtype == torch.uint8 and part.data.stride(1) == 1
+        data = part.data.contiguous()
+        self.raw.block_pack(
+            panels.data_ptr(), data.data_ptr(), kind, rows, self.inputs, torch.get_num_threads()
+        )  # fmt: skip
+        return panels
+
+    def __call__(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        rows, outputs = x.shape[0], self.outputs
+        assert x.shape[1] == self.inputs and x.dtype == self.dtype
+        x, out = x.contiguous(), x.new_empty(rows, outputs)
+        if residual is not None:
+            assert residual.shape == out.shape and residual.dtype == out.dtype
+            residual = residual.contiguous()
+        spare = x.new_empty(rounded_bytes(rows, self.inputs), dtype=torch.uint8)
+        self.raw.block_gemm(
+            out.data_ptr(), x.data_ptr(), 0 if residual is None else residual.data_ptr(), rows, 0,
+            0 if bias is None else bias.data_ptr(), self.inputs, outputs, 0, self.parts, x.dtype == torch.bfloat16,
+            self.unit, spare.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [...] int64 -> rows of the weight, [..., inputs]; zeros for an id that is no output."""
+        ids = ids.contiguous()
+        out = torch.empty(*ids.shape, self.inputs, dtype=torch.float32)
+        self.raw.block_rows(out.data_ptr(), ids.data_ptr(), self.parts, self.inputs, ids.numel())
+        return out if self.dtype == torch.float32 else out.to(self.dtype)
+
+    def dense(self) -> Tensor:
+        return self.rows(torch.arange(self.outputs))
+
+
+def rounded_bytes(rows: int, inputs: int) -> int:
+    """Bytes of rows in 8 bits, with what goes with each block."""
+    return rows * (inputs + inputs // 32 * 16)
+
+
+def quantize(raw: Any, weight: Tensor, kind: str) -> BlockRows:
+    """weight [rows, columns], floating point -> blocks of a kind of `QUANTIZED`."""
+    values, size = QUANTIZED[kind]
+    rows, columns = weight.shape
+    assert columns % values == 0
+    data = torch.empty(rows, columns // values * size, dtype=torch.uint8)
+    step = max(1, _SLICE // columns)  # all of it in float32 would be several times what is kept
+    for start in range(0, rows, step):
+        wide = weight.detach()[start : start + step].float().contiguous()
+        part = data[start : start + step]
+        raw.block_quantize(
+            part.data_ptr(), wide.data_ptr(), TYPES[kind], wide.numel() // values, torch.get_num_threads()
+        )
+    return BlockRows(kind, data, columns)

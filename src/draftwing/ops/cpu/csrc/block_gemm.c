@@ -1,0 +1,371 @@
+/* GEMMs with weights in quantised blocks, for any number of rows.
+
+   Rows are rounded to 8 bits, each block of 32 by a scale of its own. The sum of a block's products is a whole number,
+   so it does not matter how it is made; the sums over blocks are made in float32, one block after the other, without
+   contraction. So the bits of a row's result depend on the row and the weight alone: not on how many rows there are,
+   nor on threads, nor on the instruction set.
+
+   A block's weights are unpacked once for up to TILE rows. What differs between instruction sets is how many outputs
+   are computed together, and `dot`. */
+
+#include "blocks.h"
+
+#define TILE 32
+#define AHEAD (4 << 10) /* bytes that are fetched before they are needed; hardware does not see past a page's end */
+
+/* -- what an instruction set has: WIDE outputs at once, 4 bytes of each ---------------------------------------------- */
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define WIDE 16
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define WIDE 8
+#else
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+#define WIDE 4
+#endif
+
+typedef uint8_t vb __attribute__((vector_size(4 * WIDE)));
+typedef int32_t vn __attribute__((vector_size(4 * WIDE)));
+typedef float vx __attribute__((vector_size(4 * WIDE)));
+typedef uint8_t few_bytes __attribute__((vector_size(WIDE)));
+typedef int8_t few_signed __attribute__((vector_size(WIDE)));
+typedef uint16_t few_halves __attribute__((vector_size(2 * WIDE)));
+
+INLINE vb bytes_at(const uint8_t *p) {
+    vb v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE vx floats_at(const float *p) {
+    vx v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE vx to_floats(vn v) { return __builtin_convertvector(v, vx); }
+INLINE vn from_bytes(const uint8_t *p) {
+    few_bytes v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vn);
+}
+INLINE vn from_signed(const uint8_t *p) {
+    few_signed v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vn);
+}
+INLINE vx from_halves(const uint8_t *p) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
+#elif defined(__AVX2__)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
+#elif defined(__aarch64__)
+    float16x4_t h;
+    memcpy(&h, p, sizeof h);
+    return vcvt_f32_f16(h);
+#else
+    uint16_t h[WIDE];
+    vx v;
+    memcpy(h, p, sizeof h);
+    for (int i = 0; i < WIDE; i++) v[i] = from_half(h[i]);
+    return v;
+#endif
+}
+INLINE vn every(int32_t x) { return x - (vn){0}; }
+INLINE vx every_float(float x) { return x - (vx){0}; }
+
+/* sum over `count` groups of four inputs: w, not below 0 and at most 255 (less of narrow kinds), times x. */
+INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    vn sum = {0};
+    for (int g = 0; g < count; g++) {
+        int32_t four;
+        memcpy(&four, x + 4 * g, 4);
+        sum = (vn)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w[g], _mm512_set1_epi32(four));
+    }
+    return sum;
+#elif defined(__AVXVNNI__)
+    vn sum = {0};
+    for (int g = 0; g < count; g++) {
+        int32_t four;
+        memcpy(&four, x + 4 * g, 4);
+        sum = (vn)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w[g], _mm256_set1_epi32(four));
+    }
+    return sum;
+#elif defined(__AVX2__)
+    /* Pairs are summed in 16 bits, as many as fit: 8 of 15 * 127 * 2, 4 of 31, 2 of 63. Of 8 bits no pair fits, but of
+       numbers with a sign it does: -128 to 127, whose sign goes to x. */
+    const int most = k.wide ? 1 : k.high == 2 ? 2 : k.high ? 4 : 8;
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum = _mm256_setzero_si256();
+    for (int first = 0; first < count; first += most) {
+        __m256i pairs = _mm256_setzero_si256();
+        for (int g = first; g < first + most && g < count; g++) {
+            int32_t four;
+            memcpy(&four, x + 4 * g, 4);
+            __m256i y = _mm256_set1_epi32(four), v = (__m256i)w[g];
+            if (k.wide) {
+                y = _mm256_sign_epi8(y, v);
+                v = _mm256_abs_epi8(v);
+            }
+            const __m256i both = _mm256_maddubs_epi16(v, y);
+            pairs = g == first ? both : _mm256_add_epi16(pairs, both);
+        }
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+    return (vn)sum;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    int32x4_t sum = vdupq_n_s32(0);
+    for (int g = 0; g < count; g++) {
+        int32_t four;
+        memcpy(&four, x + 4 * g, 4);
+        sum = vdotq_s32(sum, vreinterpretq_s8_u8((uint8x16_t)w[g]), vreinterpretq_s8_s32(vdupq_n_s32(four)));
+    }
+    return (vn)sum;
+#else
+    vn sum = {0};
+    for (int g = 0; g < count; g++)
+        for (int o = 0; o < WIDE; o++)
+            for (int i = 0; i < 4; i++) {
+                const int q = k.wide ? (int8_t)w[g][4 * o + i] : w[g][4 * o + i];
+                sum[o] += q * x[4 * g + i];
+            }
+    return sum;
+#endif
+}
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define WIDE_IS_SIGNED 0 /* which `dot` takes 8 bits as they are stored, plus 128 */
+#else
+#define WIDE_IS_SIGNED 1
+#endif
+
+/* -- one panel ------------------------------------------------------------------------------------------------------ */
+
+/* The 8 groups of a block's q, for the outputs from `o` on. */
+INLINE void unpack(const Kind k, vb *w, const uint8_t *at, int64_t o) {
+    at += 4 * o;
+    if (k.wide) {
+        for (int g = 0; g < 8; g++) w[g] = WIDE_IS_SIGNED ? bytes_at(at + 64 * g) ^ 128 : bytes_at(at + 64 * g);
+        return;
+    }
+    for (int g = 0; g < 4; g++) {
+        const vb both = bytes_at(at + 64 * g);
+        w[g] = both & 15;
+        w[g + 4] = both >> 4 & 15;
+    }
+    if (k.high == 1) {
+        const vb bits = bytes_at(at + 256);
+        for (int g = 0; g < 8; g++) w[g] |= g < 4 ? (bits << (4 - g)) & 16 : (bits >> (g - 4)) & 16;
+    }
+    for (int half = 0; half < 2 && k.high == 2; half++) {
+        const vb bits = bytes_at(at + 256 + 64 * half);
+        w[4 * half] |= (bits << 4) & 48;
+        w[4 * half + 1] |= (bits << 2) & 48;
+        w[4 * half + 2] |= bits & 48;
+        w[4 * half + 3] |= (bits >> 2) & 48;
+    }
+}
+
+/* sums[row][16] of rows [row, row + rows) with a panel. */
+INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
+                     float (*sums)[PANEL_OUTPUTS]) {
+    const Kind k = kind_of(type);
+    const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
+    const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED);
+    vx units[PANEL_OUTPUTS / WIDE] = {0}, bases[PANEL_OUTPUTS / WIDE] = {0};
+    for (int64_t b = 0; b < blocks; b++, at += size) {
+        if (k.super && b % SUPER == 0) {
+            for (int c = 0; c < PANEL_OUTPUTS / WIDE; c++) {
+                units[c] = from_halves(at + 2 * WIDE * c);
+                if (k.min) bases[c] = from_halves(at + 32 + 2 * WIDE * c);
+            }
+            at += head_bytes(k);
+        }
+        const int64_t first = b * x->rows + row;
+        const int8_t *bytes = x->bytes + first * BLOCK;
+        const float *scales = x->scales + first, *weighted = x->sums + first;
+        const int32_t *halves = x->halves + 2 * first;
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(at + AHEAD + c);
+        for (int c = 0; c < PANEL_OUTPUTS / WIDE; c++) {
+            const uint8_t *values = at + q_bytes(k);
+            vb w[8];
+            unpack(k, w, at, WIDE * c);
+            vn one = {0}, two = {0};
+            vx scale = {0}, min = {0};
+            if (!k.super) {
+                scale = from_halves(values + 2 * WIDE * c);
+                if (k.min) min = from_halves(values + 32 + 2 * WIDE * c);
+            } else if (k.halves) {
+                scale = units[c];
+                one = from_signed(values + WIDE * c);
+                two = from_signed(values + 16 + WIDE * c);
+            } else {
+                scale = units[c] * to_floats(from_bytes(values + WIDE * c));
+                min = -(bases[c] * to_floats(from_bytes(values + 16 + WIDE * c)));
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                vn whole;
+                if (k.halves) {
+                    const vn first_half = dot(k, w, bytes + r * BLOCK, 4) - (every(halves[2 * r]) << k.zero);
+                    const vn second_half =
+                        dot(k, w + 4, bytes + r * BLOCK + BLOCK / 2, 4) - (every(halves[2 * r + 1]) << k.zero);
+                    whole = first_half * one + second_half * two;
+                } else {
+                    whole = dot(k, w, bytes + r * BLOCK, 8);
+                    if (takes_zero) whole -= every(halves[2 * r] + halves[2 * r + 1]) << k.zero;
+                }
+                vx sum = floats_at(sums[r] + WIDE * c);
+                sum += to_floats(whole) * scale * every_float(scales[r]);
+                if (k.min) sum += min * every_float(weighted[r]);
+                memcpy(sums[r] + WIDE * c, &sum, sizeof sum);
+            }
+        }
+    }
+}
+#define OF_TYPE(type) \
+    static void panel_##type(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, \
+                             float (*sums)[PANEL_OUTPUTS]) { \
+        panel_of(type, x, at, row, rows, sums); \
+    }
+OF_TYPE(Q4_0)
+OF_TYPE(Q4_1)
+OF_TYPE(Q5_0)
+OF_TYPE(Q5_1)
+OF_TYPE(Q8_0)
+OF_TYPE(Q4_K)
+OF_TYPE(Q5_K)
+OF_TYPE(Q6_K)
+static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
+                  float (*sums)[PANEL_OUTPUTS]) {
+    switch (type) {
+        case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
+        case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
+        case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
+        case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
+        case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
+        case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
+        case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
+        case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
+    }
+}
+
+/* -- rows in 8 bits -------------------------------------------------------------------------------------------------- */
+
+int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 16); }
+Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
+    const int64_t blocks = rows * (inputs / BLOCK);
+    char *at = memory;
+    return (Rounded){.bytes = (int8_t *)at,
+                     .scales = (float *)(at + blocks * BLOCK),
+                     .sums = (float *)(at + blocks * (BLOCK + 4)),
+                     .halves = (int32_t *)(at + blocks * (BLOCK + 8)),
+                     .rows = rows,
+                     .inputs = inputs};
+}
+
+INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, const int half) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
+    for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
+        const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
+        const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
+        const vf size_low = (vf)((vi)low & 0x7fffffff), size_high = (vf)((vi)high & 0x7fffffff);
+        float sizes[LANES], most = 0;
+        storef(sizes, select_f(size_high > size_low, size_high, size_low));
+        for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most;
+        /* What is no number, or infinite, must not get lost: a block with it has no number as its scale. */
+        storef(sizes, low * 0.0f + high * 0.0f);
+        float lost = 0;
+        for (int i = 0; i < LANES; i++) lost += sizes[i];
+        const float scale = most / 127 + lost, inverse = most > 0 && lost == 0 ? 1 / (most / 127) : 0;
+        const vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
+        int32_t whole[2 * LANES], sums[2] = {0};
+        memcpy(whole, &a, sizeof a);
+        memcpy(whole + LANES, &c, sizeof c);
+        for (int i = 0; i < 2 * LANES; i++) {
+            to->bytes[place * BLOCK + i] = (int8_t)whole[i];
+            sums[i / LANES] += (int8_t)whole[i];
+        }
+        to->scales[place] = scale;
+        to->sums[place] = scale * (float)(sums[0] + sums[1]);
+        to->halves[2 * place] = sums[0];
+        to->halves[2 * place + 1] = sums[1];
+    }
+}
+void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {
+    if (half) round_blocks(to, x, row, from, end, 1);
+    else round_blocks(to, x, row, from, end, 0);
+}
+
+/* -- shares of the work ---------------------------------------------------------------------------------------------- */
+
+static void put(const Product *p, float (*sums)[PANEL_OUTPUTS], int64_t row, int64_t rows, int64_t output,
+                int64_t count) {
+    const int half = (int)p->half;
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = (row + r) * p->outputs + output;
+        vf y = loadf(sums[r]);
+        if (p->bias) y += load(p->bias, output, count, half);
+        if (p->residual) y += load(p->residual, at, count, half);
+        store(p->out, at, count, half, y);
+    }
+}
+void multiply_blocks(const Product *p, int64_t from, int64_t to) {
+    const int64_t *blocks = p->blocks;
+    for (int64_t i = 0; i < blocks[0]; i++) {
+        const Part part = part_of(blocks, i);
+        const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs), end = part.first + part.outputs;
+        int64_t output = from > part.first ? from : part.first;
+        for (; output < to && output < end; output += PANEL_OUTPUTS) {
+            const uint8_t *at = part.panels + (output - part.first) / PANEL_OUTPUTS * bytes;
+            const int64_t count = end - output < PANEL_OUTPUTS ? end - output : PANEL_OUTPUTS;
+            for (int64_t row = 0; row < p->rows; row += TILE) {
+                const int64_t rows = p->rows - row < TILE ? p->rows - row : TILE;
+                float sums[TILE][PANEL_OUTPUTS];
+                memset(sums, 0, (size_t)rows * sizeof *sums);
+                panel(part.type, &p->rounded, at, row, rows, sums);
+                put(p, sums, row, rows, output, count);
+            }
+        }
+    }
+}
+
+typedef struct {
+    Team team;
+    Product product;
+    int64_t unit; /* outputs that are not shared */
+} BlockCall;
+
+static void some_blocks(void *data) {
+    BlockCall *j = data;
+    const Member me = join(&j->team);
+    Product *p = &j->product;
+    Ahead nothing = {0};
+    for (int64_t i = share(&me, p->rows, 0); i < share(&me, p->rows, 1); i++)
+        round_part(&p->rounded, p->x, i, 0, p->inputs, p->half);
+    meet(&me, &nothing);
+    const int64_t units = (p->outputs + j->unit - 1) / j->unit;
+    if (p->rows <= TILE) multiply_blocks(p, share(&me, units, 0) * j->unit, share(&me, units, 1) * j->unit);
+    else
+        for (int64_t i; (i = take(&p->next, 1)) < units;) multiply_blocks(p, i * j->unit, (i + 1) * j->unit);
+}
+
+/* out [rows, outputs], x [rows, inputs], residual [rows, outputs] or 0, rows; of the GEMM: 0, bias [outputs] or 0,
+   inputs, outputs, 0, blocks; half, outputs that must not be shared (all, or 16), spare [rounded_size], threads */
+PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[8 + GEMM];
+    if (!numbers(args, given, 8 + GEMM, n)) return NULL;
+    const int64_t *more = n + 4 + GEMM;
+    BlockCall job = {.product = product_of(n + 4, more[0]), .unit = more[1]};
+    Product *p = &job.product;
+    p->out = POINTER(n[0]);
+    p->x = POINTER(n[1]);
+    p->residual = POINTER(n[2]);
+    p->rows = n[3];
+    p->rounded = rounded_at(POINTER(more[2]), p->rows, p->inputs);
+    Py_BEGIN_ALLOW_THREADS
+    run_team(some_blocks, &job, &job.team, more[3]);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}

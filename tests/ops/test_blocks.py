@@ -1,0 +1,203 @@
+"""Weights in quantised blocks, against the `gguf` package's dequantisation and products in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import quants as reference
+from torch import Tensor
+
+from draftwing.ops import make_ops
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.ops import CpuOps
+from draftwing.ops.types import BlockRows
+
+pytestmark = pytest.mark.skipif(load_extension() is None, reason="the C extension was not built")
+
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}  # where a block has its float16; others: 0 and 2
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    made = make_ops(torch.device("cpu"))
+    assert isinstance(made, CpuOps)
+    return made
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockRows:
+    """Any bytes but for the float16 scales, which are of all sizes."""
+    rng = np.random.default_rng(seed)
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
+    for at in HALVES.get(kind, (0, 2)):
+        scale = rng.uniform(-1, 1, (rows, columns // values, 1)) * 10.0 ** rng.integers(-7, 0, (rows, 1, 1))
+        data[:, :, at : at + 2] = scale.astype(np.float16).view(np.uint8)
+    return BlockRows(kind, torch.from_numpy(data.reshape(rows, -1)), columns)
+
+
+def dequantized(part: BlockRows) -> npt.NDArray[np.float32]:
+    return reference.dequantize(part.data.numpy(), GGMLQuantizationType[part.kind])
+
+
+def rounded(x: Tensor) -> npt.NDArray[np.float64]:
+    """Rows as the kernel rounds them, to 127 steps of the largest of each 32."""
+    blocks = x.float().numpy().reshape(x.shape[0], -1, 32)
+    scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
+    whole = np.rint(blocks * np.divide(np.float32(1), scale, where=scale > 0, out=np.zeros_like(scale)))
+    return (whole.astype(np.float64) * scale).reshape(x.shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(16, 256), (100, 768), (1, 512)])
+def test_rows_are_those_of_the_file(ops: CpuOps, kind: str, rows: int, columns: int) -> None:
+    part = blocks(kind, rows, columns)
+    gemm = ops.block_gemm([part], torch.float32)
+    expected = dequantized(part)
+    assert np.array_equal(gemm.dense().numpy(), expected)
+    ids = torch.tensor([[rows - 1, 0], [rows // 2, rows - 1]])
+    assert np.array_equal(gemm.rows(ids).numpy(), expected[ids.numpy()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(ops: CpuOps, kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    part = blocks(kind, 83, 512, seed=2)
+    x = torch.randn(70, 512, generator=generator) * torch.linspace(0.001, 30, 70)[:, None]
+    x[3], x[5, :64] = 0, 0
+    bias, residual = torch.randn(83, generator=generator), torch.randn(70, 83, generator=generator)
+    gemm, weight = ops.block_gemm([part], torch.float32), dequantized(part).astype(np.float64)
+    exact = rounded(x) @ weight.T
+    terms = np.abs(rounded(x)) @ np.abs(weight).T  # what a sum in float32 may be off by is a share of these
+    found = gemm(x, None, None).numpy()
+    assert (np.abs(found - exact) <= 4e-6 * terms).all() and not found[3].any()
+    more = gemm(x, bias, residual).numpy()
+    assert (np.abs(more - (exact + bias.numpy() + residual.numpy())) <= 4e-6 * terms + 1e-5).all()
+    # Rounding rows to 8 bits costs under a percent of a result's size.
+    unrounded = x.double().numpy() @ weight.T
+    size = np.linalg.norm(x.double().numpy(), axis=1)[:, None] * np.linalg.norm(weight, axis=1)
+    assert (np.abs(found - unrounded) <= 0.02 * size + 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_numbers_fit(ops: CpuOps, kind: str) -> None:
+    """All bits of the weight and of the row set, in every way: sums of pairs stay within what instructions hold."""
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    for fill in (0x00, 0xFF, 0x7F, 0x80):
+        data = np.full((16, 512 // values, size), fill, np.uint8)
+        for at in HALVES.get(kind, (0, 2)):
+            data[:, :, at : at + 2] = np.asarray([0.5], np.float16).view(np.uint8)
+        part = BlockRows(kind, torch.from_numpy(data.reshape(16, -1)), 512)
+        for sign in (1, -1):
+            x = torch.full((2, 512), 127.0 * sign)
+            x[1, ::2] *= -1
+            exact = x.double().numpy() @ dequantized(part).astype(np.float64).T
+            found = ops.block_gemm([part], torch.float32)(x, None, None).numpy()
+            np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_among_any_number_and_any_threads(ops: CpuOps, dtype: torch.dtype) -> None:
+    parts = [blocks("Q4_1", 48, 256, 1), blocks("Q6_K", 16, 256, 2), blocks("Q8_0", 37, 256, 3)]
+    gemm, before = ops.block_gemm(parts, dtype), torch.get_num_threads()
+    x = torch.randn(101, 256, generator=torch.Generator().manual_seed(4)).to(dtype)
+    residual = torch.randn(101, 101, generator=torch.Generator().manual_seed(5)).to(dtype)
+    whole = gemm(x, None, residual)
+    weight = np.concatenate([dequantized(part) for part in parts]).astype(np.float64)
+    exact, terms = rounded(x) @ weight.T + residual.double().numpy(), np.abs(rounded(x)) @ np.abs(weight).T
+    unit = 2**-8 if dtype == torch.bfloat16 else 0
+    assert (np.abs(whole.double().numpy() - exact) <= unit * np.abs(exact) + 4e-6 * terms + 1e-5).all()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            for rows in (1, 2, 3, 8, 31, 32, 33, 64, 101):
+                found = torch.cat(
+                    [
+                        gemm(*pair)
+                        for pair in ((a, None, b) for a, b in zip(x.split(rows), residual.split(rows), strict=True))
+                    ]
+                )
+                assert torch.equal(found, whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_parts_that_threads_cannot_share(ops: CpuOps) -> None:
+    """The first part ends within 16 outputs."""
+    parts = [blocks("Q5_1", 24, 64, 1), blocks("Q4_0", 8, 64, 2), blocks("Q5_0", 8, 64, 3)]
+    gemm, x = ops.block_gemm(parts, torch.float32), torch.randn(40, 64, generator=torch.Generator().manual_seed(4))
+    each = [ops.block_gemm([part], torch.float32)(x, None, None) for part in parts]
+    assert torch.equal(gemm(x, None, None), torch.cat(each, 1))
+    assert torch.equal(gemm.dense(), torch.cat([ops.block_gemm([part], torch.float32).dense() for part in parts]))
+
+
+def test_what_is_no_number_is_not_lost(ops: CpuOps) -> None:
+    gemm = ops.block_gemm([blocks("Q4_0", 32, 128)], torch.float32)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x = torch.ones(3, 128)
+        x[1, 77] = bad
+        found = gemm(x, None, None)
+        assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_quantised_as_the_reference_does(ops: CpuOps, kind: str) -> None:
+    weight = torch.randn(50, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 50)[:, None]
+    weight[4], weight[5, :32] = 0, 1
+    found = ops.quantize(weight, kind)
+    assert np.array_equal(found.data.numpy(), reference.quantize(weight.numpy(), GGMLQuantizationType[kind]))
+    assert torch.equal(found.data, ops.quantize(weight.double(), kind).data)
+
+
+def test_quantised_to_k_blocks(ops: CpuOps) -> None:
+    """A 4-bit grid with 16 values over +-3 sigma has steps of 0.4, an error of 0.115 sigma; a fitted one less."""
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, 64)[:, None]
+    found = ops.quantize(weight, "Q4_K")
+    error = (torch.from_numpy(dequantized(found)) - weight).square().mean(1).sqrt() / weight.std(1)
+    simple = reference.dequantize(ops.quantize(weight, "Q4_0").data.numpy(), GGMLQuantizationType.Q4_0)
+    assert (
+        error.max() < 0.085
+        and error.mean() < 0.9 * ((torch.from_numpy(simple) - weight).square().mean(1).sqrt() / weight.std(1)).mean()
+    )
+    shifted = weight.abs() + 1  # all above 0, and all below: mins can only lower
+    for some in (shifted, -shifted, torch.zeros(2, 256)):
+        off = torch.from_numpy(dequantized(ops.quantize(some, "Q4_K"))) - some
+        assert (off.square().mean(1).sqrt() <= 0.1 * some.abs().amax(1)).all()
+
+
+def test_all_instruction_sets_give_the_same_bits() -> None:
+    """Those that are built and that this machine runs."""
+    script = """
+import hashlib, torch, numpy as np, sys
+sys.path.insert(0, sys.argv[1])
+from test_blocks import KINDS, blocks
+from draftwing.ops import make_ops
+ops, seen = make_ops(torch.device("cpu")), hashlib.sha256()
+for kind in KINDS:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (torch.from_numpy(np.random.default_rng(3).standard_normal((37, 512))) * 3).to(dtype)
+        seen.update(ops.block_gemm([blocks(kind, 83, 512)], dtype)(x, None, None).float().numpy().tobytes())
+for kind in ("Q8_0", "Q4_0", "Q4_K"):
+    weight = torch.from_numpy(np.random.default_rng(4).standard_normal((37, 512))).float()
+    seen.update(ops.quantize(weight, kind).data.numpy().tobytes())
+print(seen.hexdigest())
+"""
+    extension = pytest.importorskip("draftwing.ops.cpu.extension")
+    if not hasattr(extension, "runnable"):
+        pytest.skip("there is one instruction set")
+    found = {}
+    for name in extension.runnable():
+        environment = os.environ | {"DRAFTWING_CPU_ISA": name}
+        done = subprocess.run(
+            [sys.executable, "-c", script, os.path.dirname(__file__)], env=environment, capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        found[name] = done.stdout.strip()
+    assert len(set(found.values())) == 1, found
