@@ -224,10 +224,10 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
         }
     }
 }
-#define OF_TYPE(type) \
+#define OF_TYPE(type)                                                                        \
     static void panel_##type(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, \
-                             float (*sums)[PANEL_OUTPUTS]) { \
-        panel_of(type, x, at, row, rows, sums); \
+                             float (*sums)[PANEL_OUTPUTS]) {                                 \
+        panel_of(type, x, at, row, rows, sums);                                              \
     }
 OF_TYPE(Q4_0)
 OF_TYPE(Q4_1)
@@ -240,14 +240,14 @@ OF_TYPE(Q6_K)
 static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
                   float (*sums)[PANEL_OUTPUTS]) {
     switch (type) {
-        case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
-        case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
-        case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
-        case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
-        case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
-        case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
-        case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
-        case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
+    case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
+    case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
+    case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
+    case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
+    case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
+    case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
+    case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
+    case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
     }
 }
 
@@ -279,7 +279,8 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
         float lost = 0;
         for (int i = 0; i < LANES; i++) lost += sizes[i];
         const float scale = most / 127 + lost, inverse = most > 0 && lost == 0 ? 1 / (most / 127) : 0;
-        const vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
+        const vi a = (vi)(low * splat(inverse) + magic) - (vi)magic,
+                 c = (vi)(high * splat(inverse) + magic) - (vi)magic;
         int32_t whole[2 * LANES], sums[2] = {0};
         memcpy(whole, &a, sizeof a);
         memcpy(whole + LANES, &c, sizeof c);

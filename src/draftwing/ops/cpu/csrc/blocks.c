@@ -21,7 +21,8 @@ INLINE void nibbles(uint8_t *q, const uint8_t *from) {
     }
 }
 INLINE void fifth_bits(uint8_t *q, const uint8_t *from) {
-    const uint32_t bits = (uint32_t)from[0] | (uint32_t)from[1] << 8 | (uint32_t)from[2] << 16 | (uint32_t)from[3] << 24;
+    const uint32_t bits =
+        (uint32_t)from[0] | (uint32_t)from[1] << 8 | (uint32_t)from[2] << 16 | (uint32_t)from[3] << 24;
     for (int i = 0; i < BLOCK; i++) q[i] |= (uint8_t)((bits >> i & 1) << 4);
 }
 /* The scale and min of block j of a Q4_K or Q5_K super-block, 6 bits each, in 12 bytes. */
@@ -34,30 +35,40 @@ INLINE Values values_of(const int64_t type, const uint8_t *at, int64_t j) {
     Values v = {.half_scale = half_at(at)};
     const uint8_t *low, *high;
     switch (type) {
-        case Q4_0: nibbles(v.q, at + 2); break;
-        case Q4_1: v.half_min = half_at(at + 2); nibbles(v.q, at + 4); break;
-        case Q5_0: nibbles(v.q, at + 6); fifth_bits(v.q, at + 2); break;
-        case Q5_1: v.half_min = half_at(at + 2); nibbles(v.q, at + 8); fifth_bits(v.q, at + 4); break;
-        case Q8_0:
-            for (int i = 0; i < BLOCK; i++) v.q[i] = at[2 + i] ^ 128;
-            break;
-        case Q4_K:
-        case Q5_K:
-            v.half_min = half_at(at + 2);
-            six_bits(&v, at + 4, j);
-            low = at + (type == Q4_K ? 16 : 48) + j / 2 * 32;
-            for (int i = 0; i < BLOCK; i++) v.q[i] = j % 2 ? low[i] >> 4 : low[i] & 15;
-            for (int i = 0; i < BLOCK && type == Q5_K; i++) v.q[i] |= (uint8_t)((at[16 + i] >> j & 1) << 4);
-            break;
-        case Q6_K:
-            v.half_scale = half_at(at + 208);
-            v.scale[0] = at[192 + 2 * j];
-            v.scale[1] = at[193 + 2 * j];
-            low = at + j / 4 * 64 + j % 2 * 32;
-            high = at + 128 + j / 4 * 32;
-            for (int i = 0; i < BLOCK; i++)
-                v.q[i] = (uint8_t)((j % 4 < 2 ? low[i] & 15 : low[i] >> 4) | (high[i] >> 2 * (j % 4) & 3) << 4);
-            break;
+    case Q4_0: nibbles(v.q, at + 2); break;
+    case Q4_1:
+        v.half_min = half_at(at + 2);
+        nibbles(v.q, at + 4);
+        break;
+    case Q5_0:
+        nibbles(v.q, at + 6);
+        fifth_bits(v.q, at + 2);
+        break;
+    case Q5_1:
+        v.half_min = half_at(at + 2);
+        nibbles(v.q, at + 8);
+        fifth_bits(v.q, at + 4);
+        break;
+    case Q8_0:
+        for (int i = 0; i < BLOCK; i++) v.q[i] = at[2 + i] ^ 128;
+        break;
+    case Q4_K:
+    case Q5_K:
+        v.half_min = half_at(at + 2);
+        six_bits(&v, at + 4, j);
+        low = at + (type == Q4_K ? 16 : 48) + j / 2 * 32;
+        for (int i = 0; i < BLOCK; i++) v.q[i] = j % 2 ? low[i] >> 4 : low[i] & 15;
+        for (int i = 0; i < BLOCK && type == Q5_K; i++) v.q[i] |= (uint8_t)((at[16 + i] >> j & 1) << 4);
+        break;
+    case Q6_K:
+        v.half_scale = half_at(at + 208);
+        v.scale[0] = at[192 + 2 * j];
+        v.scale[1] = at[193 + 2 * j];
+        low = at + j / 4 * 64 + j % 2 * 32;
+        high = at + 128 + j / 4 * 32;
+        for (int i = 0; i < BLOCK; i++)
+            v.q[i] = (uint8_t)((j % 4 < 2 ? low[i] & 15 : low[i] >> 4) | (high[i] >> 2 * (j % 4) & 3) << 4);
+        break;
     }
     return v;
 }
@@ -112,7 +123,7 @@ INLINE void pack_panel(const int64_t type, const Packing *j, int64_t panel) {
         }
     }
 }
-#define EACH_TYPE(CALL) \
+#define EACH_TYPE(CALL)           \
     case Q4_0: CALL(Q4_0); break; \
     case Q4_1: CALL(Q4_1); break; \
     case Q5_0: CALL(Q5_0); break; \

@@ -22,26 +22,26 @@
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 }; /* GGML's numbers */
 
 typedef struct {
-    int wide;    /* whether q is stored in 8 bits; else in 4 and `high` more */
-    int high;    /* 0, 1, 2 */
-    int zero;    /* what q is too large by, as a power of two; 0: nothing */
-    int min;     /* whether blocks have a min */
-    int super;   /* whether there are super-blocks */
-    int halves;  /* whether each half of a block has a scale of its own, a signed byte */
-    int stored;  /* bytes of a block (or super-block) in GGUF */
+    int wide;   /* whether q is stored in 8 bits; else in 4 and `high` more */
+    int high;   /* 0, 1, 2 */
+    int zero;   /* what q is too large by, as a power of two; 0: nothing */
+    int min;    /* whether blocks have a min */
+    int super;  /* whether there are super-blocks */
+    int halves; /* whether each half of a block has a scale of its own, a signed byte */
+    int stored; /* bytes of a block (or super-block) in GGUF */
 } Kind;
 
 INLINE Kind kind_of(int64_t type) {
     switch (type) {
-        case Q4_0: return (Kind){.zero = 3, .stored = 18};
-        case Q4_1: return (Kind){.min = 1, .stored = 20};
-        case Q5_0: return (Kind){.high = 1, .zero = 4, .stored = 22};
-        case Q5_1: return (Kind){.high = 1, .min = 1, .stored = 24};
-        case Q8_0: return (Kind){.wide = 1, .zero = 7, .stored = 34};
-        case Q4_K: return (Kind){.min = 1, .super = 1, .stored = 144};
-        case Q5_K: return (Kind){.high = 1, .min = 1, .super = 1, .stored = 176};
-        case Q6_K: return (Kind){.high = 2, .zero = 5, .super = 1, .halves = 1, .stored = 210};
-        default: return (Kind){0};
+    case Q4_0: return (Kind){.zero = 3, .stored = 18};
+    case Q4_1: return (Kind){.min = 1, .stored = 20};
+    case Q5_0: return (Kind){.high = 1, .zero = 4, .stored = 22};
+    case Q5_1: return (Kind){.high = 1, .min = 1, .stored = 24};
+    case Q8_0: return (Kind){.wide = 1, .zero = 7, .stored = 34};
+    case Q4_K: return (Kind){.min = 1, .super = 1, .stored = 144};
+    case Q5_K: return (Kind){.high = 1, .min = 1, .super = 1, .stored = 176};
+    case Q6_K: return (Kind){.high = 2, .zero = 5, .super = 1, .halves = 1, .stored = 210};
+    default: return (Kind){0};
     }
 }
 /* Bytes of a panel's block: of its bits of q, of all of it, and of what a super-block begins with. */

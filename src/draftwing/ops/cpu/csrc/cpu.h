@@ -138,10 +138,10 @@ INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t want
 
 /* Rows in 8 bits, each block of 32 by a scale of its own, block by block: what follows is [blocks, rows, ..]. */
 typedef struct {
-    int8_t *bytes;    /* [32] */
-    float *scales;    /* [] */
-    float *sums;      /* [] of the bytes, times the scale */
-    int32_t *halves;  /* [2] sums of 16 bytes */
+    int8_t *bytes;   /* [32] */
+    float *scales;   /* [] */
+    float *sums;     /* [] of the bytes, times the scale */
+    int32_t *halves; /* [2] sums of 16 bytes */
     int64_t rows, inputs;
 } Rounded;
 HIDDEN int64_t rounded_size(int64_t rows, int64_t inputs); /* bytes, a multiple of 48 */
@@ -168,7 +168,8 @@ typedef struct {
     const void *q, *kv;
     void *out;
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
-    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_half, threads; /* half: of q and out */
+    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_half,
+        threads;                                     /* half: of q and out */
     int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
     float *scratch;
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */

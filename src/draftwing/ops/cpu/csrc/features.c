@@ -14,24 +14,12 @@ enum { LEAF_1_C, LEAF_7_B, LEAF_7_C, LEAF_7_1_A, LEAF_EXT_C, WORDS };
 #define YMM 0x06u
 #define ZMM 0xe6u
 static const Feature features[] = {
-    {"sse4_2", LEAF_1_C, 20, 0},
-    {"movbe", LEAF_1_C, 22, 0},
-    {"popcnt", LEAF_1_C, 23, 0},
-    {"lzcnt", LEAF_EXT_C, 5, 0},
-    {"bmi1", LEAF_7_B, 3, 0},
-    {"bmi2", LEAF_7_B, 8, 0},
-    {"avx", LEAF_1_C, 28, YMM},
-    {"fma", LEAF_1_C, 12, YMM},
-    {"f16c", LEAF_1_C, 29, YMM},
-    {"avx2", LEAF_7_B, 5, YMM},
-    {"avx_vnni", LEAF_7_1_A, 4, YMM},
-    {"avx512f", LEAF_7_B, 16, ZMM},
-    {"avx512dq", LEAF_7_B, 17, ZMM},
-    {"avx512cd", LEAF_7_B, 28, ZMM},
-    {"avx512bw", LEAF_7_B, 30, ZMM},
-    {"avx512vl", LEAF_7_B, 31, ZMM},
-    {"avx512_vbmi", LEAF_7_C, 1, ZMM},
-    {"avx512_vnni", LEAF_7_C, 11, ZMM},
+    {"sse4_2", LEAF_1_C, 20, 0},         {"movbe", LEAF_1_C, 22, 0},        {"popcnt", LEAF_1_C, 23, 0},
+    {"lzcnt", LEAF_EXT_C, 5, 0},         {"bmi1", LEAF_7_B, 3, 0},          {"bmi2", LEAF_7_B, 8, 0},
+    {"avx", LEAF_1_C, 28, YMM},          {"fma", LEAF_1_C, 12, YMM},        {"f16c", LEAF_1_C, 29, YMM},
+    {"avx2", LEAF_7_B, 5, YMM},          {"avx_vnni", LEAF_7_1_A, 4, YMM},  {"avx512f", LEAF_7_B, 16, ZMM},
+    {"avx512dq", LEAF_7_B, 17, ZMM},     {"avx512cd", LEAF_7_B, 28, ZMM},   {"avx512bw", LEAF_7_B, 30, ZMM},
+    {"avx512vl", LEAF_7_B, 31, ZMM},     {"avx512_vbmi", LEAF_7_C, 1, ZMM}, {"avx512_vnni", LEAF_7_C, 11, ZMM},
     {"avx512_bf16", LEAF_7_1_A, 5, ZMM},
 };
 

@@ -533,8 +533,8 @@ typedef struct {
     int64_t stride, count;
     int64_t *ids;
     float *logp;
-    char *spare; /* [threads]: rows [rows, inputs], which may be rounded to 8 bits behind that */
-    Found *found;    /* [threads, rows] */
+    char *spare;  /* [threads]: rows [rows, inputs], which may be rounded to 8 bits behind that */
+    Found *found; /* [threads, rows] */
     double eps;
 } Following;
 
