@@ -141,6 +141,16 @@ def memory_of(smaps: str) -> dict[str, int]:
     return {words[0][:-1]: int(words[1]) * 1024 for words in lines if words[0][:-1] in MEMORY}
 
 
+# What holds torch and its libraries to an instruction set, too: they choose by the CPU otherwise.
+SET_BY = {
+    "avx2": {
+        "DRAFTWING_CPU_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "native": {},
+}  # fmt: skip
+
+
 def llama_server(name: str, programs: Path, model: Path, threads: int, context: int, *more: str) -> Contender:
     """llama.cpp's server; context: tokens of all slots together."""
     command = (
@@ -156,4 +166,4 @@ def draftwing_server(name: str, model: str, threads: int, context: int, isa: str
         sys.executable, "-m", "draftwing", "serve", "--model", model, "--num-threads", str(threads),
         "--max-total-tokens", str(context), "--disable-radix-cache", "--log-level", "warning", *more,
     )  # fmt: skip
-    return Contender(name, command, environ={} if isa == "native" else {"DRAFTWING_CPU_ISA": isa})
+    return Contender(name, command, environ=SET_BY[isa])

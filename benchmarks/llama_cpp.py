@@ -22,7 +22,9 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -315,6 +317,7 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=CACHE, help="folder for llama.cpp and its files")
     parser.add_argument("--out", type=Path, help="write the JSON to a file")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the servers are ended
     setting = make_setting(args, Path(tempfile.mkdtemp(prefix="logs-")))  # which stay, for errors name them
     weights = setting.file.stat().st_size
     bandwidth = read_bandwidth(weights, args.threads)
