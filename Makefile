@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
-.PHONY: serve check test static lint sanitize build setup clean
+.PHONY: serve check test static lint sanitize neon build setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
@@ -41,6 +41,10 @@ sanitize: $(VENV)/.installed-dev
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CC) -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not slow" -k "not triton and not cuda" $(ARGS)
+
+# The C extension for aarch64, in an emulator: the same bits as here. The first time it downloads a Python and a torch.
+neon: $(VENV)/.installed-dev
+	$(BIN)/python tools/neon.py
 
 build: $(VENV)/.installed-dev
 	$(BIN)/python -m build
