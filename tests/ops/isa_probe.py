@@ -20,11 +20,16 @@ from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.ops import make_ops
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.cpu.ops import CpuOps
-from draftwing.ops.types import Draft, SamplingRows
+from draftwing.ops.types import BlockRows, Draft, SamplingRows
 
 Case = Callable[[CpuOps, "Inputs", torch.dtype], Iterable[Tensor]]
 CASES: dict[str, Case] = {}
 NONE = torch.zeros(0, dtype=torch.int64)
+# Values and bytes of a block of each kind, and where its float16 numbers stand.
+BLOCKS = {
+    "Q4_0": (32, 18, (0,)), "Q4_1": (32, 20, (0, 2)), "Q5_0": (32, 22, (0,)), "Q5_1": (32, 24, (0, 2)),
+    "Q8_0": (32, 34, (0,)), "Q4_K": (256, 144, (0, 2)), "Q5_K": (256, 176, (0, 2)), "Q6_K": (256, 210, (208,)),
+}  # fmt: skip
 
 
 def case(function: Case) -> Case:
@@ -118,6 +123,25 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
             cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
             yield backend.bind(batch, 0).fused(0, qkv, cos, sin)
         yield pool.kv[0][1:408]
+
+
+@case
+def blocks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
+    """GEMMs and rows of weights in all kinds of blocks, and the blocks that are made here."""
+    inputs = 512
+    for kind, (values, size, halves) in BLOCKS.items():
+        data = made.ints(0, 256, 60, inputs // values, size).to(torch.uint8)
+        for at in halves:
+            scale = made.floats(torch.float16, 60, inputs // values, 1, scale=0.01)
+            data[:, :, at : at + 2] = scale.view(torch.uint8)
+        gemm = ops.block_gemm([BlockRows(kind, data.view(60, -1), inputs)], dtype)
+        x, bias = made.floats(dtype, 37, inputs), made.floats(dtype, 60)
+        yield gemm(x, bias, made.floats(dtype, 37, 60))
+        yield gemm(x[:1], None, None)
+        yield gemm.rows(torch.arange(60))
+    weight = made.floats(dtype, 32, inputs)
+    for kind in ("Q8_0", "Q4_0", "Q4_K"):
+        yield ops.quantize(weight, kind).data
 
 
 @case

@@ -22,7 +22,7 @@
 #include <immintrin.h>
 #define WIDE 8
 #else
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 #define WIDE 4
