@@ -33,7 +33,6 @@ typedef int32_t vn __attribute__((vector_size(4 * WIDE)));
 typedef float vx __attribute__((vector_size(4 * WIDE)));
 typedef uint8_t few_bytes __attribute__((vector_size(WIDE)));
 typedef int8_t few_signed __attribute__((vector_size(WIDE)));
-typedef uint16_t few_halves __attribute__((vector_size(2 * WIDE)));
 
 INLINE vb bytes_at(const uint8_t *p) {
     vb v;
@@ -118,10 +117,12 @@ INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
     return (vn)sum;
 #elif defined(__ARM_FEATURE_DOTPROD)
     int32x4_t sum = vdupq_n_s32(0);
-    for (int g = 0; g < count; g++) {
-        int32_t four;
-        memcpy(&four, x + 4 * g, 4);
-        sum = vdotq_s32(sum, vreinterpretq_s8_u8((uint8x16_t)w[g]), vreinterpretq_s8_s32(vdupq_n_s32(four)));
+    for (int g = 0; g < count; g += 4) {
+        const int8x16_t y = vld1q_s8(x + 4 * g), *v = (const int8x16_t *)(w + g);
+        sum = vdotq_laneq_s32(sum, v[0], y, 0);
+        sum = vdotq_laneq_s32(sum, v[1], y, 1);
+        sum = vdotq_laneq_s32(sum, v[2], y, 2);
+        sum = vdotq_laneq_s32(sum, v[3], y, 3);
     }
     return (vn)sum;
 #else
@@ -253,6 +254,8 @@ static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row
 
 /* -- rows in 8 bits -------------------------------------------------------------------------------------------------- */
 
+typedef int8_t byte_half __attribute__((vector_size(LANES)));
+
 int64_t rounded_size(int64_t rows, int64_t inputs) { return rows * (inputs + inputs / BLOCK * 16); }
 Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
     const int64_t blocks = rows * (inputs / BLOCK);
@@ -265,33 +268,44 @@ Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
                      .inputs = inputs};
 }
 
+#define ROTATED(v, n)                                                                                             \
+    __builtin_shufflevector(v, v, (n) & 15, (n + 1) & 15, (n + 2) & 15, (n + 3) & 15, (n + 4) & 15, (n + 5) & 15, \
+                            (n + 6) & 15, (n + 7) & 15, (n + 8) & 15, (n + 9) & 15, (n + 10) & 15, (n + 11) & 15, \
+                            (n + 12) & 15, (n + 13) & 15, (n + 14) & 15, (n + 15) & 15)
+INLINE vi larger(vi a, vi b) {
+    const vi first = a > b;
+    return (first & a) | (~first & b);
+}
+
+/* Sizes are compared as whole numbers, as which floats above 0 have the same order, and what is infinite or no number
+   comes last. It must not get lost: a block with it has no number as its scale. */
 INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, const int half) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
     for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
         const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
         const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
-        const vf size_low = (vf)((vi)low & 0x7fffffff), size_high = (vf)((vi)high & 0x7fffffff);
-        float sizes[LANES], most = 0;
-        storef(sizes, select_f(size_high > size_low, size_high, size_low));
-        for (int i = 0; i < LANES; i++) most = sizes[i] > most ? sizes[i] : most;
-        /* What is no number, or infinite, must not get lost: a block with it has no number as its scale. */
-        storef(sizes, low * 0.0f + high * 0.0f);
-        float lost = 0;
-        for (int i = 0; i < LANES; i++) lost += sizes[i];
-        const float scale = most / 127 + lost, inverse = most > 0 && lost == 0 ? 1 / (most / 127) : 0;
-        const vi a = (vi)(low * splat(inverse) + magic) - (vi)magic,
-                 c = (vi)(high * splat(inverse) + magic) - (vi)magic;
-        int32_t whole[2 * LANES], sums[2] = {0};
-        memcpy(whole, &a, sizeof a);
-        memcpy(whole + LANES, &c, sizeof c);
-        for (int i = 0; i < 2 * LANES; i++) {
-            to->bytes[place * BLOCK + i] = (int8_t)whole[i];
-            sums[i / LANES] += (int8_t)whole[i];
-        }
+        vi size = larger((vi)low & 0x7fffffff, (vi)high & 0x7fffffff);
+        size = larger(size, ROTATED(size, 8));
+        size = larger(size, ROTATED(size, 4));
+        size = larger(size, ROTATED(size, 2));
+        size = larger(size, ROTATED(size, 1));
+        const float most = ((vf)size)[0];
+        const int lost = size[0] >= 0x7f800000;
+        const float scale = lost ? NAN : most / 127, inverse = scale > 0 ? 1 / scale : 0;
+        vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
+        if (lost) a = c = (vi){0};
+        const byte_half bytes[2] = {__builtin_convertvector(a, byte_half), __builtin_convertvector(c, byte_half)};
+        memcpy(to->bytes + place * BLOCK, bytes, sizeof bytes);
+        /* Sums of both, in lanes 0 to 7 and 8 to 15. */
+        vi sums = __builtin_shufflevector(a, c, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                  __builtin_shufflevector(a, c, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        sums += ROTATED(sums, 4);
+        sums += ROTATED(sums, 2);
+        sums += ROTATED(sums, 1);
         to->scales[place] = scale;
-        to->sums[place] = scale * (float)(sums[0] + sums[1]);
+        to->sums[place] = scale * (float)(sums[0] + sums[8]);
         to->halves[2 * place] = sums[0];
-        to->halves[2 * place + 1] = sums[1];
+        to->halves[2 * place + 1] = sums[8];
     }
 }
 void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {
