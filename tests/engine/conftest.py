@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from block_ops import BlockTorchOps
 
 from draftwing.core import MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
-from draftwing.engine.device import pick_device
+from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import fill_parameters
+from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -45,6 +49,16 @@ def tiny_model(
                 scale = sharpen if name.startswith("lm_head") else 1.0
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
     return model.to(device=device, dtype=dtype).eval()
+
+
+def in_blocks(model, ops):
+    """The model with all its matrices in Q8_0, packed."""
+    form = BlockFormat("Q8_0", ops)
+    config = replace(model.config, weight_format=form, vocab_format=form)
+    quantized = DecoderModel(config, torch.float32, "cpu")
+    fill_parameters(quantized, checkpoint_names(config), checkpoint_tensors(model, model.config), "cpu")
+    quantized.pack(ops)
+    return quantized.eval()
 
 
 class OracleDrafter:
@@ -127,9 +141,10 @@ class Rig:
 
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
-        book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0,
+        book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
     ):  # fmt: skip
-        """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again."""
+        """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
+        pool, where it is not the model's."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         config = model.config
@@ -141,7 +156,7 @@ class Rig:
             drafter = NGramDrafter(capacity=4096, rows=rows + 1, ops=dev.ops)
         self.drafter = drafter
         draft_layers = drafter.kv_layers if drafter is not None else ()
-        self.pool = KVPool([*layers, *draft_layers], slots, dtype, dev.device)
+        self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)
         backend = attn(self.pool)
         menu = self.policy.menu
         spans = {s: s.nodes if drafter is None else drafter.span(s) for s in menu}
@@ -304,10 +319,20 @@ CUDA = pytest.param(
 
 @pytest.fixture(scope="session", params=["cpu", CUDA])
 def harness(request):
-    """What the tests of the engine are made of, on the CPU and on CUDA."""
-    device = request.param
+    """What the tests of the engine are made of, on the CPU and on CUDA. "blocks", where a test asks for it: with
+    weights in blocks, by the CPU's own operations where they have such GEMMs."""
+    if request.param == "blocks":
+        device, ops = "cpu", pick_device("cpu").ops
+        ops = ops if ops.block_kinds else BlockTorchOps(ops.device)
+        how = {"attn": ops.attention, "kv_dtype": torch.bfloat16, "fake_device": Device(ops.device, ops)}
+
+        def model(*args, **kw):
+            return in_blocks(tiny_model(*args, **kw), ops)
+    else:
+        device, model = request.param, partial(tiny_model, device=request.param)
+        how = {"device": device}
     return SimpleNamespace(
-        Rig=partial(Rig, device=device), tiny_model=partial(tiny_model, device=device), prompts_for=prompts_for,
-        greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, device=device),
+        Rig=partial(Rig, **how), tiny_model=model, prompts_for=prompts_for,
+        greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

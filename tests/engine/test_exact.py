@@ -1,4 +1,4 @@
-"""Speculation on equals speculation off, token for token, in float32, whatever else happens.
+"""Speculation on equals speculation off, token for token, in float32 and with weights in blocks, whatever else happens.
 
 Every test also asserts that it met its subject: accepted drafts, later children, retractions, cached tokens.
 """
@@ -11,7 +11,13 @@ import torch
 
 from draftwing.core import PLAIN, TreeShape
 
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
+
+
+pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", CUDA], indirect=True, scope="session")
 
 
 def mixed_params(h, count, tokens=40):

@@ -110,7 +110,8 @@ def load_draft_head(
             _fill(head, _without_shared(weights, "embed_tokens.weight", "lm_head.weight"), device, dummy)
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
-    _warn_of_changes(config, weights["fc.weight"].dtype, dtype, target, context_length)
+    stored = dtype if weight_format.takes_blocks else weights["fc.weight"].dtype  # blocks are said of by themselves
+    _warn_of_changes(config, stored, dtype, target, context_length)
     return _finish(head, token_ids, started, dummy)
 
 

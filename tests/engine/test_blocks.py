@@ -1,0 +1,72 @@
+"""The default model with its weights in blocks, as a CPU runs it: drafts of its head change no token, whatever else
+happens. (`test_exact.py` has tiny models in blocks, and all that can happen.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftwing import LLM, SamplingParams
+from draftwing.ops import make_ops
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not make_ops(torch.device("cpu")).block_kinds, reason="needs GEMMs of weights in blocks"),
+]
+
+ASKED = [
+    "What is the capital of France?", "Tell me a very short story about a fox and a crow.",
+    'Repeat this JSON exactly:\n{"a": [1, 2, 3], "b": {"c": "d"}}', "Why is the sky blue?", "Count to twenty.",
+]  # fmt: skip
+CONVERSATIONS = [[{"role": "user", "content": text}] for text in ASKED]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_new_tokens=48) if i % 2 else
+    SamplingParams(temperature=0.7, top_p=0.9, sampling_seed=i, max_new_tokens=48)
+    for i in range(len(ASKED))
+]  # fmt: skip
+
+
+def answers(llm: LLM, together: bool = True) -> list[list[int]]:
+    if together:
+        return [answer.token_ids for answer in llm.chat(CONVERSATIONS, PARAMS)]
+    return [llm.chat(one, params)[0].token_ids for one, params in zip(CONVERSATIONS, PARAMS, strict=True)]
+
+
+def engine(**options: Any) -> LLM:
+    return LLM("smollm2", device="cpu", **{"max_total_tokens": 4096, "max_running_requests": 6, **options})
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2_path: Path) -> Iterator[list[list[int]]]:
+    """One request at a time, without drafts."""
+    with engine(speculative_algorithm="none") as llm:
+        yield answers(llm, together=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5},
+        {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16},
+        {"chunked_prefill_size": 7},
+        {"max_total_tokens": 230, "speculative_num_steps": 2, "speculative_eagle_topk": 2},
+        {"enable_overlap": True},
+        {"num_threads": 1},
+    ],
+    ids=["default", "chain", "tree", "chunks", "preemption", "overlap", "one thread"],
+)
+def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, Any]) -> None:
+    with engine(**options) as llm:
+        assert answers(llm) == expected
+        assert answers(llm) == expected, "from the cache of prefixes"
+
+
+def test_the_types_of_blocks_have_their_own_text(expected: list[list[int]]) -> None:
+    """So that the test above is one of blocks."""
+    with engine(speculative_algorithm="none", quantization="none") as llm:
+        assert answers(llm) != expected
