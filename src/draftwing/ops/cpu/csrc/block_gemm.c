@@ -24,6 +24,8 @@
 #else
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <immintrin.h>
 #endif
 #define WIDE 4
 #endif
@@ -44,7 +46,7 @@ INLINE vx floats_at(const float *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
-INLINE vx to_floats(vn v) { return __builtin_convertvector(v, vx); }
+INLINE vx floats_of(vn v) { return __builtin_convertvector(v, vx); }
 INLINE vn from_bytes(const uint8_t *p) {
     few_bytes v;
     memcpy(&v, p, sizeof v);
@@ -125,6 +127,20 @@ INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
         sum = vdotq_laneq_s32(sum, v[3], y, 3);
     }
     return (vn)sum;
+#elif defined(__SSE2__)
+    const __m128i zero = _mm_setzero_si128();
+    __m128i low = zero, high = zero; /* two halves of each output's sum */
+    for (int g = 0; g < count; g++) {
+        int32_t four;
+        memcpy(&four, x + 4 * g, 4);
+        const __m128i v = (__m128i)w[g], y = _mm_set1_epi32(four), wide = _mm_srai_epi16(_mm_unpacklo_epi8(y, y), 8);
+        const __m128i a = k.wide ? _mm_srai_epi16(_mm_unpacklo_epi8(v, v), 8) : _mm_unpacklo_epi8(v, zero);
+        const __m128i b = k.wide ? _mm_srai_epi16(_mm_unpackhi_epi8(v, v), 8) : _mm_unpackhi_epi8(v, zero);
+        low = _mm_add_epi32(low, _mm_madd_epi16(a, wide));
+        high = _mm_add_epi32(high, _mm_madd_epi16(b, wide));
+    }
+    const __m128 even = _mm_shuffle_ps((__m128)low, (__m128)high, 0x88);
+    return (vn)even + (vn)_mm_shuffle_ps((__m128)low, (__m128)high, 0xdd);
 #else
     vn sum = {0};
     for (int g = 0; g < count; g++)
@@ -203,8 +219,8 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
                 one = from_signed(values + WIDE * c);
                 two = from_signed(values + 16 + WIDE * c);
             } else {
-                scale = units[c] * to_floats(from_bytes(values + WIDE * c));
-                min = -(bases[c] * to_floats(from_bytes(values + 16 + WIDE * c)));
+                scale = units[c] * floats_of(from_bytes(values + WIDE * c));
+                min = -(bases[c] * floats_of(from_bytes(values + 16 + WIDE * c)));
             }
             for (int64_t r = 0; r < rows; r++) {
                 vn whole;
@@ -218,7 +234,7 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
                     if (takes_zero) whole -= every(halves[2 * r] + halves[2 * r + 1]) << k.zero;
                 }
                 vx sum = floats_at(sums[r] + WIDE * c);
-                sum += to_floats(whole) * scale * every_float(scales[r]);
+                sum += floats_of(whole) * scale * every_float(scales[r]);
                 if (k.min) sum += min * every_float(weighted[r]);
                 memcpy(sums[r] + WIDE * c, &sum, sizeof sum);
             }

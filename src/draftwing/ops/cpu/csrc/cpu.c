@@ -12,7 +12,10 @@
 #define MAX_THREADS 256
 #define SPIN 20000 /* looks for the others, some 30 us, before a thread lets some other run, which may be one of them */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys or values */
-#define TILE_ROWS 32   /* query heads that share what is staged of a block of keys */
+/* Sums that registers have room for: of keys, and parts of each of four rows. */
+#define KEYS (PART == 16 ? 16 : 8)
+#define PARTS (PART == 16 ? 4 : 2)
+#define TILE_ROWS 32 /* query heads that share what is staged of a block of keys */
 
 #define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
 /* The sums of 16 vectors, in their order; each is summed in the same order, whichever of the 16 it is. */
@@ -205,7 +208,8 @@ INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_
         }
         const int64_t slot = table[j < prefix ? j : prefix + path[j - prefix]];
         const int64_t at = ((slot * a->kv_heads + head) * 2 + which) * dim;
-        for (int64_t c = 0; c < dim; c += LANES) storef(to + c, load(a->kv, at + c, dim - c, half));
+        to_floats(to, (const char *)a->kv + at * width, dim, half);
+        for (int64_t c = dim; c < a->padded; c++) to[c] = 0;
     }
 }
 static void stage(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
@@ -214,16 +218,21 @@ static void stage(const Attention *a, float *to, const int64_t *table, int64_t p
     else stage_of(a, to, table, prefix, path, first, end, head, which, 0);
 }
 
-/* scores[16] = q . keys */
+/* scores[16] = q . keys: sums of 16 lanes each, KEYS at a time, and of those the sums. */
 INLINE void score_sized(const float *q, const float *keys, const int64_t padded, float *scores) {
+    float lanes[LANES][LANES];
+    for (int first = 0; first < LANES; first += KEYS)
+        for (int part = 0; part < LANES; part += PART) {
+            pf sum[KEYS];
+            for (int j = 0; j < KEYS; j++) sum[j] = (pf){0};
+            for (int64_t c = part; c < padded; c += LANES) {
+                const pf x = part_at(q + c);
+                for (int j = 0; j < KEYS; j++) sum[j] += x * part_at(keys + (first + j) * padded + c);
+            }
+            for (int j = 0; j < KEYS; j++) memcpy(lanes[first + j] + part, sum + j, sizeof sum[j]);
+        }
     vf acc[LANES];
-#pragma GCC unroll 16
-    for (int j = 0; j < LANES; j++) acc[j] = (vf){0};
-    for (int64_t c = 0; c < padded; c += LANES) {
-        const vf x = loadf(q + c);
-#pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) acc[j] += x * loadf(keys + j * padded + c);
-    }
+    memcpy(acc, lanes, sizeof acc);
     storef(scores, sums16(acc));
 }
 static void score_block(const float *q, const float *keys, int64_t padded, float *scores) {
@@ -232,25 +241,26 @@ static void score_block(const float *q, const float *keys, int64_t padded, float
     else score_sized(q, keys, padded, scores);
 }
 
-/* acc[r] += weights[r][j] * values[j], one j after the other: `rows` rows, `vecs` vectors of each. */
+/* acc[r] += weights[r][j] * values[j], one j after the other: `rows` rows, `parts` parts of each. */
 INLINE void value_part(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded, int64_t count,
-                       const int rows, const int vecs) {
-    vf sum[4][4];
+                       const int rows, const int parts) {
+    pf sum[4][4];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < vecs; c++) sum[r][c] = loadf(acc + r * padded + c * LANES);
+        for (int c = 0; c < parts; c++) sum[r][c] = part_at(acc + r * padded + c * PART);
     for (int64_t j = 0; j < count; j++)
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < vecs; c++)
-                sum[r][c] += splat(weights[r * ld + j]) * loadf(values + j * padded + c * LANES);
+        for (int c = 0; c < parts; c++) {
+            const pf value = part_at(values + j * padded + c * PART);
+            for (int r = 0; r < rows; r++) sum[r][c] += (weights[r * ld + j] - (pf){0}) * value;
+        }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < vecs; c++) storef(acc + r * padded + c * LANES, sum[r][c]);
+        for (int c = 0; c < parts; c++) memcpy(acc + r * padded + c * PART, &sum[r][c], sizeof sum[r][c]);
 }
 INLINE void value_rows(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded, int64_t count,
                        const int rows) {
     int64_t c = 0;
-    for (; c + 4 * LANES <= padded; c += 4 * LANES)
-        value_part(acc + c, weights, ld, values + c, padded, count, rows, 4);
-    for (; c < padded; c += LANES) value_part(acc + c, weights, ld, values + c, padded, count, rows, 1);
+    for (; c + PARTS * PART <= padded; c += PARTS * PART)
+        value_part(acc + c, weights, ld, values + c, padded, count, rows, PARTS);
+    for (; c < padded; c += PART) value_part(acc + c, weights, ld, values + c, padded, count, rows, 1);
 }
 static void value_block(float *acc, const float *weights, int64_t ld, const float *values, int64_t padded,
                         int64_t count, int64_t rows) {

@@ -25,6 +25,19 @@ typedef uint32_t vu __attribute__((vector_size(64)));
 typedef int64_t vl __attribute__((vector_size(128))); /* 16 of them */
 typedef uint16_t vh __attribute__((vector_size(32)));
 
+/* What a register holds of a vector: where sums are kept over a loop, compilers leave longer ones in memory. What is
+   done lane by lane has the same bits in parts. */
+#if defined(__AVX512F__)
+#define PART 16
+#elif defined(__AVX__)
+#define PART 8
+#else
+#define PART 4
+#endif
+typedef float pf __attribute__((vector_size(4 * PART)));
+typedef uint32_t pu __attribute__((vector_size(4 * PART)));
+typedef uint16_t ph __attribute__((vector_size(2 * PART)));
+
 /* -- vectors ------------------------------------------------------------------------------------------------------ */
 
 INLINE vf loadf(const float *p) {
@@ -45,6 +58,31 @@ INLINE vh narrow(vf v) {
     return __builtin_convertvector(u, vh);
 }
 INLINE vf rounded(vf v, int half) { return half ? widen(narrow(v)) : v; }
+
+INLINE pf part_at(const float *p) {
+    pf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+/* `count` elements of an array as floats. */
+INLINE void to_floats(float *to, const void *from, int64_t count, int half) {
+    if (!half) {
+        memcpy(to, from, (size_t)count * 4);
+        return;
+    }
+    const uint16_t *values = from;
+    int64_t i = 0;
+    for (; i + PART <= count; i += PART) {
+        ph some;
+        memcpy(&some, values + i, sizeof some);
+        const pu wide = __builtin_convertvector(some, pu) << 16;
+        memcpy(to + i, &wide, sizeof wide);
+    }
+    for (; i < count; i++) {
+        const uint32_t wide = (uint32_t)values[i] << 16;
+        memcpy(to + i, &wide, 4);
+    }
+}
 
 /* Elements [at, at + n) of an array, zeros up to 16. */
 INLINE vf load(const void *base, int64_t at, int64_t n, int half) {
