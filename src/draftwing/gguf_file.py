@@ -133,10 +133,23 @@ class _Cursor:
                 return self._numbers(SCALARS[item], count)
             if item != STRING:  # the specification has arrays of arrays, and no file does
                 raise CheckpointError(f"GGUF arrays of values of type {item} are not supported")
-            return [self.value(item) for _ in range(count)]
+            return self._strings(count)
         if kind not in SCALARS:
             raise CheckpointError(f"unknown GGUF value type {kind}")
         return self._numbers(SCALARS[kind], 1)[0].item()
+
+    def _strings(self, count: int) -> list[str]:
+        """As `string` reads them; a vocabulary has 100,000."""
+        data, position, end, length_at = self.data, self.position, len(self.data), _U64.unpack_from
+        found = []
+        for _ in range(count):
+            start = position + 8
+            position = start + length_at(data, position)[0]
+            if position > end:
+                raise struct.error("string past the end")
+            found.append(str(data[start:position], "utf-8", "replace"))
+        self.position = position
+        return found
 
     def _numbers(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         start = self.position

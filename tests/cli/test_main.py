@@ -30,10 +30,11 @@ from functools import partial
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 import draftwing.server.run as run
+import draftwing.text.tokenizer as tokenizer
 from fake_engine import byte_tokenizer
 run.EngineLink = partial(run.EngineLink, module={worker!r})
 run.resolve_model = lambda *args, **options: Path()
-run.load_tokenizer = lambda *args: byte_tokenizer()
+tokenizer.load_tokenizer = lambda *args: byte_tokenizer()
 from draftwing.cli.main import main
 sys.exit(main(["serve", "--port", "0", "--random_seed=5", "--speculative-algorithm=none", *{argv!r}]))
 """

@@ -1,0 +1,101 @@
+"""What listens for requests, and how it ends: uvicorn around the application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+
+from draftwing.server.app import create_app
+from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.telemetry.observer import Watcher
+from draftwing.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+ABORT_SECONDS = 2.0  # for aborted requests to answer, after the drain
+
+
+def make_server(
+    engine: AsyncEngine, tokenizer: Tokenizer, watchers: Sequence[Watcher], stop_seconds: float, port: int
+) -> Server:
+    """A server of the application.
+
+    watchers: of requests.  stop_seconds: that the engine has to end its last step.  port: that is listened on.
+    """
+    options = engine.info.options
+    config = uvicorn.Config(
+        create_app(engine, tokenizer, stop_seconds, watchers),
+        log_level=options.log_level,
+        log_config=None,
+        timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS) + 1,
+    )
+    return Server(config, engine, options.drain_timeout, url(options.host, port))
+
+
+def url(host: str, port: int) -> str:
+    """Where a client on this machine finds the server."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Says where to point a client once requests are answered, and ends in an orderly way.
+
+    The first signal stops new requests; those that run have `drain` seconds, then they are aborted. The second signal
+    ends the process at once. It ends by itself when the engine is lost for good; `lost` tells.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain: float, url: str) -> None:
+        super().__init__(config)
+        self._engine, self._drain, self._url = engine, drain, url
+        self.lost = False
+        engine.lost = self._end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            model = self._engine.info.model_name
+            body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+            logger.info("ready: %s/v1", self._url)
+            has_key = self._engine.info.options.api_key is not None
+            logger.info(
+                "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",
+                self._url,
+                "-H 'Authorization: Bearer YOUR_API_KEY' " if has_key else "",  # the log is no place for the key
+                body.replace("'", "'\\''"),
+            )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.draining = True
+        if self._engine.active and not self.lost:
+            logger.info("%d requests are running; they have %g seconds", self._engine.active, self._drain)
+        timer = asyncio.get_running_loop().call_later(self._drain, self._abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._engine.link.process.kill()
+            os._exit(128 + sig)
+        self._engine.draining = True
+        if sig == signal.SIGINT:
+            super().handle_exit(sig, frame)
+        else:  # how a server is meant to end: it is not raised again afterwards
+            self.should_exit = True
+
+    def _end(self) -> None:
+        self.lost = self.should_exit = True
+
+    def _abort(self) -> None:
+        if self._engine.active:
+            logger.warning("%d requests are aborted: the time to drain is over", self._engine.active)
+            self._engine.abort(None)
