@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftwing.core import Admission, IntArray, Plan
 from draftwing.engine.device import Device
+from draftwing.kv.pool import zeros_as_written
 from draftwing.ops.types import Drawing, SamplingRows
 
 BAN_IDS = 16  # most stop ids of a request with min_new_tokens
@@ -42,8 +43,10 @@ class RowTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device.device)
 
-        self.page_table = zeros(rows + 1, length)  # KV slot of each position; 0 is the pool's dummy slot
-        self.tokens = zeros(rows + 1, length)  # token at each position up to kv_len
+        size = rows + 1, length
+        # KV slot of each position; 0 is the pool's dummy slot
+        self.page_table = zeros_as_written(size, torch.int64, device.device)
+        self.tokens = zeros_as_written(size, torch.int64, device.device)  # token at each position up to kv_len
         self.kv_len = zeros(rows + 1)
         self.last = zeros(rows + 1)  # tokens[r, kv_len[r]]: known, but not in the KV yet
         self.seed = zeros(rows + 1)

@@ -33,7 +33,9 @@ class KVPool:
         self.layers = tuple(layers)
         self.slots = slots
         self.dtype = dtype
-        self.kv = [_zeros((slots + 1, spec.kv_heads, 2, spec.head_dim), dtype, device) for spec in self.layers]
+        self.kv = [
+            zeros_as_written((slots + 1, spec.kv_heads, 2, spec.head_dim), dtype, device) for spec in self.layers
+        ]
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
@@ -45,7 +47,7 @@ class KVPool:
         self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 2).to(self.dtype))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that, on the CPU, take memory only as it is written (numpy asks the system for zeroed pages)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
