@@ -23,6 +23,7 @@ from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, row_length, size_pool
 from draftwing.engine.startup.precompile import Job, precompile
+from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
@@ -154,6 +155,8 @@ def assemble(
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
     if graph_size:
         capture(executor, policy)
+    elif not options.drafter_spec.own:  # a user's drafter sees requests alone
+        warm_up(executor, policy)
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
