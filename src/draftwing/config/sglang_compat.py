@@ -69,7 +69,7 @@ REFUSED = {
         str, "weights are read as they are found", True, ("auto", "safetensors")
     ),
     "speculative_draft_model_quantization": Unsupported(
-        str, "drafts are computed with float weights only", True, ("unquant",)
+        str, "draft models are quantised as --quantization says", True, ("unquant",)
     ),
     "speculative_draft_window_size": Unsupported(int, "the draft attends to everything", True),
     "speculative_draft_sink_size": Unsupported(int, "the draft attends to everything", True),
