@@ -80,21 +80,21 @@ INLINE vx every_float(float x) { return x - (vx){0}; }
 /* sum over `count` groups of four inputs: w, not below 0 and at most 255 (less of narrow kinds), times x. */
 INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    vn sum = {0};
+    vn sums[2] = {{0}, {0}}; /* two: each waits for its own last instruction */
     for (int g = 0; g < count; g++) {
         int32_t four;
         memcpy(&four, x + 4 * g, 4);
-        sum = (vn)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w[g], _mm512_set1_epi32(four));
+        sums[g % 2] = (vn)_mm512_dpbusd_epi32((__m512i)sums[g % 2], (__m512i)w[g], _mm512_set1_epi32(four));
     }
-    return sum;
+    return sums[0] + sums[1];
 #elif defined(__AVXVNNI__)
-    vn sum = {0};
+    vn sums[2] = {{0}, {0}};
     for (int g = 0; g < count; g++) {
         int32_t four;
         memcpy(&four, x + 4 * g, 4);
-        sum = (vn)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w[g], _mm256_set1_epi32(four));
+        sums[g % 2] = (vn)_mm256_dpbusd_avx_epi32((__m256i)sums[g % 2], (__m256i)w[g], _mm256_set1_epi32(four));
     }
-    return sum;
+    return sums[0] + sums[1];
 #elif defined(__AVX2__)
     /* Pairs are summed in 16 bits, as many as fit: 8 of 15 * 127 * 2, 4 of 31, 2 of 63. Of 8 bits no pair fits, but of
        numbers with a sign it does: -128 to 127, whose sign goes to x. */
