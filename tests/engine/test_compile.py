@@ -132,7 +132,7 @@ def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_befor
 
 
 def test_not_with_deterministic_inference(monkeypatch):
-    ops = SimpleNamespace(batch_invariant=True)
+    ops = SimpleNamespace(batch_invariant=True, title="stand-in")
     device = SimpleNamespace(device=torch.device("cuda"), ops=ops, total_memory=lambda: 80 << 30)
     monkeypatch.setattr(build, "pick_device", lambda name: device)
     monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM"))
