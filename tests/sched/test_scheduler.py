@@ -8,7 +8,7 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import ExpectedGain, FixedShape, WorthDrafting, chain_menu, shape_menu
+from draftwing.sched.shapes import ExpectedGain, FixedShape, WorthDrafting, chain_menu, shape_menu, tree_menu
 
 
 def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0):
@@ -308,6 +308,26 @@ def test_a_shorter_chain_where_the_end_of_a_long_one_is_in_vain():
     # 1.85 tokens at 1.46 of a plain step, 2.1 at 1.92
     assert steps.run(1500)[-500:].count(TreeShape(2, 1, 3)) > 450
     assert chain_menu(TreeShape(1, 1, 2)) == (TreeShape(1, 1, 2), PLAIN) and chain_menu(TREE) == (TREE, PLAIN)
+
+
+def test_a_tree_comes_with_the_chains_of_its_depth():
+    assert tree_menu(TreeShape(4, 2, 8)) == (TreeShape(4, 2, 8), TreeShape(4, 1, 5), TreeShape(2, 1, 3), PLAIN)
+    assert tree_menu(CHAIN) == chain_menu(CHAIN)
+
+
+@pytest.mark.parametrize(("node", "best"), [(0.0, TreeShape(4, 2, 8)), (0.1, TreeShape(4, 1, 5)), (0.9, PLAIN)])
+def test_which_tree_pays_is_what_the_machine_says(node, best):
+    """A node costs a share of a plain step; a second candidate at each level is taken where the first is wrong."""
+    steps = Steps(CHAIN, 0.65, node=node, draft=0.0)
+    steps.policy = WorthDrafting(tree_menu(TreeShape(4, 2, 8)))
+    seen = []
+    for _ in range(1500):
+        shape = steps.policy.choose([5])
+        seen.append(shape)
+        alive = steps.rng.random((1, shape.depth)) < (0.72 if shape.topk == 2 else 0.65)
+        accepted = np.cumprod(alive, axis=1).sum(axis=1) if shape.depth else np.zeros(1, int)
+        steps.policy.record(shape, np.array([5]), accepted, 0.01 * (1 + node * (shape.nodes - 1)))
+    assert seen[-500:].count(best) > 440
 
 
 def test_rows_that_are_not_to_be_drafted_for_change_nothing():

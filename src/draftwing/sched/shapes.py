@@ -59,6 +59,11 @@ def chain_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
     return (shape, *shorter, PLAIN)
 
 
+def tree_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """Returns the user's shape, the chain as deep as it, half of that, and plain decoding, largest first."""
+    return (*((shape,) if shape.topk > 1 else ()), *chain_menu(TreeShape(shape.depth, 1, shape.depth + 1)))
+
+
 class WorthDrafting:
     """Chooses the shape with the most expected tokens per second, for drafters that can always propose something.
 
