@@ -1,16 +1,32 @@
-"""Operations with GEMMs for weights in blocks that dequantise them: what tests compare with, and run on anywhere."""
+"""Weights in blocks of any bytes, and operations whose GEMMs dequantise them: what tests compare with, and run on
+anywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import BlockRows
+
+# Where a block has its float16 numbers; others: at 0 and 2.
+HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockRows:
+    """Any bytes but for the float16 scales, which are of all sizes."""
+    rng = np.random.default_rng(seed)
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
+    for at in HALVES.get(kind, (0, 2)):
+        scale = rng.uniform(-1, 1, (rows, columns // values, 1)) * 10.0 ** rng.integers(-7, 0, (rows, 1, 1))
+        data[:, :, at : at + 2] = scale.astype(np.float16).view(np.uint8)
+    return BlockRows(kind, torch.from_numpy(data.reshape(rows, -1)), columns)
 
 
 class DenseBlockGemm:

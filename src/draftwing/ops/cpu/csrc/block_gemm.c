@@ -11,7 +11,8 @@
 #include "blocks.h"
 
 #define TILE 32
-#define AHEAD (4 << 10) /* bytes that are fetched before they are needed; hardware does not see past a page's end */
+#define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
+#define AHEAD (4 << 10)    /* bytes that are fetched before they are needed; hardware does not see past a page's end */
 
 /* -- what an instruction set has: WIDE outputs at once, 4 bytes of each ---------------------------------------------- */
 
@@ -307,7 +308,7 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
         size = larger(size, ROTATED(size, 1));
         const float most = ((vf)size)[0];
         const int lost = size[0] >= 0x7f800000;
-        const float scale = lost ? NAN : most / 127, inverse = scale > 0 ? 1 / scale : 0;
+        const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
         vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
         if (lost) a = c = (vi){0};
         const byte_half bytes[2] = {__builtin_convertvector(a, byte_half), __builtin_convertvector(c, byte_half)};

@@ -232,11 +232,22 @@ static void put_half(uint8_t *to, float value) {
     to[1] = (uint8_t)(h >> 8);
 }
 
+/* Whether one of them is infinite or no number, which times 0 is not 0. */
+static int any_lost(const float *x, int64_t count) {
+    vf sums = {0};
+    for (int64_t i = 0; i < count; i += LANES) sums += loadf(x + i) * splat(0);
+    float sum = 0;
+    for (int l = 0; l < LANES; l++) sum += sums[l];
+    return sum != 0;
+}
+/* 0 where it may be infinite: as float16, such a scale is 0. */
+static float inverse_of(float scale) { return fabsf(scale) >= 0x1p-126f ? 1 / scale : 0; }
+
 /* As GGML's reference does: the largest value has the largest q. */
 static void to_q8_0(uint8_t *to, const float *x) {
     float most = 0;
     for (int i = 0; i < BLOCK; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-    const float d = most / 127, inverse = d != 0 ? 1 / d : 0;
+    const float d = most / 127, inverse = inverse_of(d);
     put_half(to, d);
     for (int i = 0; i < BLOCK; i++) {
         const float size = fabsf(x[i] * inverse), whole = floorf(size) + floorf(2 * (size - floorf(size)));
@@ -247,7 +258,7 @@ static void to_q4_0(uint8_t *to, const float *x) {
     float most = 0, signed_most = 0;
     for (int i = 0; i < BLOCK; i++)
         if (fabsf(x[i]) > most) most = fabsf(x[i]), signed_most = x[i];
-    const float d = signed_most / -8, inverse = d != 0 ? 1 / d : 0;
+    const float d = signed_most / -8, inverse = inverse_of(d);
     put_half(to, d);
     for (int i = 0; i < 16; i++) {
         const int low = (int)((double)x[i] * inverse + 8.5), high = (int)((double)x[i + 16] * inverse + 8.5);
@@ -277,10 +288,9 @@ static void fit(const float *x, float *scale, float *min) {
             sum_x += x[i];
             sum_qx += q * x[i];
         }
-        const float size = BLOCK * sum_qq - sum_q * sum_q;
-        if (size <= 0) continue;
+        const float size = BLOCK * sum_qq - sum_q * sum_q; /* 0: all q are the same */
         float d = (BLOCK * sum_qx - sum_q * sum_x) / size, m = (sum_q * sum_qx - sum_qq * sum_x) / size;
-        if (m < 0) m = 0, d = sum_qq > 0 ? sum_qx / sum_qq : 0;
+        if (!(size > 0 && m >= 0)) m = 0, d = sum_qq > 0 ? sum_qx / sum_qq : 0;
         if (!(d > 0)) continue;
         for (int i = 0; i < BLOCK; i++) {
             float q = floorf((x[i] + m) / d + 0.5f);
@@ -336,8 +346,10 @@ static void some_blocks(void *data) {
     const Kind k = kind_of(j->type);
     for (int64_t i = share(&me, j->blocks, 0); i < share(&me, j->blocks, 1); i++) {
         uint8_t *to = j->to + i * k.stored;
-        const float *from = j->from + i * BLOCK * (k.super ? SUPER : 1);
-        if (j->type == Q8_0) to_q8_0(to, from);
+        const int64_t values = BLOCK * (k.super ? SUPER : 1);
+        const float *from = j->from + i * values;
+        if (any_lost(from, values)) memset(to, 0x7e, (size_t)k.stored); /* as float16 no number, either */
+        else if (j->type == Q8_0) to_q8_0(to, from);
         else if (j->type == Q4_0) to_q4_0(to, from);
         else to_q4_k(to, from);
     }
