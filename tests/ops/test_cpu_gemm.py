@@ -20,7 +20,7 @@ from draftwing.ops.attention import Attend, Batch
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
-from draftwing.ops.cpu.gemm import HeadTopK, PackedGemm, has_gemm, summed_in_blocks
+from draftwing.ops.cpu.gemm import PackedGemm, has_gemm, summed_in_blocks
 from draftwing.ops.cpu.layer import NativeLayers
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
@@ -166,37 +166,6 @@ def test_a_model_in_one_call_equals_its_layers(rows: int, aux_layers: tuple[int,
         found.append([hidden, *pool.kv, *([kept] if kept is not None else [])])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
     assert model.final_aux_layer == 4 and model._whole_layers((0,)) is None and model._whole_layers((1, 4)) is None
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int) -> None:
-    assert KERNELS is not None
-    before, weight, states = torch.get_num_threads(), numbers(320, 96, seed=1), numbers(20, 160, seed=2)[:, 32:128]
-    weight[7] = weight[300]  # a tie in another thread's outputs
-    states[4] = weight[7] / 8
-    names = torch.randperm(1000, generator=torch.manual_seed(0))[:320] if named else None
-    norm = (numbers(96, seed=3), 1e-5) if normed else None
-    gemm, bias = BlockedGemm([OPS.quantize(weight, "Q8_0")], weight.dtype), numbers(320, seed=4)
-    bias[7] = bias[300]
-    readout = HeadTopK(gemm, bias, norm, names)
-    x = OPS.rms_norm(states, *norm) if norm else states.contiguous()
-    logits = torch.cat([gemm(x[i : i + 4], bias, None) for i in range(0, 20, 4)])
-    best, logp = OPS.top_tokens(logits, 20, 3, None, None)
-    best = best if names is None else names[best]
-    try:
-        torch.set_num_threads(threads)
-        for places in (None, torch.tensor([4, 17, 0])):
-            part = states if places is not None else states[:5]
-            ids, scores = torch.full((len(part), 3), -1), torch.zeros(len(part), 3)
-            readout.best(part, places, ids, scores)
-            at = torch.arange(5) if places is None else places
-            assert torch.equal(ids[at], best[at])
-            torch.testing.assert_close(scores[at], logp[at])
-            assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("known_layout")

@@ -26,6 +26,7 @@ class BlockedGemm:
         """dtype: float32 or bfloat16, of x, bias, residual and the result."""
         self.raw: Any = load_extension()
         self.dtype, self.inputs = dtype, parts[0].columns
+        self.rounded = self.inputs + self.inputs // 32 * 16  # bytes of a row in 8 bits, as C's `rounded_size` has it
         self._panels, numbers, first = [], [len(parts)], 0
         for part in parts:
             panels = self._packed(part)
@@ -36,8 +37,8 @@ class BlockedGemm:
         self.nbytes = sum(panels.nbytes for panels in self._panels)
         self._numbers = torch.tensor(numbers)
         self.address, self.parts = 0, self._numbers.data_ptr()
-        # Threads share outputs in panels, if these are the same for all parts.
-        self.unit = _PANEL if all(part.data.shape[0] % _PANEL == 0 for part in parts[:-1]) else first
+        # Whether threads share outputs, which they do in panels, if these are the same for all parts.
+        self.shared = all(part.data.shape[0] % _PANEL == 0 for part in parts[:-1])
 
     def _packed(self, part: BlockRows) -> Tensor:
         """Returns panels [panels, bytes]."""
@@ -57,11 +58,11 @@ class BlockedGemm:
         if residual is not None:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
-        spare = x.new_empty(rounded_bytes(rows, self.inputs), dtype=torch.uint8)
+        spare = x.new_empty(rows * self.rounded, dtype=torch.uint8)
         self.raw.block_gemm(
             out.data_ptr(), x.data_ptr(), 0 if residual is None else residual.data_ptr(), rows, 0,
             0 if bias is None else bias.data_ptr(), self.inputs, outputs, 0, self.parts, x.dtype == torch.bfloat16,
-            self.unit, spare.data_ptr(), torch.get_num_threads(),
+            _PANEL if self.shared else outputs, spare.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -74,11 +75,6 @@ class BlockedGemm:
 
     def dense(self) -> Tensor:
         return self.rows(torch.arange(self.outputs))
-
-
-def rounded_bytes(rows: int, inputs: int) -> int:
-    """Bytes of rows in 8 bits, with what goes with each block."""
-    return rows * (inputs + inputs // 32 * 16)
 
 
 def quantize(raw: Any, weight: Tensor, kind: str) -> BlockRows:

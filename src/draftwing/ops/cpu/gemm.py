@@ -8,13 +8,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.blocks import BlockedGemm, rounded_bytes
+from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import MOST, load_extension
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
 
 _INPUTS, _OUTPUTS = 32, 64  # multiples of these fill the layout that the kernel reads
-_PANEL = 16  # outputs of a weight in blocks that threads can share
 _BLOCKS = (1024, 512, 2048, 4096, 256, 128, 64)  # inputs that oneDNN may sum together
 
 
@@ -28,12 +27,13 @@ class PackedGemm:
     """x @ weight.T + bias + residual, rounded once, for a weight [outputs, inputs] in bfloat16."""
 
     dtype = torch.bfloat16
+    parts = rounded = 0  # of a weight in blocks
 
     def __init__(self, packed: Tensor, block: int) -> None:
         """packed: by `onednn.pack`, of which `takes` is true; block: inputs that are summed together, even."""
         assert self.takes(packed) and block > 0 and block % 2 == 0
         self.raw: Any = load_extension()
-        self.block, self.parts = block, 0  # parts: of a weight in blocks
+        self.block = block
         self.outputs, self.inputs = packed.shape
         self._packed = packed  # whose memory this is
         self.address: int = torch.ops.mkldnn.data_ptr(packed)
@@ -90,7 +90,7 @@ class HeadTopK:
 
     @staticmethod
     def takes(gemm: object) -> TypeGuard[PackedGemm | BlockedGemm]:
-        blocked = isinstance(gemm, BlockedGemm) and gemm.outputs % 32 == 0 and gemm.unit == _PANEL
+        blocked = isinstance(gemm, BlockedGemm) and gemm.outputs % 32 == 0 and gemm.shared
         return blocked or isinstance(gemm, PackedGemm)
 
     def best(self, states: Tensor, places: Tensor | None, ids: Tensor, logp: Tensor) -> None:
@@ -106,8 +106,8 @@ class HeadTopK:
         assert ids.is_contiguous() and logp.is_contiguous() and ids.shape == logp.shape == (every, count)
         places = None if places is None else places.contiguous()
         width = states.element_size()
-        own = rows * inputs * width + (rounded_bytes(rows, inputs) if gemm.parts else 0)
-        spare = states.new_empty(rows * gemm.outputs * width + threads * own, dtype=torch.uint8)
+        size = rows * (gemm.outputs * width + threads * (inputs * width + gemm.rounded))
+        spare = states.new_empty(size, dtype=torch.uint8)
         gemm.raw.following(
             ids.data_ptr(), logp.data_ptr(), states.data_ptr(), states.stride(0),
             0 if places is None else places.data_ptr(), self._names, count, self._norm,

@@ -22,7 +22,7 @@ def can_run(layers: Sequence[LayerWeights], kept: Sequence[int]) -> bool:
     """Whether the kernel runs these layers, each after the other, and can keep these outputs."""
     for layer in layers:
         packed = all(isinstance(gemm, PackedGemm) for gemm in layer.gemms)
-        blocked = all(isinstance(gemm, BlockedGemm) and gemm.unit < gemm.outputs for gemm in layer.gemms)
+        blocked = all(isinstance(gemm, BlockedGemm) and gemm.shared for gemm in layer.gemms)
         if not (packed or blocked) or layer.head_dim % _HEAD_UNIT or layer.mlp_norm.shape[0] % _HEAD_UNIT:
             return False
     together = len(layers) == 1 or all(layer.attn_norm is not None for layer in layers)
@@ -40,6 +40,7 @@ class _Layer:
         assert self.inputs == self.hidden or not self.norms_input
         assert gate_up.inputs == down.outputs == self.hidden and gate_up.outputs == 2 * down.inputs
         self.attended = o.inputs  # heads * head_dim
+        self.sizes = self.eps, self.dtype, self.blocked, *((gemm.inputs, gemm.outputs) for gemm in gemms)
         norms = weights.head_norms
         assert norms is None or norms.eps == weights.eps
         # Addresses go stale where a module's weights are moved, so what holds their memory is not the modules' tensors.
@@ -67,8 +68,7 @@ class NativeLayers:
         self.raw: Any = load_extension()
         self.eps, self.hidden, self.inputs, self.norms_input = some.eps, some.hidden, some.inputs, some.norms_input
         self.dtype, self.most_rows = some.dtype, _ANY if some.blocked else FEW_ROWS
-        same = (some.eps, some.hidden, some.attended, some.dtype)
-        assert all((layer.eps, layer.hidden, layer.attended, layer.dtype) == same for layer in self.layers)
+        assert all(layer.sizes == some.sizes for layer in self.layers)
         self._addresses = torch.tensor([layer.numbers.data_ptr() for layer in self.layers])
         self.address = self._addresses.data_ptr()
         # Where each layer's output goes: to 0, one after the other, or to a place of its own.

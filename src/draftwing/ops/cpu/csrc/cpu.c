@@ -464,7 +464,7 @@ Attention attention_of(const int64_t *n) {
     a.items = a.count * a.tiles * a.kv_heads;
     return a;
 }
-void attend(Attention *a) {
+static void attend(Attention *a) {
     int64_t pairs = 0; /* of queries and keys */
     for (int64_t i = 0; i < a->count; i++)
         pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)

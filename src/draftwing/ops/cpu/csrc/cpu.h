@@ -218,7 +218,6 @@ typedef struct {
    size per thread, threads, most keys. */
 #define ATTENTION 23
 HIDDEN Attention attention_of(const int64_t *numbers);
-HIDDEN void attend(Attention *a);
 /* One of `items`, with scratch of a thread's own. */
 HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next);
 
@@ -232,7 +231,6 @@ typedef struct {
     int64_t rows, inputs, outputs, block; /* block: inputs that are summed together, of bfloat16 */
     int64_t half, shares, next;           /* half: of x, bias, residual and out */
 } Product;
-HIDDEN void multiply(Product *p, int64_t threads);
 /* Outputs [from, to): multiples of 32, of a weight in blocks of 16 */
 HIDDEN void multiply_part(const Product *p, int64_t from, int64_t to);
 HIDDEN void multiply_blocks(const Product *p, int64_t from, int64_t to);

@@ -99,11 +99,6 @@ static void multiply_some(void *data) {
         multiply_part(p, share * halves / p->shares * HALF, (share + 1) * halves / p->shares * HALF);
 }
 
-void multiply(Product *p, int64_t threads) {
-    p->shares = threads;
-    run(multiply_some, p, threads, p->inputs * p->outputs / 20000);
-}
-
 Product product_of(const int64_t *n, int64_t half) {
     return (Product){.weight = POINTER(n[0]),
                      .bias = POINTER(n[1]),
@@ -124,8 +119,9 @@ PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     p.x = POINTER(n[1]);
     p.residual = POINTER(n[2]);
     p.rows = n[3];
+    p.shares = n[4 + GEMM];
     Py_BEGIN_ALLOW_THREADS
-    multiply(&p, n[4 + GEMM]);
+    run(multiply_some, &p, p.shares, p.inputs * p.outputs / 20000);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

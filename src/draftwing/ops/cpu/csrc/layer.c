@@ -81,7 +81,7 @@ typedef struct {
     double eps;
 } Layers;
 
-/* Memory of all that a layer computes on its way; what is normed, of a thread's own. */
+/* Memory of all that a layer computes on its way; what is normed, of few rows, is of a thread's own. */
 typedef struct {
     char *qkv, *attended, *middle, *gate_up, *gated, *normed;
     Rounded attended_8, gated_8, normed_8; /* normed_8: of `hidden` or `width` inputs */
@@ -91,6 +91,7 @@ typedef struct {
 static Spare spare_of(const Layers *j, const Layer *l, int64_t member) {
     const int64_t rows = j->rows, bytes = rows * (j->half ? 2 : 4), blocks = l->o.blocks ? 1 : 0;
     const int64_t own = bytes * l->hidden + blocks * rounded_size(rows, j->width);
+    if (rows > OWN_ROWS) member = 0;
     Spare s = {.qkv = j->spare};
     s.attended = s.qkv + bytes * l->qkv.outputs;
     s.middle = s.attended + bytes * l->o.inputs;
@@ -136,7 +137,7 @@ static void some_of_layers(void *data) {
     for (int64_t l = 0; l < j->count; l++) {
         const Layer layer = layer_of(POINTER(j->layers[l]), j->half);
         const int64_t hidden = layer.hidden, ffn = layer.ffn;
-        Spare s = spare_of(j, &layer, rows <= OWN_ROWS ? me.number : 0);
+        Spare s = spare_of(j, &layer, me.number);
         char *out = j->outs + j->places[l] * rows * hidden * width;
         Rows rope = j->rope;
         rope.out = s.qkv;

@@ -1,0 +1,240 @@
+"""Layers, and the ends of draft heads, with weights in blocks: in one call they give what their parts give, bit for
+bit. (`test_cpu_gemm.py` has those in bfloat16; the GEMM itself is in `test_blocks.py`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from block_ops import blocks
+from torch import Tensor
+
+from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.norm import RMSNorm
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.ops import make_ops
+from draftwing.ops.attention import Attend, Batch, spans_of
+from draftwing.ops.cpu.attention import NativeAttention
+from draftwing.ops.cpu.blocks import BlockedGemm
+from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.gemm import HeadTopK
+from draftwing.ops.cpu.layer import NativeLayers
+from draftwing.ops.types import BlockRows
+
+KERNELS = load_extension()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C extension was not built")
+CPU = torch.device("cpu")
+OPS = make_ops(CPU)
+ENTRIES = 80  # of a row's page table
+# Nothing is a multiple of 64 but where K kinds want 256: 6 heads and 2 of keys and values of size 32, an MLP of 288.
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM", hidden_size=256, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=32,
+    ffn_size=288, vocab_size=50, max_positions=ENTRIES, weight_format=BlockFormat("Q8_0", OPS),
+)  # fmt: skip
+BIASED = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(kind: str, rows: int, columns: int, seed: int) -> BlockRows:
+    if kind in ("Q8_0", "Q4_0", "Q4_K"):
+        return OPS.quantize(numbers(rows, columns, seed=seed) / columns**0.5, kind)
+    return blocks(kind, rows, columns, seed)
+
+
+def fill(layer: DecoderLayer, seed: int) -> None:
+    """With parts of all kinds."""
+    attention, mlp = layer.attention, layer.mlp
+    q, kv, ffn = attention.o.in_features, attention.kv_heads * attention.head_dim, mlp.down.in_features
+    parts: dict[Linear, list[tuple[str, int]]] = {
+        attention.qkv: [("Q4_K", q), ("Q6_K", kv), ("Q5_1", kv)],
+        attention.o: [("Q5_0", attention.o.out_features)],
+        mlp.gate_up: [("Q5_K", ffn), ("Q4_1", ffn)],
+        mlp.down: [("Q4_0" if seed % 2 else "Q8_0", mlp.down.out_features)],
+    }
+    for linear, kinds in parts.items():
+        start = 0
+        for kind, rows in kinds:
+            part = weight(kind, rows, linear.in_features, seed=100 * seed + start + linear.in_features)
+            assert linear.op.keep(ParamSlice("a.weight", start, rows), part)
+            start += rows
+    with torch.no_grad():
+        for vector in layer.parameters():
+            vector.copy_(numbers(*vector.shape, seed=seed) * 0.2 + 1)
+
+
+def tiny(**changes: Any) -> DecoderModel:
+    """changes: of the config."""
+    model = DecoderModel(replace(CONFIG, **changes), torch.float32, "cpu")
+    for i, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        fill(layer, i)
+    with torch.no_grad():
+        for part in (model.embed.weight, model.lm_head.weight, model.norm.weight):
+            part.copy_(numbers(*part.shape, seed=9))
+    model.set_max_positions(ENTRIES)
+    model.pack(OPS)
+    return model
+
+
+def by_parts(model: DecoderModel) -> None:
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        layer._whole = None
+    model._whole = dict.fromkeys(model._whole)
+
+
+def pool_of(model: DecoderModel, dtype: torch.dtype) -> KVPool:
+    config = model.config
+    pool = KVPool([LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers, 3 * ENTRIES, dtype, CPU)
+    for i, kv in enumerate(pool.kv):
+        kv.copy_(numbers(*kv.shape, seed=i))
+    return pool
+
+
+def trees(count: int) -> Batch:
+    """Of two rows, or one if the count is odd, after 19 and 33 tokens: each node under any of those before it."""
+    rows = 2 - count % 2
+    nodes, generator = count // rows, torch.Generator().manual_seed(count)
+    table, prefix = page_table(), torch.tensor([19, 33])[:rows]
+    paths: list[list[int]] = [[0]]
+    for node in range(1, nodes):
+        paths.append([*paths[int(torch.randint(node, (1,), generator=generator))], node])
+    depth = max(map(len, paths))
+    path = torch.tensor([own + [0] * (depth - len(own)) for own in paths])
+    length = torch.tensor([len(own) for own in paths])
+    positions = (prefix[:, None] + length - 1).flatten()
+    slots = torch.stack([table[row, begin : begin + nodes] for row, begin in enumerate(prefix.tolist())]).flatten()
+    return Batch(
+        torch.arange(rows), torch.arange(count) % 50, positions, slots, table, prefix,
+        path.expand(rows, nodes, depth).contiguous(), length.expand(rows, nodes).contiguous(), nodes,
+    )  # fmt: skip
+
+
+def chunks(count: int) -> Batch:
+    """Of a row that begins, and perhaps one that has 11 tokens."""
+
+    class Chunk:
+        def __init__(self, start: int, length: int) -> None:
+            self.start, self.length, self.final = start, length, True
+
+    some = [Chunk(0, count - count // 3)] + ([Chunk(11, count // 3)] if count // 3 else [])
+    table, spans = page_table(), spans_of(some)  # type: ignore[arg-type]
+    positions = torch.cat([torch.arange(span.start, span.start + span.length) for span in spans])
+    slots = torch.cat([table[span.row, span.start : span.start + span.length] for span in spans])
+    rows, none = torch.arange(len(spans)), torch.zeros(0, dtype=torch.int64)
+    return Batch(rows, torch.arange(count) % 50, positions, slots, table, none, chunks=spans)
+
+
+def page_table() -> Tensor:
+    return torch.randperm(3 * ENTRIES, generator=torch.manual_seed(1))[: 2 * ENTRIES].view(2, -1) + 1
+
+
+def attend_to(pool: KVPool, batch: Batch) -> Attend:
+    """With memory of its own, just as large as it must be."""
+    return NativeAttention(pool, KERNELS).bind(batch, 0)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, BIASED, {"qk_norm": True}, {"num_heads": 2, "num_kv_heads": 1, "head_dim": 96, **BIASED, "qk_norm": True}],
+    ids=["plain", "biases", "norms of heads", "large heads"],
+)
+@pytest.mark.parametrize("batch_of", [trees, chunks])
+def test_layers_equal_their_parts(
+    batch_of: Callable[[int], Batch], changes: dict[str, Any], pool_dtype: torch.dtype
+) -> None:
+    whole, parts, aux = tiny(**changes), tiny(**changes), (1, 3)
+    assert isinstance(whole._whole_layers(aux), NativeLayers) and parts._whole_layers(aux) is not None
+    by_parts(parts)
+
+    def run(model: DecoderModel, batch: Batch) -> list[Tensor]:
+        pool = pool_of(model, pool_dtype)
+        hidden, kept = model(batch.ids, batch.positions, attend_to(pool, batch), aux)
+        assert kept is not None and hidden.isfinite().all()
+        return [hidden, kept, *pool.kv]
+
+    for rows in (1, 8, 9, 40):
+        batch = batch_of(rows)
+        torch.set_num_threads(1)
+        expected = run(parts, batch)
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert all(torch.equal(*pair) for pair in zip(run(whole, batch), expected, strict=True)), (rows, threads)
+
+
+@pytest.mark.parametrize("in_size", [256, 512])  # 512: two streams beside each other, as in EAGLE-3
+@pytest.mark.parametrize("rows", [1, 8, 9, 40])
+def test_a_layer_whose_input_is_normed_equals_its_parts(rows: int, in_size: int) -> None:
+    layer = DecoderLayer(replace(CONFIG, qkv_bias=True).layer(), 0, torch.float32, CPU, in_size, norms_input=False)
+    fill(layer, 1)
+    for part in layer.modules():
+        if isinstance(part, (Linear, RMSNorm)):
+            part.pack(OPS)
+    layer.pack(OPS)
+    model, batch = tiny(), trees(rows)
+    cos, sin = model.rope[batch.positions].unsqueeze(2).unbind(1)
+    normed, x = numbers(rows, in_size, seed=1), numbers(rows, 256, seed=2)
+
+    def run(threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        pool = pool_of(model, torch.bfloat16)
+        return [layer.mix(normed, x, cos, sin, attend_to(pool, batch)), *pool.kv]
+
+    assert isinstance(layer._whole, NativeLayers)
+    found = [run(threads) for threads in (1, 2, 3, 7)]
+    layer._whole = None
+    expected = run(1)
+    assert all(torch.equal(*pair) for some in found for pair in zip(some, expected, strict=True))
+
+
+def test_layers_are_of_one_size() -> None:
+    layers = [tiny(num_layers=1, ffn_size=size).layers[0] for size in (288, 320)]
+    weights = [layer.weights() for layer in layers if isinstance(layer, DecoderLayer)]
+    with pytest.raises(AssertionError):
+        OPS.whole_layers(weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_readout_equals_its_parts(normed: bool, named: bool, threads: int, dtype: torch.dtype) -> None:
+    dense, states = numbers(160, 96, seed=1).to(dtype), numbers(20, 160, seed=2).to(dtype)[:, 32:128]
+    dense[7] = dense[150]  # a tie in another thread's outputs
+    states[4] = dense[7] / 8
+    names = torch.randperm(1000, generator=torch.manual_seed(0))[:160] if named else None
+    norm = (numbers(96, seed=3).to(dtype), 1e-5) if normed else None
+    gemm, bias = BlockedGemm([OPS.quantize(dense, "Q8_0")], dtype), numbers(160, seed=4).to(dtype)
+    bias[7] = bias[150]
+    assert HeadTopK.takes(gemm)
+    readout = HeadTopK(gemm, bias, norm, names)
+    x = OPS.rms_norm(states, *norm) if norm else states.contiguous()
+    best, logp = OPS.top_tokens(gemm(x, bias, None), 20, 3, None, None)
+    best = best if names is None else names[best]
+    torch.set_num_threads(threads)
+    for places in (None, torch.tensor([4, 17, 0])):
+        part = states if places is not None else states[:5]
+        ids, scores = torch.full((len(part), 3), -1), torch.zeros(len(part), 3)
+        readout.best(part, places, ids, scores)
+        at = torch.arange(5) if places is None else places
+        assert torch.equal(ids[at], best[at])
+        torch.testing.assert_close(scores[at], logp[at])
+        assert int((ids >= 0).any(1).sum()) == len(at)  # the others are as they were
