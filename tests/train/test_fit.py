@@ -106,7 +106,7 @@ def test_on_a_gpu_products_are_in_half_precision(algorithm, target, tmp_path):
         Fit(head, TargetHead(body), Random(meta, 23, 1), None, settings, tmp_path / device).run()
         assert {param.dtype for param in head.parameters()} == {torch.float32}
         rows[device] = [float(row["loss"]) for row in csv.DictReader((tmp_path / device / "metrics.csv").open())]
-    assert rows["cuda"][:10] == pytest.approx(rows["cpu"][:10], rel=0.05)
+    assert rows["cuda"][:10] == pytest.approx(rows["cpu"][:10], rel=0.08)
     assert sum(rows["cuda"][-5:]) < sum(rows["cuda"][:5])
 
 
