@@ -22,8 +22,8 @@ T = TypeVar("T")
 class RecordedStages(GraphCache):
     """A `GraphCache` that captures in passing. Its keys have memory of their own, so all that a stage gives lasts.
 
-    A step is recorded if all that its stages do are calls of the C kernels, which takes few rows in bfloat16. `refused`
-    has those of which this turned out not to be so; they run as they are written.
+    A step of few rows is recorded if all that its stages do are calls of the C kernels, as with weights in blocks or in
+    bfloat16. `refused` has those of which this turned out not to be so; they run as they are written.
     """
 
     def __init__(self, device: Device, dummy_row: int) -> None:

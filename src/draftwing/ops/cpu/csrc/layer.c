@@ -151,7 +151,7 @@ static void some_of_layers(void *data) {
 
         const void *weight = j->normed ? NULL : layer.attn_norm;
         const char *input = norm(j, &me, &s, &layer.qkv, j->normed ? j->normed : x, weight, &next);
-        if (!me.number) j->attention.next = 0; /* nobody attends now */
+        if (l && !me.number) j->attention.next = 0; /* nobody attends now, nor reads it as above */
         product(layer.qkv, turned, s.qkv, input, &s.normed_8, NULL, rows);
         for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
         next = both(weight_of(&layer.o, halves), weight_of(&layer.gate_up, blocks));
