@@ -42,9 +42,10 @@ sanitize: $(VENV)/.installed-dev
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest tests/ops tests/engine/graphs -m "not slow" -k "not triton and not cuda" $(ARGS)
 
-# The C extension for aarch64, in an emulator: the same bits as here. The first time it downloads a Python and a torch.
+# The C extension for aarch64, in an emulator: the same bits as here, or with ARGS=--text the same text. The first time
+# it downloads a Python and a torch.
 neon: $(VENV)/.installed-dev
-	$(BIN)/python tools/neon.py
+	$(BIN)/python tools/neon.py $(ARGS)
 
 build: $(VENV)/.installed-dev
 	$(BIN)/python -m build

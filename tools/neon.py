@@ -1,8 +1,9 @@
 """`make neon`: the C extension for aarch64, compiled across and run by an emulator, against this machine's.
 
-Everything goes into build/neon: Debian's Python for arm64 and wheels for it (170 MB the first time), a copy of the
-package with the modules, and the hashes that tests/ops/isa_probe.py prints for each instruction set. It needs Debian or
-Ubuntu, but not root.
+Each instruction set runs tests/ops/isa_probe.py, which prints hashes of what the kernels give. With `--text` it runs
+tests/engine/text_probe.py, which prints tokens of the default model (minutes). Everything goes into build/neon:
+Debian's Python for arm64 and wheels for it (170 MB the first time), and a copy of the package with the modules. It
+needs Debian or Ubuntu, but not root.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 FOLDER = HERE / "build" / "neon"
@@ -30,6 +32,9 @@ TOOLS = {
 TORCH = "torch==2.10.0"  # the last one whose wheel for aarch64 is a CPU's alone
 WHEELS = ("numpy", "pydantic_core", "regex", "safetensors", "tokenizers")  # with code of a machine; as installed here
 PLATFORMS = ("2_17", "2_24", "2_26", "2_27", "2_28")
+# Programs with their arguments. Both print a JSON object, {case: what must be the same everywhere}.
+KERNELS = ("tests/ops/isa_probe.py",)
+TEXT = ("tests/engine/text_probe.py", "12")
 
 
 def run(*command: str | Path, **options: object) -> str:
@@ -82,7 +87,7 @@ def fetch_wheels() -> None:
 def compile_sets() -> list[str]:
     """The package with its modules into SOURCE; the names of the sets."""
     shutil.rmtree(SOURCE, ignore_errors=True)
-    shutil.copytree(HERE / "src", SOURCE, ignore=shutil.ignore_patterns("*.so", "heads", "__pycache__"))
+    shutil.copytree(HERE / "src", SOURCE, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     sets = runpy.run_path(str(SOURCE / "draftwing/ops/cpu/isa.py"))["known_sets"]("aarch64")
     include, version = ROOT / "usr/include", python()[1]
     flags = ["-shared", "-fPIC", "-O3", "-ffp-contract=off", "-pthread", "-Wno-psabi", f"-I{include}/python{version}"]
@@ -94,26 +99,26 @@ def compile_sets() -> list[str]:
     return [isa.name for isa in sets]
 
 
-def hashes(isa: str, emulated: bool) -> dict[str, str]:
-    """Of one instruction set: see tests/ops/isa_probe.py."""
-    probe = HERE / "tests/ops/isa_probe.py"
+def cases(program: tuple[str, ...], isa: str, emulated: bool) -> dict[str, Any]:
+    """What the program prints with one instruction set."""
+    command = [HERE / program[0], *program[1:]]
     environ = {**os.environ, "DRAFTWING_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
     if not emulated:
-        return json.loads(run(sys.executable, probe, env={**environ, "PYTHONPATH": str(HERE / "src")}))
+        return json.loads(run(sys.executable, *command, env={**environ, "PYTHONPATH": str(HERE / "src")}))
     import numpy
 
     # Packages without code of a machine are those that are installed here.
     environ["PYTHONPATH"] = f"{SITE}:{SOURCE}:{Path(numpy.__file__).parent.parent}"
     emulator = ["qemu-aarch64", "-cpu", "max", "-L", ROOT, "-E", "LD_LIBRARY_PATH=/usr/lib/aarch64-linux-gnu"]
-    return json.loads(run(*emulator, python()[0], probe, env=environ))
+    return json.loads(run(*emulator, python()[0], *command, env=environ))
 
 
-def compare() -> list[str]:
+def compare(program: tuple[str, ...]) -> list[str]:
     """What differs between this machine's plain set and aarch64's sets, one line each."""
-    names, expected = compile_sets(), hashes("plain", False)
+    names, expected = compile_sets(), cases(program, "plain", False)
     different = []
     for name in names:
-        found = hashes(name, True)
+        found = cases(program, name, True)
         different += [f"{name}: {case}" for case in expected if expected[case] != found.get(case)]
         print(f"aarch64, {name}: {len(found)} cases")
     return different
@@ -127,8 +132,8 @@ def main() -> None:
         fetch_python()
         fetch_wheels()
         (FOLDER / "complete").touch()
-    different = compare()
-    sys.exit("\n".join(["other bits than on this machine:", *different]) if different else None)
+    different = compare(TEXT if "--text" in sys.argv[1:] else KERNELS)
+    sys.exit("\n".join(["not the same as on this machine:", *different]) if different else None)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@ happens. (`test_exact.py` has tiny models in blocks, and all that can happen.)""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,14 @@ import torch
 
 from draftwing import LLM, SamplingParams
 from draftwing.ops import make_ops
+from draftwing.ops.cpu.extension import usable_sets
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not make_ops(torch.device("cpu")).block_kinds, reason="needs GEMMs of weights in blocks"),
 ]
 
+PROBE = Path(__file__).with_name("text_probe.py")
 ASKED = [
     "What is the capital of France?", "Tell me a very short story about a fox and a crow.",
     'Repeat this JSON exactly:\n{"a": [1, 2, 3], "b": {"c": "d"}}', "Why is the sky blue?", "Count to twenty.",
@@ -70,3 +76,18 @@ def test_the_types_of_blocks_have_their_own_text(expected: list[list[int]]) -> N
     """So that the test above is one of blocks."""
     with engine(speculative_algorithm="none", quantization="none") as llm:
         assert answers(llm) != expected
+
+
+def test_all_instruction_sets_write_the_same_text(smollm2_path: Path) -> None:
+    """A process for each: the set is chosen when the extension is loaded."""
+    texts = {}
+    for isa in usable_sets():
+        environ = {**os.environ, "DRAFTWING_CPU_ISA": isa.name}
+        out = subprocess.run([sys.executable, PROBE, "24"], env=environ, capture_output=True, text=True)
+        assert out.returncode == 0, f"{isa.name}: {out.stderr}"
+        texts[isa.name] = json.loads(out.stdout)
+    assert texts["plain"]["greedy, no drafts"] != texts["plain"]["seeded, no drafts"]
+    for name, found in texts.items():
+        for case, tokens in found.items():
+            how = case.partition(",")[0]
+            assert tokens == texts["plain"][f"{how}, no drafts"], f"{name}: {case}"

@@ -1,9 +1,10 @@
-"""The kernels on aarch64, in an emulator: the bits of this machine."""
+"""aarch64, in an emulator: the kernels' bits are those of this machine, and so is the default model's text."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -11,11 +12,20 @@ pytestmark = pytest.mark.slow
 PATH = Path(__file__).resolve().parents[2] / "tools" / "neon.py"
 
 
-def test_aarch64_computes_the_same_bits() -> None:
+@pytest.fixture(scope="module")
+def neon() -> ModuleType:
     spec = importlib.util.spec_from_file_location("neon", PATH)
     assert spec is not None and spec.loader is not None
     neon = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(neon)
     if not neon.ready():
         pytest.skip("needs what `make neon` downloads, and its tools")
-    assert neon.compare() == []
+    return neon
+
+
+def test_aarch64_computes_the_same_bits(neon: ModuleType) -> None:
+    assert neon.compare(neon.KERNELS) == []
+
+
+def test_aarch64_writes_the_same_text(neon: ModuleType, smollm2_path: Path) -> None:
+    assert neon.compare(neon.TEXT) == []
