@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat, block_sizes, log_blocks
+from draftwing.layers.linear_ops.packed_blocks import PackedBlocks
 from draftwing.ops.types import BlockRows
 
 CPU = torch.device("cpu")
@@ -111,6 +112,18 @@ def test_columns_that_are_no_whole_blocks_stay_dense(caplog: pytest.LogCaptureFi
     linear.pack(OPS)
     torch.testing.assert_close(linear(weight), weight @ weight.T, rtol=1e-5, atol=1e-5)
     assert not block_sizes(linear)
+
+
+@pytest.mark.parametrize(("dtype", "columns", "in_blocks"), [
+    (torch.bfloat16, 64, True), (torch.float32, 64, False), (torch.bfloat16, 48, False),
+])  # fmt: skip
+def test_a_draft_heads_dense_weight_is_multiplied_in_blocks(dtype: torch.dtype, columns: int, in_blocks: bool) -> None:
+    linear, weight, x = Linear(columns, 5, False, dtype, CPU), dense(5, columns).to(dtype), dense(20, columns, 1)
+    linear.weight.data.copy_(weight)
+    linear.pack(OPS, PackMode(draft_8bit=True))
+    assert isinstance(linear.op, PackedBlocks) == in_blocks
+    assert not (in_blocks and list(linear.parameters())), "the weight has one copy"
+    torch.testing.assert_close(linear(x.to(dtype)).float(), x @ weight.float().T, rtol=0.02, atol=0.2)
 
 
 def test_formats_are_compared_by_what_they_store() -> None:

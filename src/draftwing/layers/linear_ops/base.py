@@ -32,7 +32,7 @@ class PackMode(NamedTuple):
     """What the packed weight is for."""
 
     deterministic: bool = False  # a row must have the same bits in any batch, on a GPU too
-    draft_8bit: bool = False  # few rows may be multiplied in 8 bits: errors cost acceptance, never text
+    draft_8bit: bool = False  # it may be multiplied in 8 bits: errors cost acceptance, never text
     keep_weight: bool = False  # single rows of the weight will be read
     rows_only: bool = False  # it is an embedding's, and never multiplied with
     name: str = "linear"  # of the layer, for messages

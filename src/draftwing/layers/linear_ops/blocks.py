@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from draftwing.gguf_file import dequantized
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
-from draftwing.ops.torch.layer_ops import BlockGemm, LayerOps
+from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks, sizes_of
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.types import BlockRows
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SAFE_KIND = "Q8_0"  # for rows that a kind of larger blocks does not take, and types without a kernel
-SMALLEST = 32  # values of the smallest block
 LARGE_BLOCK = 256  # of the K kinds
 
 
@@ -105,38 +103,6 @@ class Blocks(LinearOp):
         return [self._parts[start] for start in sorted(self._parts)]
 
 
-class PackedBlocks(LinearOp):
-    """For inference: the device's GEMM, which has its own copy of the blocks."""
-
-    few_rows: BlockGemm
-
-    def __init__(self, layer: Linear, ops: LayerOps, parts: list[BlockRows], dtype: torch.dtype) -> None:
-        super().__init__(layer)
-        self.sizes = _sizes(parts)
-        self.few_rows = ops.block_gemm(parts, dtype)
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
-    ) -> Tensor:
-        return self.few_rows(x, bias, residual)
-
-    def dense_weight(self) -> Tensor:
-        return self.few_rows.dense()
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return self.few_rows.rows(ids)
-
-    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
-        return (self.rows(ids).float() * hidden.unsqueeze(-2).float()).sum(-1)
-
-
-def _sizes(parts: Iterable[BlockRows]) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for rows in parts:
-        sizes[rows.kind] += rows.data.nbytes
-    return sizes
-
-
 def block_sizes(module: nn.Module) -> Counter[str]:
     """Bytes of a model's weights in blocks, by their kind."""
     sizes: Counter[str] = Counter()
@@ -145,7 +111,7 @@ def block_sizes(module: nn.Module) -> Counter[str]:
         if isinstance(op, PackedBlocks):
             sizes += op.sizes
         elif isinstance(op, Blocks):
-            sizes += _sizes(op._parts.values())
+            sizes += sizes_of(op._parts.values())
     return sizes
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS, LayerOps, SmallMGemm
 
@@ -55,6 +56,10 @@ def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
         layer.weight = nn.Parameter(weight, False)
     if mode.rows_only:
         return InferenceDense(layer)
+    in_blocks = SAFE_KIND in ops.block_kinds and weight.dtype == torch.bfloat16 and weight.shape[1] % SMALLEST == 0
+    if mode.draft_8bit and in_blocks:
+        del layer.weight
+        return PackedBlocks(layer, ops, [ops.quantize(weight, SAFE_KIND)], weight.dtype)
     gemm = ops.small_m_gemm(weight)
     if gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
         raise ConfigError(
@@ -112,7 +117,7 @@ class OneDnn(LinearOp):
             inputs, min(outputs, onednn.MOST_TRIED), weight.dtype, torch.get_num_threads()
         )
         self._packed = onednn.pack(weight)
-        self.few_rows = ops.few_rows_gemm(weight, self._packed, layer.bias, self._alike, mode.draft_8bit)
+        self.few_rows = ops.few_rows_gemm(self._packed, layer.bias, self._alike)
         self._keeps_weight = mode.keep_weight
         if not mode.keep_weight:
             del layer.weight

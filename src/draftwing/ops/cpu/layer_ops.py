@@ -116,11 +116,7 @@ class CpuLayerOps(LayerOps):
         )  # fmt: skip
         return out
 
-    def few_rows_gemm(
-        self, weight: Tensor, packed: Tensor, bias: Tensor | None, alike: int, draft_8bit: bool
-    ) -> FewRowsGemm | None:
-        if draft_8bit and weight.dtype == torch.bfloat16 and weight.shape[1] % 32 == 0:
-            return BlockedGemm([self.quantize(weight, "Q8_0")], weight.dtype)
+    def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
         return packed_gemm_like_onednn(packed, bias) if alike <= 2 else None
 
     block_kinds = frozenset(TYPES)

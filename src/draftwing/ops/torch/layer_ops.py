@@ -172,13 +172,10 @@ class LayerOps:
         """Whether oneDNN multiplies with this weight faster, and in a known order, once it has packed it."""
         return onednn.takes(weight)
 
-    def few_rows_gemm(
-        self, weight: Tensor, packed: Tensor, bias: Tensor | None, alike: int, draft_8bit: bool
-    ) -> FewRowsGemm | None:
-        """A GEMM for up to `FEW_ROWS` rows with the bits of oneDNN's, or with a copy of the weight in 8 bits.
+    def few_rows_gemm(self, packed: Tensor, bias: Tensor | None, alike: int) -> FewRowsGemm | None:
+        """A GEMM for up to `FEW_ROWS` rows with the bits of oneDNN's, or None.
 
-        weight [outputs, inputs]; packed: by `onednn.pack`; alike: what `onednn.rows_summed_alike` says of it;
-        draft_8bit: whether errors of a percent may be made. None where there is none.
+        packed: a weight [outputs, inputs] by `onednn.pack`; alike: what `onednn.rows_summed_alike` says of it.
         """
         return None
 

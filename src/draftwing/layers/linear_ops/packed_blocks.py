@@ -1,0 +1,52 @@
+"""Weights in blocks as they are multiplied: what a format of blocks packs, and dense weights of draft heads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.ops.torch.layer_ops import BlockGemm, LayerOps
+from draftwing.ops.types import BlockRows
+
+if TYPE_CHECKING:
+    from draftwing.layers.linear import Linear
+
+SAFE_KIND = "Q8_0"  # for rows that a kind of larger blocks does not take, types without a kernel, and draft heads
+SMALLEST = 32  # values of the smallest block
+
+
+class PackedBlocks(LinearOp):
+    """The device's GEMM, which has its own copy of the blocks."""
+
+    few_rows: BlockGemm
+
+    def __init__(self, layer: Linear, ops: LayerOps, parts: list[BlockRows], dtype: torch.dtype) -> None:
+        super().__init__(layer)
+        self.sizes = sizes_of(parts)
+        self.few_rows = ops.block_gemm(parts, dtype)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        return self.few_rows(x, bias, residual)
+
+    def dense_weight(self) -> Tensor:
+        return self.few_rows.dense()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.few_rows.rows(ids)
+
+    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        return (self.rows(ids).float() * hidden.unsqueeze(-2).float()).sum(-1)
+
+
+def sizes_of(parts: Iterable[BlockRows]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for rows in parts:
+        sizes[rows.kind] += rows.data.nbytes
+    return sizes
