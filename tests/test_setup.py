@@ -11,6 +11,8 @@ import pytest
 
 from draftwing.ops.cpu.isa import known_sets
 
+pytestmark = pytest.mark.slow  # processes of their own
+
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = """#!{python}
 import pathlib, sys

@@ -13,6 +13,8 @@ import pytest
 
 from draftwing.ops.cpu.extension import load_extension, usable_sets
 
+pytestmark = pytest.mark.slow  # processes of their own
+
 PROBE = Path(__file__).with_name("isa_probe.py")
 SETS = [isa.name for isa in usable_sets()] if load_extension() is not None else []
 
