@@ -14,40 +14,28 @@
 #define SMALLEST 0x1p-126f /* scale that rows are divided by: 1 / a smaller one may be infinite */
 #define AHEAD (4 << 10)    /* bytes that are fetched before they are needed; hardware does not see past a page's end */
 
-/* -- what an instruction set has: WIDE outputs at once, 4 bytes of each ---------------------------------------------- */
+/* -- what an instruction set has: PART outputs at once, 4 bytes of each ---------------------------------------------- */
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#include <immintrin.h>
-#define WIDE 16
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define WIDE 8
-#else
+#if PART == 16 && !defined(__AVX512VNNI__) || PART == 8 && !defined(__AVX2__)
+#error "dot has no instructions for this set: see isa.py"
+#endif
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #elif defined(__SSE2__)
 #include <immintrin.h>
 #endif
-#define WIDE 4
-#endif
 
-typedef uint8_t vb __attribute__((vector_size(4 * WIDE)));
-typedef int32_t vn __attribute__((vector_size(4 * WIDE)));
-typedef float vx __attribute__((vector_size(4 * WIDE)));
-typedef uint8_t few_bytes __attribute__((vector_size(WIDE)));
-typedef int8_t few_signed __attribute__((vector_size(WIDE)));
+typedef uint8_t vb __attribute__((vector_size(4 * PART)));
+typedef int32_t vn __attribute__((vector_size(4 * PART)));
+typedef uint8_t few_bytes __attribute__((vector_size(PART)));
+typedef int8_t few_signed __attribute__((vector_size(PART)));
 
 INLINE vb bytes_at(const uint8_t *p) {
     vb v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-INLINE vx floats_at(const float *p) {
-    vx v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-INLINE vx floats_of(vn v) { return __builtin_convertvector(v, vx); }
+INLINE pf floats_of(vn v) { return __builtin_convertvector(v, pf); }
 INLINE vn from_bytes(const uint8_t *p) {
     few_bytes v;
     memcpy(&v, p, sizeof v);
@@ -58,8 +46,8 @@ INLINE vn from_signed(const uint8_t *p) {
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, vn);
 }
-INLINE vx from_halves(const uint8_t *p) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+INLINE pf from_halves(const uint8_t *p) {
+#if PART == 16
     return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p));
 #elif defined(__AVX2__)
     return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p));
@@ -68,19 +56,19 @@ INLINE vx from_halves(const uint8_t *p) {
     memcpy(&h, p, sizeof h);
     return vcvt_f32_f16(h);
 #else
-    uint16_t h[WIDE];
-    vx v;
+    uint16_t h[PART];
+    pf v;
     memcpy(h, p, sizeof h);
-    for (int i = 0; i < WIDE; i++) v[i] = from_half(h[i]);
+    for (int i = 0; i < PART; i++) v[i] = from_half(h[i]);
     return v;
 #endif
 }
 INLINE vn every(int32_t x) { return x - (vn){0}; }
-INLINE vx every_float(float x) { return x - (vx){0}; }
+INLINE pf every_float(float x) { return x - (pf){0}; }
 
 /* sum over `count` groups of four inputs: w, not below 0 and at most 255 (less of narrow kinds), times x. */
 INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#if PART == 16
     vn sums[2] = {{0}, {0}}; /* two: each waits for its own last instruction */
     for (int g = 0; g < count; g++) {
         int32_t four;
@@ -145,7 +133,7 @@ INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
 #else
     vn sum = {0};
     for (int g = 0; g < count; g++)
-        for (int o = 0; o < WIDE; o++)
+        for (int o = 0; o < PART; o++)
             for (int i = 0; i < 4; i++) {
                 const int q = k.wide ? (int8_t)w[g][4 * o + i] : w[g][4 * o + i];
                 sum[o] += q * x[4 * g + i];
@@ -153,7 +141,7 @@ INLINE vn dot(const Kind k, const vb *w, const int8_t *x, const int count) {
     return sum;
 #endif
 }
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if PART == 16 || defined(__AVXVNNI__)
 #define WIDE_IS_SIGNED 0 /* which `dot` takes 8 bits as they are stored, plus 128 */
 #else
 #define WIDE_IS_SIGNED 1
@@ -192,12 +180,12 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
     const Kind k = kind_of(type);
     const int64_t blocks = x->inputs / BLOCK, size = block_bytes(k);
     const int takes_zero = k.zero && !(k.wide && WIDE_IS_SIGNED);
-    vx units[PANEL_OUTPUTS / WIDE] = {0}, bases[PANEL_OUTPUTS / WIDE] = {0};
+    pf units[PANEL_OUTPUTS / PART] = {0}, bases[PANEL_OUTPUTS / PART] = {0};
     for (int64_t b = 0; b < blocks; b++, at += size) {
         if (k.super && b % SUPER == 0) {
-            for (int c = 0; c < PANEL_OUTPUTS / WIDE; c++) {
-                units[c] = from_halves(at + 2 * WIDE * c);
-                if (k.min) bases[c] = from_halves(at + 32 + 2 * WIDE * c);
+            for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
+                units[c] = from_halves(at + 2 * PART * c);
+                if (k.min) bases[c] = from_halves(at + 32 + 2 * PART * c);
             }
             at += head_bytes(k);
         }
@@ -206,22 +194,22 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
         const float *scales = x->scales + first, *weighted = x->sums + first;
         const int32_t *halves = x->halves + 2 * first;
         for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(at + AHEAD + c);
-        for (int c = 0; c < PANEL_OUTPUTS / WIDE; c++) {
+        for (int c = 0; c < PANEL_OUTPUTS / PART; c++) {
             const uint8_t *values = at + q_bytes(k);
             vb w[8];
-            unpack(k, w, at, WIDE * c);
+            unpack(k, w, at, PART * c);
             vn one = {0}, two = {0};
-            vx scale = {0}, min = {0};
+            pf scale = {0}, min = {0};
             if (!k.super) {
-                scale = from_halves(values + 2 * WIDE * c);
-                if (k.min) min = from_halves(values + 32 + 2 * WIDE * c);
+                scale = from_halves(values + 2 * PART * c);
+                if (k.min) min = from_halves(values + 32 + 2 * PART * c);
             } else if (k.halves) {
                 scale = units[c];
-                one = from_signed(values + WIDE * c);
-                two = from_signed(values + 16 + WIDE * c);
+                one = from_signed(values + PART * c);
+                two = from_signed(values + 16 + PART * c);
             } else {
-                scale = units[c] * floats_of(from_bytes(values + WIDE * c));
-                min = -(bases[c] * floats_of(from_bytes(values + 16 + WIDE * c)));
+                scale = units[c] * floats_of(from_bytes(values + PART * c));
+                min = -(bases[c] * floats_of(from_bytes(values + 16 + PART * c)));
             }
             for (int64_t r = 0; r < rows; r++) {
                 vn whole;
@@ -234,10 +222,10 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
                     whole = dot(k, w, bytes + r * BLOCK, 8);
                     if (takes_zero) whole -= every(halves[2 * r] + halves[2 * r + 1]) << k.zero;
                 }
-                vx sum = floats_at(sums[r] + WIDE * c);
+                pf sum = part_at(sums[r] + PART * c);
                 sum += floats_of(whole) * scale * every_float(scales[r]);
                 if (k.min) sum += min * every_float(weighted[r]);
-                memcpy(sums[r] + WIDE * c, &sum, sizeof sum);
+                memcpy(sums[r] + PART * c, &sum, sizeof sum);
             }
         }
     }
