@@ -1,0 +1,271 @@
+"""What a step costs: seconds of every tree shape by batch size and context, measured at the start and corrected since.
+
+A measurement is of a shape, a batch size and a context: the tokens in the KV of all the batch's rows together. Between
+batch sizes prices are interpolated. In the context they are a line, whose slope depends on the batch size. What was
+never measured is estimated from what was, and rather too high than too low.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from draftwing.core import PLAIN, TreeShape
+
+VERSION = 1  # of what `to_json` returns
+ROW_COST = 0.05  # a guess: of a plain step, for each row more that the target runs
+LEVEL_COST = 0.2  # a guess: of a plain step, for each level that is drafted
+RATE = 0.02  # of corrections; the first samples count for more
+TRUST = 4  # samples that a measurement counts for
+MOST = 2.0  # a correction's limit in either direction, and that of one sample's say
+FIRST = 3  # samples of what was not measured at the start: their least is taken for a measurement
+
+
+class Line(NamedTuple):
+    """Seconds of a step of one shape and batch size, by the context."""
+
+    empty: float
+    slope: float  # for each token
+
+
+class Correction:
+    """Prices here have turned out to be `factor` times as high, says a moving mean of so many `samples`."""
+
+    __slots__ = ("factor", "samples")
+
+    def __init__(self, factor: float = 1.0, samples: int = 0) -> None:
+        self.factor, self.samples = factor, samples
+
+    def learn(self, error: float, rate: float) -> None:
+        """error: what was measured, relative to what was predicted."""
+        self.factor = min(max(self.factor * (1 + rate * (error - 1)), 1 / MOST), MOST)
+        self.samples += 1
+
+
+class Prices:
+    """Seconds of steps. Asked for every shape of a menu at every step, so answers are kept.
+
+    Two corrections apply to a price: one for all shapes of a bucket of batch sizes, because a machine has other things
+    to do, and one for each shape. A sample moves both by half of its error.
+    """
+
+    def __init__(self, menu: Sequence[TreeShape], stepwise: bool) -> None:
+        """stepwise: a batch costs what the next larger measured size does, as with graphs, which are padded; else
+        prices between two sizes lie on a line."""
+        self.menu = tuple(menu)
+        self.stepwise = stepwise
+        self._measured: dict[TreeShape, dict[int, dict[int, float]]] = {}  # shape -> batch -> context -> seconds
+        self._tried: dict[tuple[TreeShape, int], int] = {}  # samples that measurements were made of in operation
+        self._settled: set[tuple[TreeShape, int]] = set()  # steps that correct prices, and give no measurement
+        self._shared: dict[int, Correction] = {}  # by bucket
+        self._own: dict[tuple[TreeShape, int], Correction] = {}  # by shape and bucket
+        self._lines: dict[tuple[TreeShape, int], Line] = {}  # what was asked for
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def measured(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
+        """Takes a measurement. One of the same step replaces it."""
+        assert batch > 0 and context >= 0 and seconds > 0
+        self._measured.setdefault(shape, {}).setdefault(batch, {})[context] = seconds
+        self._lines.clear()
+
+    def seconds(self, shape: TreeShape, batch: int, context: int) -> float | None:
+        """Returns what a step will take; None only if nothing at all is known."""
+        line = self._lines.get((shape, batch)) or self._line(shape, batch)
+        if line is None:
+            return None
+        bucket = batch.bit_length()
+        factor, shared, own = 1.0, self._shared.get(bucket), self._own.get((shape, bucket))
+        if shared is not None:
+            factor = shared.factor
+        if own is not None:
+            factor = min(max(factor * own.factor, 1 / MOST), MOST)
+        return factor * (line.empty + line.slope * context)
+
+    def known(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether it was measured at a size that is near: less than twice or half as large."""
+        sizes = self._measured.get(shape)
+        return sizes is not None and any(batch <= 2 * size and size <= 2 * batch for size in sizes)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shape of the menu was measured."""
+        return all(shape in self._measured for shape in self.menu)
+
+    def record(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
+        """Corrects prices by what a step took."""
+        if seconds <= 0:
+            return
+        if (shape, batch) not in self._settled and self._learn(shape, batch, context, seconds):
+            return
+        line = self._lines.get((shape, batch)) or self._line(shape, batch)
+        assert line is not None, "what is settled has a price"
+        bucket = batch.bit_length()
+        shared, own = self._shared.get(bucket), self._own.get((shape, bucket))
+        if shared is None:
+            shared = self._shared[bucket] = Correction()
+        if own is None:
+            own = self._own[shape, bucket] = Correction()
+        # What stalls a step once says nothing of the next.
+        predicted = (line.empty + line.slope * context) * shared.factor * own.factor
+        error = min(max(seconds / predicted, 1 / MOST), MOST)
+        shared.learn(error, max(RATE, 1 / (TRUST + shared.samples)) / 2)
+        own.learn(error, max(RATE, 1 / (TRUST + own.samples)) / 2)
+
+    def _learn(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
+        """Takes a step in operation for a measurement where there is none; returns whether it did. The first step pays
+        for caches and allocations."""
+        tried = self._tried.get((shape, batch), 0)
+        if tried == FIRST or (not tried and self.known(shape, batch)):
+            self._settled.add((shape, batch))
+            return False
+        found = self._measured.setdefault(shape, {}).setdefault(batch, {})
+        least = min([seconds, *found.values()])
+        found.clear()
+        found[context] = least
+        self._tried[shape, batch] = tried + 1
+        self._lines.clear()
+        return True
+
+    # -- interpolation ------------------------------------------------------------------------------------------------
+
+    def _line(self, shape: TreeShape, batch: int) -> Line | None:
+        """Finds a line and keeps it."""
+        if not self._measured:
+            return None
+        line = self._lines[shape, batch] = Line(self._empty(shape, batch), self._slope(shape, batch))
+        return line
+
+    def _empty(self, shape: TreeShape, batch: int) -> float:
+        """Seconds of a step without context."""
+        sizes = self._measured.get(shape)
+        if sizes is None:
+            return self._guess(shape, batch)
+        points = [(size, self._without_context(shape, size)) for size in sorted(sizes)]
+        at = bisect_left([size for size, _ in points], batch)
+        if at == len(points):
+            return self._beyond(points, shape, batch)
+        size, seconds = points[at]
+        if self.stepwise or size == batch or at == 0:
+            return seconds
+        below, less = points[at - 1]
+        return less + (seconds - less) * (batch - below) / (size - below)
+
+    def _without_context(self, shape: TreeShape, size: int) -> float:
+        """Of a size that was measured."""
+        context, seconds = min(self._measured[shape][size].items())
+        return max(seconds - context * self._slope(shape, size), seconds / 2) if context else seconds
+
+    @staticmethod
+    def _beyond(points: list[tuple[int, float]], shape: TreeShape, batch: int) -> float:
+        """Above the largest size: as steep as over the upper half of the sizes, or over all of them."""
+        last, seconds = points[-1]
+        steepness = ROW_COST * _queries(shape) * seconds / last if len(points) == 1 else 0.0
+        for size, less in points[:1] + [point for point in points if 2 * point[0] <= last][-1:]:
+            if size < last:
+                steepness = max(steepness, (seconds - less) / (last - size))
+        return seconds + steepness * (batch - last)
+
+    def _slope(self, shape: TreeShape, batch: int) -> float:
+        """Seconds for each token of the context: the shape's own, else that of plain steps, else another's."""
+        for one in (shape, PLAIN, *self._measured):
+            slopes = [(size, _steepness(found)) for size, found in sorted(self._measured.get(one, {}).items())
+                      if len(found) > 1]  # fmt: skip
+            if slopes:
+                break
+        else:
+            return 0.0
+        at = bisect_left([size for size, _ in slopes], batch)
+        if at == 0 or at == len(slopes):
+            return slopes[min(at, len(slopes) - 1)][1]
+        (below, less), (size, more) = slopes[at - 1], slopes[at]
+        return less + (more - less) * (batch - below) / (size - below)
+
+    def _guess(self, shape: TreeShape, batch: int) -> float:
+        """Of a shape that was never measured: by what its rows may cost beside plain steps. It is not cheaper than what
+        is smaller, and not dearer than what is larger."""
+        known = [(other, self._empty(other, batch)) for other in self._measured]
+        plain = min(seconds / _relative(other, batch) for other, seconds in known)
+        if PLAIN in self._measured:
+            plain = self._empty(PLAIN, batch)
+        guess = plain * _relative(shape, batch)
+        size = shape.depth, _queries(shape)
+        least = [seconds for other, seconds in known if other.depth <= size[0] and _queries(other) <= size[1]]
+        most = [seconds for other, seconds in known if other.depth >= size[0] and _queries(other) >= size[1]]
+        return min([max([guess, *least]), *most])
+
+    # -- keeping them -------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all that is known, for `from_json`."""
+        return {
+            "version": VERSION,
+            "stepwise": self.stepwise,
+            "measured": [[list(shape), batch, context, seconds] for shape, batch, context, seconds in self._points()],
+            "shared": [[bucket, one.factor, one.samples] for bucket, one in self._shared.items()],
+            "own": [[list(shape), bucket, one.factor, one.samples] for (shape, bucket), one in self._own.items()],
+        }
+
+    @classmethod
+    def from_json(cls, content: Any, menu: Sequence[TreeShape], stepwise: bool) -> Prices:
+        """Returns the prices that `to_json` gave, of the shapes of the menu. Raises ValueError for anything else.
+
+        Corrections are of another day: new samples soon count for more.
+        """
+        prices = cls(menu, stepwise)
+        try:
+            if content["version"] != VERSION or content["stepwise"] is not stepwise:
+                raise ValueError(f"expected version {VERSION}, stepwise {stepwise}")
+            for numbers, batch, context, seconds in content["measured"]:
+                if (shape := TreeShape(*map(_count, numbers))) in prices.menu:
+                    size, tokens = _count(batch, 1), _count(context)
+                    prices._measured.setdefault(shape, {}).setdefault(size, {})[tokens] = _positive(seconds)
+            for bucket, factor, samples in content["shared"]:
+                prices._shared[_count(bucket)] = _correction(factor, samples)
+            for numbers, bucket, factor, samples in content["own"]:
+                if (shape := TreeShape(*map(_count, numbers))) in prices.menu:
+                    prices._own[shape, _count(bucket)] = _correction(factor, samples)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not what `to_json` gives: {error!r}") from None
+        return prices
+
+    def _points(self) -> Iterator[tuple[TreeShape, int, int, float]]:
+        for shape, sizes in self._measured.items():
+            for batch, found in sizes.items():
+                for context, seconds in found.items():
+                    yield shape, batch, context, seconds
+
+
+def _queries(shape: TreeShape) -> int:
+    """Nodes that the target runs for each row on average."""
+    return getattr(shape, "verified", 0) or shape.nodes
+
+
+def _relative(shape: TreeShape, batch: int) -> float:
+    """A guess at a step's price beside that of a plain one."""
+    more = _queries(shape) - 1
+    return 1 + LEVEL_COST * shape.depth + min(ROW_COST * more * batch, more)
+
+
+def _steepness(found: dict[int, float]) -> float:
+    """Least squares, of lines through the point of the least context; never downwards."""
+    (origin, base), *others = sorted(found.items())
+    return max(sum((context - origin) * (seconds - base) for context, seconds in others)
+               / sum((context - origin) ** 2 for context, _ in others), 0.0)  # fmt: skip
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"expected a whole number from {least}, found {value!r}")
+    return value
+
+
+def _positive(value: Any) -> float:
+    if not isinstance(value, float | int) or not 0 < value < 1e6:
+        raise ValueError(f"expected a positive number, found {value!r}")
+    return float(value)
+
+
+def _correction(factor: Any, samples: Any) -> Correction:
+    return Correction(min(max(_positive(factor), 1 / MOST), MOST), min(_count(samples), TRUST))

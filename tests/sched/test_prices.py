@@ -1,0 +1,178 @@
+"""Prices against a machine whose costs are a formula: what is read off between, beyond and without measurements, how
+corrections follow the machine, and what a file of them may hold."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.sched.prices import FIRST, MOST, Prices
+
+TREE, CHAIN, SHORT = TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(2, 1, 3)
+MENU = (TREE, CHAIN, SHORT, PLAIN)
+
+
+def true_seconds(shape: TreeShape, batch: int, context: int) -> float:
+    """Of a machine in which everything adds up."""
+    return 1e-3 + 2e-4 * shape.depth + 3e-5 * batch * shape.nodes + (2e-7 + 1e-8 * shape.nodes) * context
+
+
+def measured(stepwise: bool, sizes=(1, 4, 16), contexts=(0, 1000, 4000), menu=MENU) -> Prices:
+    """contexts: of one row."""
+    prices = Prices(MENU, stepwise)
+    for shape in menu:
+        for size in sizes:
+            for context in contexts:
+                prices.measured(shape, size, size * context, true_seconds(shape, size, size * context))
+    return prices
+
+
+@pytest.mark.parametrize("shape", MENU)
+@pytest.mark.parametrize("batch", [1, 2, 4, 9, 16, 50])
+@pytest.mark.parametrize("context", [0, 500, 40_000])
+def test_a_line_is_found_between_and_beyond_sizes(shape: TreeShape, batch: int, context: int) -> None:
+    assert measured(False).seconds(shape, batch, context) == pytest.approx(true_seconds(shape, batch, context))
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, 1), (2, 4), (4, 4), (5, 16), (16, 16)])
+def test_a_padded_batch_costs_what_its_graph_does(batch: int, size: int) -> None:
+    prices = measured(True)
+    for shape in MENU:
+        assert prices.seconds(shape, batch, 0) == pytest.approx(true_seconds(shape, size, 0))
+        longer = prices.seconds(shape, batch, 3000) - prices.seconds(shape, batch, 0)
+        assert longer == pytest.approx(true_seconds(shape, batch, 3000) - true_seconds(shape, batch, 0))
+    assert prices.seconds(TREE, 40, 0) == pytest.approx(true_seconds(TREE, 40, 0))
+
+
+def test_nothing_is_known_of_nothing() -> None:
+    prices = Prices(MENU, False)
+    assert prices.seconds(PLAIN, 1, 0) is None and not prices.complete and not prices.known(PLAIN, 1)
+
+
+def test_a_shape_without_contexts_has_the_slope_of_plain_steps() -> None:
+    prices = measured(False, menu=(PLAIN,))
+    prices.measured(TREE, 4, 0, 5e-3)
+    expected = 5e-3 + true_seconds(PLAIN, 4, 8000) - true_seconds(PLAIN, 4, 0)
+    assert prices.seconds(TREE, 4, 8000) == pytest.approx(expected)
+
+
+def test_what_was_never_measured_costs_more_than_plain_and_keeps_its_place() -> None:
+    prices = measured(False, menu=(PLAIN,))
+    for batch in (1, 16, 64):
+        plain, short, chain, tree = (prices.seconds(shape, batch, 0) for shape in (PLAIN, SHORT, CHAIN, TREE))
+        assert plain < short < chain < tree
+        assert tree >= true_seconds(TREE, batch, 0), "pessimistic"
+    prices.measured(TREE, 4, 0, 2 * true_seconds(PLAIN, 4, 0))
+    assert prices.seconds(CHAIN, 4, 0) <= prices.seconds(TREE, 4, 0), "it is not dearer than what is larger"
+    prices.measured(SHORT, 4, 0, 1.9 * true_seconds(PLAIN, 4, 0))
+    assert prices.seconds(CHAIN, 4, 0) >= prices.seconds(SHORT, 4, 0), "nor cheaper than what is smaller"
+
+
+def test_plain_is_estimated_from_trees() -> None:
+    prices = Prices(MENU, False)
+    prices.measured(TREE, 1, 0, 8e-3)
+    assert 1e-3 < prices.seconds(PLAIN, 1, 0) < 8e-3
+
+
+def test_one_size_is_no_price_for_many_requests() -> None:
+    prices = Prices(MENU, False)
+    prices.measured(PLAIN, 1, 0, 1e-3)
+    prices.measured(TREE, 1, 0, 2e-3)
+    assert prices.seconds(TREE, 16, 0) / prices.seconds(PLAIN, 16, 0) > 2
+    assert not prices.known(TREE, 16) and prices.known(TREE, 2)
+
+
+def test_prices_follow_a_machine_that_became_slower() -> None:
+    prices, rng = measured(False), random.Random(1)
+    for _ in range(300):
+        prices.record(TREE, 4, 0, 1.5 * true_seconds(TREE, 4, 0) * rng.uniform(0.9, 1.1))
+    assert prices.seconds(TREE, 4, 0) == pytest.approx(1.5 * true_seconds(TREE, 4, 0), rel=0.05)
+    # Others are a part of it, as long as they were not run; other numbers of requests are not.
+    assert 1.1 < prices.seconds(PLAIN, 4, 0) / true_seconds(PLAIN, 4, 0) < 1.5
+    assert prices.seconds(PLAIN, 16, 0) == pytest.approx(true_seconds(PLAIN, 16, 0))
+    for _ in range(300):
+        prices.record(PLAIN, 4, 0, true_seconds(PLAIN, 4, 0))
+        prices.record(TREE, 4, 0, 1.5 * true_seconds(TREE, 4, 0))
+    assert prices.seconds(PLAIN, 4, 0) == pytest.approx(true_seconds(PLAIN, 4, 0), rel=0.02)
+    assert prices.seconds(TREE, 4, 0) == pytest.approx(1.5 * true_seconds(TREE, 4, 0), rel=0.02)
+
+
+def test_the_first_samples_count_for_more() -> None:
+    prices = measured(False)
+    true = true_seconds(TREE, 1, 0)
+    for _ in range(5):
+        prices.record(TREE, 1, 0, 1.4 * true)
+    assert prices.seconds(TREE, 1, 0) > 1.2 * true
+
+
+def test_a_stall_says_little_and_corrections_end() -> None:
+    prices = measured(False)
+    true = true_seconds(TREE, 1, 0)
+    for _ in range(100):
+        prices.record(TREE, 1, 0, true)
+    prices.record(TREE, 1, 0, 1000 * true)
+    assert prices.seconds(TREE, 1, 0) < 1.03 * true
+    for _ in range(3000):
+        prices.record(TREE, 1, 0, 1000 * true)
+    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * true)
+    prices.record(TREE, 1, 0, 0.0)
+    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * true)
+
+
+def test_steps_in_operation_are_measurements_where_there_are_none() -> None:
+    prices = Prices(MENU, False)
+    for seconds in (0.5, *[3e-3] * (FIRST - 1)):  # the first one pays for what is made once
+        prices.record(PLAIN, 8, 100, seconds)
+    assert prices.seconds(PLAIN, 8, 100) == pytest.approx(3e-3) and prices.known(PLAIN, 8)
+    prices.record(PLAIN, 8, 100, 1e-4)  # from now on it is a correction
+    assert prices.seconds(PLAIN, 8, 100) > 2e-3
+    assert not prices.known(PLAIN, 64)
+    prices.record(PLAIN, 64, 100, 9e-3)
+    assert prices.seconds(PLAIN, 64, 100) == pytest.approx(9e-3) and prices.known(PLAIN, 64)
+
+
+def test_they_are_kept() -> None:
+    prices = measured(True)
+    for shape in MENU:
+        for _ in range(50):
+            prices.record(shape, 3, 100, 1.3 * true_seconds(shape, 4, 100))
+    content = json.loads(json.dumps(prices.to_json()))
+    again = Prices.from_json(content, MENU, True)
+    assert again.complete and again.to_json()["measured"] == content["measured"]
+    for shape in MENU:
+        for batch, context in ((1, 0), (3, 700), (16, 9000)):
+            assert again.seconds(shape, batch, context) == prices.seconds(shape, batch, context)
+    fewer = Prices.from_json(content, (CHAIN, PLAIN), True)
+    assert fewer.complete and fewer.seconds(CHAIN, 1, 0) == prices.seconds(CHAIN, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        None, [], 3, {}, {"version": 0}, {"measured": 7}, {"stepwise": False}, {"own": [[[5, 4, 16], 1, 1.0]]},
+        {"measured": [[[5, 4, 16], 1, 0, -1.0]]}, {"measured": [[[5, 4, 16], 1, 0, float("nan")]]},
+        {"measured": [[[5, 4, 16], 1, 0, "1"]]}, {"measured": [[[5, 4, 16], 0, 0, 1.0]]},
+        {"measured": [[[5, 4, 16], 1.5, 0, 1.0]]}, {"measured": [[[5], 1, 0, 1.0]]},
+        {"shared": [[1, 1.0, -1]]}, {"shared": [[1, None, 1]]},
+    ],
+)  # fmt: skip
+def test_what_is_no_file_of_prices_is_refused(broken: object) -> None:
+    content = measured(True).to_json() | broken if isinstance(broken, dict) and broken else broken
+    with pytest.raises(ValueError, match=r"expected|to_json"):
+        Prices.from_json(content, MENU, True)
+
+
+def test_it_is_cheap_enough_for_every_step() -> None:
+    prices = measured(True, sizes=tuple(range(1, 129, 8)))
+    best = 1.0
+    for _ in range(5):
+        start = time.perf_counter()
+        for context in range(2000):
+            prices.seconds(TREE, 100, context)
+            prices.record(TREE, 100, context, 1e-3)
+        best = min(best, (time.perf_counter() - start) / 2000)
+    assert best < 30e-6, "some 2 us on a machine that does nothing else"
