@@ -77,6 +77,16 @@ def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
     )
 
 
+class Ragged(NamedTuple):
+    """Trees with different numbers of queries: those of tree b are queries `[starts[b], starts[b + 1])` of the batch,
+    at most `cap`. A tree may have none."""
+
+    rows: Tensor  # [T] int64, as in `Batch`
+    prefix_len: Tensor  # [T] int64
+    starts: Tensor  # [T + 1] int64, ascending from 0 to the number of queries
+    cap: int
+
+
 class Batch(NamedTuple):
     """One forward of one model over M queries of B rows. One of `chunks` or `tiles` (prefill) or `path` (trees, chains)
     is set.
@@ -85,6 +95,9 @@ class Batch(NamedTuple):
     in position order, to the window entries `path[b, q, 0 .. path_len[b, q])`: entry w stands for page-table
     position `prefix_len[b] + w`, 0 <= w < window. The query itself is the last entry of its path. Entries past
     `path_len` are valid indices whose content is ignored.
+
+    Trees of different sizes are M rows of one query each: `rows` [M], `prefix_len` [M], `path` [M, 1, D]. `ragged` says
+    in addition which of them are one tree, for backends that read what these share once; others need not look.
     """
 
     rows: Tensor  # [B] int64, rows of the RowTable
@@ -99,6 +112,7 @@ class Batch(NamedTuple):
     chunks: tuple[ChunkSpan, ...] = ()
     bound: int = 0  # host bound of the page-table entries that may be read; 0: all of them
     tiles: Tensor | None = None  # [T, 5] int32: chunks that only the device knows, by `TiledAttention.chunk_tiles`
+    ragged: Ragged | None = None
 
     def pages(self) -> Tensor:
         """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""

@@ -66,7 +66,8 @@ class Bound(Attend):
         self._threads = torch.get_num_threads()
         self._kv = backend.pool.kv
         self._kv_half = backend.pool.dtype == torch.bfloat16
-        rows, table = batch.rows.contiguous(), batch.table
+        trees = batch.ragged or batch
+        rows, table = trees.rows.contiguous(), batch.table
         assert table.stride(1) == 1
         longest_row = batch.bound or table.shape[1]
         self._slots = batch.write_slots.contiguous()
@@ -76,14 +77,19 @@ class Bound(Attend):
             self._keep.append(spans)
             longest = max(chunk.length for chunk in batch.chunks)
             self._most_keys = max(chunk.start + chunk.length for chunk in batch.chunks)
-            who: tuple[int, ...] = (0, 0, 0, spans.data_ptr(), len(batch.chunks), longest, 0)
+            who: tuple[int, ...] = (0, 0, 0, spans.data_ptr(), 0, len(batch.chunks), longest, 0)
         else:
             assert batch.path is not None and batch.path_len is not None
-            size, nodes, depth = batch.path.shape
-            read = [batch.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()]
+            _, nodes, depth = batch.path.shape
+            read = [trees.prefix_len.contiguous(), batch.path.contiguous(), batch.path_len.contiguous()]
+            starts = 0
+            if batch.ragged is not None:
+                assert nodes == 1 and batch.ragged.starts.is_contiguous()
+                nodes, starts = batch.ragged.cap, batch.ragged.starts.data_ptr()
+                self._keep.append(batch.ragged.starts)
             self._keep += read
             self._most_keys = longest_row + depth
-            who = (*(part.data_ptr() for part in read), 0, size, nodes, depth)
+            who = (*(part.data_ptr() for part in read), 0, starts, rows.shape[0], nodes, depth)
         self._who = (rows.data_ptr(), table.data_ptr(), table.stride(0), *who)
         self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim of what follows
         self._how: tuple[int, ...] = ()

@@ -8,14 +8,16 @@ The host never knows lengths: programs find out on the device which splits are t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from draftwing.ops.attention import Ragged
 from draftwing.ops.triton.attention_common import ROUNDING, Tiling, padded, pick_tiling, scale_of, warps_of
-from draftwing.ops.triton.attention_tree import tree_kernel
+from draftwing.ops.triton.attention_tree import ragged_tiles, tree_kernel
 from draftwing.ops.triton.common import keep_cache, launch_options
 
 WINDOW_BYTES = 16 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
@@ -56,8 +58,8 @@ def plan(
     batch: int, queries: int, depth: int, heads: int, kv: Tensor, positions: int, window: int, exact: bool,
     tiling: Tiling,
 ) -> Plan:  # fmt: skip
-    """positions: of a page table. exact: its bits are wanted; what it gives is exact also where that is as fast, and
-    where there is no room for a masked window."""
+    """queries: of a tree, of ragged ones on average. positions: of a page table. exact: its bits are wanted; what it
+    gives is exact also where that is as fast, and where there is no room for a masked window."""
     _, kv_heads, _, dim = kv.shape
     rows_all = queries * heads // kv_heads  # of a key head
 
@@ -117,35 +119,51 @@ def tree_attention(
     exact: bool = True,
     window: int = 0,
     tiling: Tiling | None = None,
+    ragged: Ragged | None = None,
 ) -> None:
     """Decode, chains and trees; see `ops.attention.Batch` for what a query reads.
 
     q [B * Q, heads or more, head_dim], of which the first heads are read, its last two axes dense; kv [slots, kv_heads,
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
-    head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q.
+    head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
+    `ragged` Q is 1, and the trees are those that it tells of.
     """
     tiling = tiling or pick_tiling(kv)
     batch, queries, depth = path.shape
+    total = batch * queries
+    window = window or queries
+    typical, starts = queries, None
+    if ragged is not None:
+        assert queries == 1 and ragged.starts.is_contiguous()
+        rows, prefix_len, starts, queries = ragged
+        batch = rows.shape[0]
+        typical = min(triton.cdiv(total, batch), queries)
     _, kv_heads, _, dim = kv.shape
     heads = out.shape[1] // dim
     group = heads // kv_heads
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and q.dtype == kv.dtype
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
-    window = window or queries
-    how = plan(batch, queries, depth, heads, kv, table.shape[1], window, exact, tiling)
+    how = plan(batch, typical, depth, heads, kv, table.shape[1], window, exact, tiling)
     front, step, steps = _own_tiling(queries, depth, group, tiling) if how.exact else (padded(window), 1, 1)
-    partials = batch * queries * heads * how.parts
+    partials = total * heads * how.parts
     parts = workspace.take("parts", max(1, partials * dim), torch.float32)
     stats = workspace.take("stats", max(1, partials * 2), torch.float32)
-    tickets = workspace.take("tickets", batch * kv_heads * triton.cdiv(queries * group, how.rows), torch.int32)
+
+    def grid(tile: int) -> tuple[int, int]:
+        """Tiles of a batch row, and batch rows; of ragged trees 1, and all tiles."""
+        if starts is None:
+            return triton.cdiv(queries * group, tile), batch
+        return 1, ragged_tiles(total, batch, group, tile)
+
+    tickets = workspace.take("tickets", kv_heads * math.prod(grid(how.rows)), torch.int32)
 
     def launch(phase: int, lanes: int, tile: int, stages: int) -> None:
-        tiles = triton.cdiv(queries * group, tile)
+        tiles, times = grid(tile)
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
-        launched = tree_kernel[(lanes, kv_heads * tiles, batch)](
-            q, kv, table, rows, prefix_len, path, path_len, out, parts, stats, tickets, scale_of(dim), q.stride(0),
-            table.stride(0), how.parts, window,
+        launched = tree_kernel[(lanes, kv_heads * tiles, times)](
+            q, kv, table, rows, prefix_len, path, path_len, starts, batch, out, parts, stats, tickets, scale_of(dim),
+            q.stride(0), table.stride(0), how.parts, window,
             QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile,
             TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long, FRONT=front,
             STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase, ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,

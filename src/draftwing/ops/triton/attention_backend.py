@@ -80,7 +80,7 @@ class Bound(Attend):
             assert batch.path is not None and batch.path_len is not None
             tree_attention(
                 q, kv, batch.table, batch.rows, batch.prefix_len, batch.path, batch.path_len, out, backend.workspace,
-                backend.exact, batch.window,
+                backend.exact, batch.window, ragged=batch.ragged,
             )  # fmt: skip
         return out
 

@@ -66,20 +66,21 @@ def _merge_parts(
 
 @triton.jit
 def _merge_rows(
-    out, parts, stats, first_part, splits, b, head, tile, dim,
+    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Merges a tile's splits and stores its result, MERGE_ROWS rows at a time: those of a tile that can be real."""
+    """Merges a tile's splits and stores its result, MERGE_ROWS rows at a time: those of a tile that can be real.
+    first_query, queries: of the batch row's"""
     for first in tl.static_range(0, ROWS, MERGE_ROWS):
         flat = tile * ROWS + first + tl.arange(0, MERGE_ROWS)
         node = flat // GROUP
-        valid = node < QUERIES
+        valid = node < queries
         if first < QUERIES * GROUP:
             _, den, acc = _merge_parts(
-                parts, stats, first_part + flat, QUERIES * GROUP, splits, valid, dim, DIM, DIM_PAD, MERGE_ROWS, MERGE
+                parts, stats, first_part + flat, queries * GROUP, splits, valid, dim, DIM, DIM_PAD, MERGE_ROWS, MERGE
             )
-            row = (b * QUERIES + node) * HEADS + head * GROUP + flat % GROUP
+            row = (first_query + node) * HEADS + head * GROUP + flat % GROUP
             store_mean(out, row, den, acc, valid, dim, DIM)
 
 
@@ -119,8 +120,8 @@ def _store_context(
 
 @triton.jit
 def _own_keys(
-    kv, table_row, path, path_len, prefix, head, node, dim, first, start_at, stop,
-    QUERIES: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
+    kv, table_row, path, path_len, prefix, head, node, dim, first, start_at, stop, queries,
+    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """STEP nodes from node `first` on, each one's keys at positions [start_at, start_at + FRONT) below `stop`, on its
@@ -129,7 +130,7 @@ def _own_keys(
     lane = tl.arange(0, STEP * FRONT)
     own_node = first + lane // FRONT
     at = start_at + lane % FRONT
-    ok = own_node < QUERIES
+    ok = own_node < queries
     length = prefix + tl.load(path_len + own_node, mask=ok, other=0).to(tl.int32)
     ok = ok & (at < tl.minimum(length, stop))
     step = at - prefix
@@ -161,9 +162,9 @@ def _window_keys(
 
 @triton.jit
 def _with_mixed_unit(
-    q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, valid, dim, scale, window,
+    q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, valid, dim, scale, window, queries,
     top, den, acc,
-    QUERIES: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, UNIT: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +176,7 @@ def _with_mixed_unit(
     if STEPS == 1:
         if EXACT:
             own_k, own_v, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, dim, first, front, stop, QUERIES, DEPTH, KV_HEADS,
+                kv, table_row, path, path_len, prefix, head, node, dim, first, front, stop, queries, DEPTH, KV_HEADS,
                 DIM, FRONT, STEP,
             )  # fmt: skip
         else:
@@ -192,7 +193,7 @@ def _with_mixed_unit(
         best = tl.max(s, 1)
         for step in range(STEPS):
             own_k, _, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, QUERIES,
+                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, queries,
                 DEPTH, KV_HEADS, DIM, FRONT, STEP,
             )  # fmt: skip
             best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k), float("-inf")), 1))
@@ -200,7 +201,7 @@ def _with_mixed_unit(
         den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
         for step in range(STEPS):
             own_k, own_v, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, QUERIES,
+                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, queries,
                 DEPTH, KV_HEADS, DIM, FRONT, STEP,
             )  # fmt: skip
             own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
@@ -208,13 +209,41 @@ def _with_mixed_unit(
     return top, den, acc
 
 
+# -- trees of different sizes -----------------------------------------------------------------------------------------
+
+
+def ragged_tiles(queries: int, trees: int, group: int, rows: int) -> int:
+    """Tiles of `rows` rows that so many queries of so many trees may take, which `_ragged_tile` numbers."""
+    return queries * group // rows + trees
+
+
+@triton.jit
+def _ragged_tile(starts, trees, number, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Tile `number` of all -> its place in its tree, the tree, and the tree's first query and number of queries.
+
+    A tree's tiles begin at number starts[b] * GROUP // ROWS + b. That is room enough: for numbers x and d,
+    floor(x + d) - floor(x) + 1 >= ceil(d). Some numbers are nobody's: their place is past the tree's last query."""
+    begun = 0
+    for first in range(0, trees, 128):
+        tree = first + tl.arange(0, 128)
+        known = tree < trees
+        at = tl.load(starts + tree, mask=known, other=0) * GROUP // ROWS + tree
+        begun += tl.sum((known & (at <= number)).to(tl.int32), 0)
+    b = tl.cast(begun - 1, tl.int64)
+    first_query = tl.load(starts + b)
+    queries = (tl.load(starts + b + 1) - first_query).to(tl.int32)
+    return (number - first_query * GROUP // ROWS - b).to(tl.int32), b, first_query, queries
+
+
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["splits_max", "window"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@triton.jit(
+    do_not_specialize=["trees", "splits_max", "window"], do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "starts"]
+)
 def tree_kernel(
-    q, kv, table, rows, prefix_len, path, path_len, out, parts, stats, tickets, scale, q_stride, table_stride,
-    splits_max, window,
+    q, kv, table, rows, prefix_len, path, path_len, starts, trees, out, parts, stats, tickets, scale, q_stride,
+    table_stride, splits_max, window,
     QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr,
     TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
@@ -223,6 +252,9 @@ def tree_kernel(
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
     programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
+
+    starts: None where every batch row has QUERIES queries. Else there are `trees` rows, row b has the queries from
+    starts[b] up to starts[b + 1], QUERIES at most, and the grid is (lanes, KV_HEADS, `ragged_tiles`).
 
     PHASE 0 does everything. PHASE 1 the units that all nodes read whole, and stores the states it ends in: of each
     split, or with ONE_LANE of all finished splits together, and of the last. PHASE 2 goes on from there, in one lane.
@@ -235,22 +267,30 @@ def tree_kernel(
     SINGLE: tl.constexpr = QUERIES == 1 and DEPTH == 1  # no unit has keys that rows do not share
     KEEP: tl.constexpr = ONE_LANE or PHASE == 2
     lane, lanes = tl.program_id(0), tl.num_programs(0)
-    head, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
-    b = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1) // TILES
+    if starts is None:
+        tile = tl.program_id(1) % TILES
+        b = tl.program_id(2).to(tl.int64)
+        first_query = b * QUERIES
+        queries = QUERIES
+    else:
+        tile, b, first_query, queries = _ragged_tile(starts, trees, tl.program_id(2), GROUP, ROWS)
+        if tile * ROWS >= queries * GROUP:  # before it has touched anything
+            return
     prefix = tl.load(prefix_len + b).to(tl.int32)
     table_row = table + tl.load(rows + b) * table_stride
-    path += b * (QUERIES * DEPTH)
-    path_len += b * QUERIES
+    path += first_query * DEPTH
+    path_len += first_query
 
     flat = tile * ROWS + tl.arange(0, ROWS)  # (node, head of the group)
     node = flat // GROUP
-    valid = node < QUERIES
+    valid = node < queries
     dim = tl.arange(0, DIM_PAD)
-    query = (b * QUERIES + node) * q_stride + (head * GROUP + flat % GROUP) * DIM
+    query = (first_query + node) * q_stride + (head * GROUP + flat % GROUP) * DIM
     q_tile = tl.load(q + query[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
-    out_row = (b * QUERIES + node) * HEADS + head * GROUP + flat % GROUP
-    stride = QUERIES * GROUP  # parts of a split
-    first_part = (b * KV_HEADS + head) * splits_max * stride
+    out_row = (first_query + node) * HEADS + head * GROUP + flat % GROUP
+    stride = queries * GROUP  # parts of a split
+    first_part = (first_query * KV_HEADS + head * queries) * splits_max * GROUP
     part = first_part + flat
 
     if PHASE == 1:
@@ -314,7 +354,7 @@ def tree_kernel(
                 top, den, acc = nothing(ROWS, DIM_PAD)
             top, den, acc = _with_mixed_unit(
                 q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, valid, dim, scale, window,
-                top, den, acc, QUERIES, DEPTH, KV_HEADS, GROUP, DIM, ROWS, UNIT, FRONT, STEP, STEPS, EXACT,
+                queries, top, den, acc, DEPTH, KV_HEADS, GROUP, DIM, ROWS, UNIT, FRONT, STEP, STEPS, EXACT,
             )  # fmt: skip
 
     if PHASE == 1:
@@ -334,10 +374,10 @@ def tree_kernel(
                 _store_part(parts, stats, part + split * stride, top, column(den), acc, valid, dim, DIM)
         if splits > 1:
             tl.debug_barrier()  # all threads have stored before one of them takes the ticket
-            ticket = tickets + b * (KV_HEADS * TILES) + tl.program_id(1)
+            ticket = tickets + tl.program_id(2) * (KV_HEADS * TILES) + tl.program_id(1)
             if tl.atomic_add(ticket, 1, sem="acq_rel") == lanes - 1:
                 _merge_rows(
-                    out, parts, stats, first_part, splits, b, head, tile, dim, QUERIES, HEADS, GROUP, DIM, DIM_PAD,
-                    ROWS, MERGE_ROWS, MERGE,
+                    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim, QUERIES, HEADS, GROUP,
+                    DIM, DIM_PAD, ROWS, MERGE_ROWS, MERGE,
                 )  # fmt: skip
                 tl.store(ticket, 0)

@@ -294,8 +294,9 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
     const int64_t head = item % a->kv_heads, tile = item / a->kv_heads % a->tiles;
     const int64_t span = item / a->kv_heads / a->tiles, group = a->heads / a->kv_heads, padded = a->padded;
     const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
-    const int64_t row = spans ? spans[0] : span, offset = spans ? spans[1] : span * a->nodes;
-    const int64_t length = spans ? spans[3] : a->nodes, first = tile * a->tile;
+    const int64_t row = spans ? spans[0] : span;
+    const int64_t offset = spans ? spans[1] : a->starts ? a->starts[span] : span * a->nodes, first = tile * a->tile;
+    const int64_t length = spans ? spans[3] : a->starts ? a->starts[span + 1] - offset : a->nodes;
     const int64_t n = length - first < a->tile ? length - first : a->tile;
     if (n <= 0) return;
     const int64_t *table = a->table + a->rows[row] * a->table_stride, *path = NULL;
@@ -306,7 +307,7 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
     int64_t counts[TILE_ROWS];
     const float scale = 1.44269504f / sqrtf((float)a->dim); /* for exp2 */
     for (int64_t i = 0; i < n; i++) {
-        counts[i] = spans ? spans[2] + first + i + 1 : prefix + a->path_len[row * a->nodes + first + i];
+        counts[i] = spans ? spans[2] + first + i + 1 : prefix + a->path_len[offset + first + i];
         for (int64_t g = 0; g < group; g++)
             for (int64_t c = 0; c < padded; c += LANES) {
                 const int64_t at = (offset + first + i) * a->q_stride + (head * group + g) * a->dim + c;
@@ -331,7 +332,7 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
             }
         }
         for (int64_t i = 0; i < n && !spans; i++) { /* a tree's last blocks, which differ from node to node */
-            path = a->path + (row * a->nodes + first + i) * a->depth;
+            path = a->path + (offset + first + i) * a->depth;
             for (int64_t at = shared * LANES; at < counts[i]; at += LANES) {
                 const int64_t left = counts[i] - at, mine = i * group;
                 stage(a, staged, table, prefix, path, at, counts[i], head, which);
@@ -450,17 +451,18 @@ Attention attention_of(const int64_t *n) {
                    .path = POINTER(n[13]),
                    .path_len = POINTER(n[14]),
                    .spans = POINTER(n[15]),
-                   .count = n[16],
-                   .nodes = n[17],
-                   .depth = n[18],
-                   .scratch = POINTER(n[19]),
-                   .scratch_size = n[20],
-                   .threads = n[21]};
+                   .starts = POINTER(n[16]),
+                   .count = n[17],
+                   .nodes = n[18],
+                   .depth = n[19],
+                   .scratch = POINTER(n[20]),
+                   .scratch_size = n[21],
+                   .threads = n[22]};
     a.padded = (a.dim + LANES - 1) / LANES * LANES;
     a.tile = tile_of(a.heads / a.kv_heads);
     a.tiles = (a.nodes + a.tile - 1) / a.tile;
     a.tile = (a.nodes + a.tiles - 1) / a.tiles; /* all alike */
-    a.keys = keys_of(n[22]);
+    a.keys = keys_of(n[23]);
     a.items = a.count * a.tiles * a.kv_heads;
     return a;
 }

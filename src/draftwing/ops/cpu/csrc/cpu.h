@@ -206,6 +206,7 @@ typedef struct {
     const void *q, *kv;
     void *out;
     const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
+    const int64_t *starts; /* of trees with different numbers of queries: their first ones, or NULL */
     int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_half,
         threads;                                     /* half: of q and out */
     int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
@@ -214,9 +215,9 @@ typedef struct {
     int64_t items, next, worker;
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, half of kv, rows of the table, table, its stride,
-   prefix_len, path, path_len, spans, count of rows or spans, nodes or length of the longest span, depth, scratch, its
-   size per thread, threads, most keys. */
-#define ATTENTION 23
+   prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
+   scratch, its size per thread, threads, most keys. */
+#define ATTENTION 24
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* One of `items`, with scratch of a thread's own. */
 HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next);
