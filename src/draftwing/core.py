@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,26 +20,49 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices
 
+# A node's mark, the same in ops/torch/assign.py and the kernels: its depth in the lowest bits, whether it is verified,
+# from which bit on who proposed it, and from which bit on its survival in units of 1 / MARK_ONE.
+MARK_DEPTH, MARK_VERIFIED, MARK_SOURCE, MARK_SURVIVAL, MARK_ONE = 0xFF, 1 << 8, 9, 16, (1 << 15) - 1
+
 
 class TreeShape(NamedTuple):
     """Shape of one draft tree. Plain decoding is `(0, 1, 1)`, a chain of k drafts is `(k, 1, k + 1)`.
 
     depth: levels below the root, so at most `depth + 1` tokens are committed by one step.
     topk:  children of each node that tree expansion expands, and nodes that it expands at each level.
-    nodes: nodes that the target verifies, the root included.
+    nodes: nodes that are drafted for each row, the root included.
+    verified: nodes that the target verifies for each row of a batch on average, chosen over the batch as a whole
+        (`ops.assign`); 0: all.
+    by:    which of a pair of drafters: `BOTH`, or one `ALONE`.
     """
 
     depth: int
     topk: int
     nodes: int
+    verified: int = 0
+    by: int = 0
+
+    @property
+    def tree(self) -> tuple[int, int, int]:
+        """What a user asks for: steps, topk, draft tokens."""
+        return self[:3]
 
     @property
     def max_commit(self) -> int:
         return self.depth + 1
 
+    @property
+    def queries(self) -> int:
+        """Nodes that the target verifies for each row on average."""
+        return self.verified or self.nodes
+
 
 PLAIN = TreeShape(0, 1, 1)
+BOTH, MODEL_ALONE, LOOKUP_ALONE = range(3)  # of a pair of drafters
 PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, where there is no other drafter
+# Who proposed a node: a model, a lookup of earlier text, or both.
+SOURCES = ("other", "model", "lookup", "both")
+OTHER, MODEL, LOOKUP, EITHER = range(4)
 MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
 
 
@@ -136,7 +160,7 @@ class StepResult:
 
     tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk).
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
-    depth[B, nodes]: of the draft's nodes, 0 for the root and for those that were not proposed.
+    mark[B, nodes]: of the draft's nodes, see `depth`, `verified`, `source` and `survival`.
     confidence[B]: the drafter's confidence for the next step.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     """
@@ -144,16 +168,42 @@ class StepResult:
     tokens: IntArray
     count: IntArray
     order: IntArray
-    depth: IntArray
+    mark: IntArray
     confidence: IntArray
     seconds: float = 0.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()
 
     @cached_property
+    def depth(self) -> IntArray:
+        """[B, nodes]: 0 for the root and for nodes that were not proposed."""
+        return self.mark & MARK_DEPTH
+
+    @cached_property
+    def verified(self) -> npt.NDArray[np.bool_]:
+        """[B, nodes]: draft nodes that the target ran, the root not counted."""
+        return ((self.mark & MARK_VERIFIED) != 0) & (self.depth > 0)
+
+    @cached_property
+    def source(self) -> IntArray:
+        """[B, nodes]: who proposed it, an index into `SOURCES`."""
+        return (self.mark >> MARK_SOURCE) & 3
+
+    @cached_property
+    def survival(self) -> npt.NDArray[np.float64]:
+        """[B, nodes]: the probability that it would be accepted, as it was estimated before; verified or not."""
+        return np.asarray((self.mark >> MARK_SURVIVAL) / MARK_ONE, np.float64)
+
+    @cached_property
     def proposed(self) -> IntArray:
-        """[B]: live draft nodes, the root not counted."""
-        return np.count_nonzero(self.depth, axis=1)
+        """[B]: draft nodes that were verified."""
+        return np.count_nonzero(self.verified, axis=1)
+
+
+def marks_of(depth: Sequence[Sequence[int]]) -> IntArray:
+    """The marks of verified nodes of these depths [B, nodes], 0 for those that were not proposed."""
+    levels = np.asarray(depth, np.int64)
+    return levels + (levels > 0) * MARK_VERIFIED
 
 
 @dataclass

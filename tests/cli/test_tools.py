@@ -171,7 +171,7 @@ def test_points_leave_out_what_cannot_be() -> None:
     first, *rest = points(options, grid)
     assert first.speculative_algorithm == "none"
     # (1, 2): nodes 2 to 3. (3, 2): 4 to 11.
-    assert [point.speculative_shape for point in rest] == [(1, 1, 2), (1, 2, 2), (3, 1, 4), (3, 2, 4)]
+    assert [point.speculative_shape.tree for point in rest] == [(1, 1, 2), (1, 2, 2), (3, 1, 4), (3, 2, 4)]
     assert flags(rest[-1]) == (
         "--speculative-algorithm STANDALONE --speculative-draft-model-path d --speculative-num-steps 3 "
         "--speculative-eagle-topk 2 --speculative-num-draft-tokens 4"

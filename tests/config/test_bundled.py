@@ -143,7 +143,8 @@ def test_a_tree_is_written_beside_what_is_there(tmp_path: Path) -> None:
     expected = {"note": 1, "shapes": {"cuda": [5, 4, 16], "cpu": [3, 1, 4]}}
     assert json.loads((tmp_path / "config.json").read_text()) == {"hidden_size": 8, "draftwing": expected}
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
-    assert (carried_shape(tmp_path, "cpu"), carried_shape(tmp_path, "cuda")) == ((3, 1, 4), (5, 4, 16))
+    assert carried_shape(tmp_path, "cpu") == TreeShape(3, 1, 4)
+    assert carried_shape(tmp_path, "cuda") == TreeShape(5, 4, 16)
     config_with(tmp_path, [])
     with pytest.raises(ConfigError, match="expected an object"):
         save_shape(tmp_path, "cpu", TreeShape(3, 1, 4))
@@ -180,7 +181,7 @@ def test_the_default_head_drafts_in_its_own_tree(shipped: Path, caplog: pytest.L
     with caplog.at_level(logging.INFO, "draftwing"):
         for asked in (None, "none"):
             with LLM("tiny", **ENGINE, speculative_algorithm=asked) as llm:
-                assert llm.engine.info.shape == ((2, 2, 5) if asked is None else (0, 1, 1))
+                assert llm.engine.info.shape.tree == ((2, 2, 5) if asked is None else (0, 1, 1))
                 answers[asked] = llm.generate([[7, 130, 4], [9, 8]], GREEDY)
     assert [a.token_ids for a in answers[None]] == [a.token_ids for a in answers["none"]]
     assert answers[None][0].meta_info["spec_verify_ct"] > 0
@@ -195,7 +196,7 @@ def test_any_head_has_its_own_tree_unless_another_is_given(models: Path) -> None
     own = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(models / "heads/tiny/eagle3")}
     for given, shape in (({}, (2, 2, 5)), ({"speculative_eagle_topk": 1}, (2, 1, 3))):
         with LLM(str(models / "tiny"), **ENGINE, **own, **given) as llm:
-            assert llm.engine.info.shape == shape
+            assert llm.engine.info.shape.tree == shape
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, Admission, Chunk, Plan, StepResult, TreeShape
+from draftwing.core import PLAIN, Admission, Chunk, Plan, StepResult, TreeShape, marks_of
 from draftwing.engine.stats import Reporter, StepTimes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ def result(count, proposed, seconds=0.0, depth=3, levels=None):
         tokens=np.zeros((rows, depth + 1), np.int64),
         count=np.asarray(count, np.int64),
         order=np.zeros((rows, 1), np.int64),
-        depth=np.asarray([[0] + row + [0] * (width - 1 - len(row)) for row in nodes], np.int64),
+        mark=marks_of([[0] + row + [0] * (width - 1 - len(row)) for row in nodes]),
         confidence=np.zeros(rows, np.int64),
         seconds=seconds,
     )

@@ -337,7 +337,7 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
     fed = aux_hidden if width else None
     drafter.extend(slots, batch, fed, slots.tokens[token_rows, positions + 1], None, noisy)
     slots.last[rows] = slots.tokens[rows, slots.kv_len[rows]]
-    found = [*drafter.propose(slots, rows, shape, 40, noisy)]
+    found = [*drafter.propose(slots, rows, shape, 40, noisy)[:3]]
     before, count = slots.kv_len[rows], torch.tensor([2, 1], device=device)
     step = torch.arange(3, device=device)
     at, column = before.unsqueeze(1) + step, rows.unsqueeze(1)
@@ -349,7 +349,7 @@ def drafts_and_state(ops: TorchOps, lookahead: int, shape: TreeShape) -> list[Te
     )  # fmt: skip
     fed = aux_hidden[:6] if width else None
     drafter.extend(slots, batch, fed, slots.tokens[column, at + 1].flatten(), count, noisy)
-    found += drafter.propose(slots, rows, shape, 44, noisy)
+    found += drafter.propose(slots, rows, shape, 44, noisy)[:3]
     return [*found, *drafter._first]
 
 

@@ -38,7 +38,7 @@ def build(
     index.candidates[rows, :, :ways], index.match[rows, :ways] = candidates.to(ops.device), match.to(ops.device)
     every = torch.full((2 * size + 1,), -1, device=ops.device)
     every[rows] = last.to(ops.device)
-    return Draft(*(part.cpu() for part in index.build(LastTokens(every), rows, shape.depth, shape.nodes)))
+    return Draft(*(part.cpu() for part in index.build(LastTokens(every), rows, shape.depth, shape.nodes)[:3]))
 
 
 def random_candidates(rng: random.Random, vocab: int) -> tuple[list[list[int]], list[int]]:
@@ -68,7 +68,7 @@ def prefix_scores(candidates: list[list[int]], match: list[int], depth: int, low
 
 def paths(draft: Draft, row: int) -> list[Path]:
     """Paths of the live nodes; checks the rules of `Draft` on the way."""
-    tokens, parent, alive = (x[row].tolist() for x in draft)
+    tokens, parent, alive = (x[row].tolist() for x in draft[:3])
     assert alive[0] and parent[0] == 0
     found: list[Path] = [()]
     for i in range(1, len(tokens)):

@@ -47,7 +47,7 @@ def simulated(
     """What the simulation makes of the samples, where the operations run."""
     given = target, rows, kv_len
     target, rows, kv_len = (x.to(ops.device) for x in given)
-    draft, tree = Draft(*(x.to(ops.device) for x in draft)), Tree(*(x.to(ops.device) for x in tree))
+    draft, tree = Draft(*(x.to(ops.device) for x in draft[:3])), Tree(*(x.to(ops.device) for x in tree))
     return simulation(ops, draft, tree, target, rows, kv_len).cpu()
 
 
@@ -70,7 +70,7 @@ def test_whole_lengths_as_deep_as_the_tree_goes(ops: TorchOps, mean: int) -> Non
     count = accepted(ops, draft, depth, Simulation(mean, VOCAB), rows, kv_len).count
     # Where a node's children hold the first and the last id there is no token beside them.
     spoilt = []
-    for tokens, parent, alive in zip(*(part.tolist() for part in draft), strict=True):
+    for tokens, parent, alive in zip(*(part.tolist() for part in draft[:3]), strict=True):
         children = [{tokens[i] for i in range(1, 9) if alive[i] and parent[i] == node} for node in range(9)]
         spoilt.append(any({0, VOCAB - 1} <= found for found in children))
     kept = ~torch.tensor(spoilt)
@@ -90,7 +90,7 @@ def test_a_fraction_is_the_share_of_longer_walks(ops: TorchOps) -> None:
 def test_rows_and_positions_decide_alone(ops: TorchOps) -> None:
     draft, rows, kv_len = chain(64, 4), torch.arange(64), torch.full((64,), 9)
     count = accepted(ops, draft, 3, Simulation(2.5, VOCAB), rows, kv_len).count
-    part = Draft(*(x[10:20] for x in draft))
+    part = Draft(*(x[10:20] for x in draft[:3]))
     assert torch.equal(accepted(ops, part, 3, Simulation(2.5, VOCAB), rows[10:20], kv_len[10:20]).count, count[10:20])
     later = accepted(ops, draft, 3, Simulation(2.5, VOCAB), rows, kv_len + 1).count
     assert not torch.equal(later, count)

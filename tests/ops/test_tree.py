@@ -193,8 +193,8 @@ def test_tensors_may_be_views(ops: TorchOps) -> None:
     rng = random.Random(0)
     trees = [RandomTree(rng, 9, 4) for _ in range(3)]
     world, (draft, target) = make_world(ops, 0), draft_of(trees, ops.device)
-    views = Draft(*(torch.stack((part, part), 2)[:, :, 1] for part in draft))
-    assert not any(part.is_contiguous() for part in views)
+    views = Draft(*(torch.stack((part, part), 2)[:, :, 1] for part in draft[:3]))
+    assert not any(part.is_contiguous() for part in views[:3])
     rows = [2, 0, 5]
     at = torch.tensor(rows, device=ops.device)
     tree, inputs = ops.tree_inputs(world.slots, at, views, 4)
@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_refused(ops: TorchOps) -> None:
 def run(ops: TorchOps, draft: Draft, target: Tensor, depth_max: int) -> tuple[Tree, Committed]:
     world = make_world(ops, 0)
     at = torch.arange(len(draft.tokens), device=ops.device)
-    draft, target = Draft(*(part.to(ops.device) for part in draft)), target.to(ops.device)
+    draft, target = Draft(*(part.to(ops.device) for part in draft[:3])), target.to(ops.device)
     tree, inputs = ops.tree_inputs(world.slots, at, draft, depth_max)
     return tree, ops.commit(world.slots, at, draft, tree, target, inputs.prefix_len, 0, False)
 

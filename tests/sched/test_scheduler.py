@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, StepResult, TreeShape
+from draftwing.core import PLAIN, StepResult, TreeShape, marks_of
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req, ReqState
@@ -30,7 +30,7 @@ def result(plan, tokens=7, count=1):
         counts = np.asarray([int(chunk.final) for chunk in plan.chunks])
     return StepResult(
         tokens=np.full((rows, shape.max_commit), tokens), count=counts,
-        order=np.tile(np.arange(shape.nodes), (rows, 1)), depth=np.tile(np.arange(shape.nodes), (rows, 1)),
+        order=np.tile(np.arange(shape.nodes), (rows, 1)), mark=marks_of([range(shape.nodes)] * rows),
         confidence=np.ones(rows, np.int64),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from collections import Counter
 
 import numpy as np
 
-from draftwing.core import Chunk, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.core import Chunk, Plan, StepResult, TokenLogprobs, TreeShape, marks_of
 
 VOCAB = 8
 
@@ -115,7 +115,7 @@ class ToyDevice:
             tokens=padded,
             count=np.asarray([len(new) for new, _, _ in steps]),
             order=np.asarray([order for _, order, _ in steps]),
-            depth=np.asarray([depth for _, _, depth in steps]),
+            mark=marks_of([depth for _, _, depth in steps]),
             confidence=np.asarray([mixed(self._tokens[row], 3) % 3 for row in rows]),
             logprobs=tuple([TokenLogprobs(t, [], []) for t in steps[i][0]] for i, _ in plan.logprobs),
             prompt_logprobs=tuple(prompt_logprobs),

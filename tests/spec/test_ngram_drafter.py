@@ -64,7 +64,7 @@ def prefill(drafter: NGramDrafter, slots: Slots, row: int) -> None:
 
 def accepted(draft: Draft, row: int, following: list[int]) -> int:
     """Draft tokens that a target which says `following` accepts."""
-    tokens, parent, alive = (x[row].tolist() for x in draft)
+    tokens, parent, alive = (x[row].tolist() for x in draft[:3])
     node = count = 0
     for token in following:
         hits = [i for i in range(1, len(tokens)) if alive[i] and parent[i] == node and tokens[i] == token]
@@ -217,7 +217,7 @@ def random_life(drafter: NGramDrafter, together: bool) -> list[Draft]:
         for batch in batches:
             drafter.confidence(slots, torch.tensor(batch), bound)
         parts = [drafter.propose(slots, torch.tensor(batch), SHAPE, bound) for batch in batches]
-        drafts.append(Draft(*(torch.cat(p)[:4] for p in zip(*parts, strict=True))))
+        drafts.append(Draft(*(torch.cat(p)[:4] for p in zip(*(part[:3] for part in parts), strict=True))))
     return drafts
 
 

@@ -56,7 +56,7 @@ def points(options: dict[str, Any], grid: Grid) -> Iterator[Options]:
         if shape[1] == 1 and shape[2] != shape[0] + 1:
             continue  # a chain has one size
         try:
-            point = Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=True))}).resolve()
+            point = Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=False))}).resolve()
         except ConfigError:
             continue
         if point.speculative_shape not in seen:
@@ -82,7 +82,7 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
         logs = 0.0  # of the throughputs, summed: each batch size has the same say
         for batch in grid.batch:
             record = measure(target, ids, params, batch)
-            depth, topk, nodes = point.speculative_shape
+            depth, topk, nodes = point.speculative_shape.tree
             shape = {"batch_size": batch, "steps": depth, "topk": topk, "num_draft_tokens": nodes}
             emit({**shape, "speculative_algorithm": point.drafter, **record})
             logs += math.log(record["throughput"])
@@ -115,7 +115,7 @@ def flags(options: Options) -> str:
     """Returns what to type for a point of the sweep."""
     if not options.drafts:
         return f"--speculative-algorithm {NO_DRAFTER.name}"
-    shape = dict(zip(TREE, options.speculative_shape, strict=True))
+    shape = dict(zip(TREE, options.speculative_shape, strict=False))
     head = shipped_head(options.model, options.drafter_spec)
     # What comes with a head of this package need not be typed.
     own = () if head is None else (str(head), str(token_map_in(head)))

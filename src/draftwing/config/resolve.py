@@ -165,7 +165,7 @@ def _with_tree(
             # A tree that was asked for is the tree of every step, unless its adaptation was asked for, too.
             free = given == (None, None, None) and options.simulate_accept_length is None
             adaptive = options.speculative_adaptive or free
-        found: dict[str, Any] = dict(zip(TREE, shape, strict=True))
+        found: dict[str, Any] = dict(zip(TREE, shape, strict=False))
         options = dataclasses.replace(options, speculative_adaptive=adaptive, **found)
     _check_simulation(options, drafter)
     return options

@@ -95,11 +95,11 @@ def carried_shape(folder: Path, device: str) -> TreeShape | None:
 def save_shape(folder: Path, device: str, shape: TreeShape) -> None:
     """Writes the tree into the head's config.json, which is replaced whole. Raises ConfigError where it cannot be."""
     carried_shape(folder, device)  # refuses what it could not be added to
-    checked_shape(list(shape), "the tree to save")
+    checked_shape(list(shape.tree), "the tree to save")
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        config.setdefault("draftwing", {}).setdefault("shapes", {})[device] = list(shape)
+        config.setdefault("draftwing", {}).setdefault("shapes", {})[device] = list(shape.tree)
         write_text(file, json.dumps(config, indent=2) + "\n")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be rewritten: {error}") from None

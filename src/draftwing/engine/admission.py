@@ -52,8 +52,9 @@ class EngineInfo:
         """The algorithm that drafts for a request, and its largest tree. predicted: whether the request brings a
         prediction, which is a way of drafting of its own."""
         if predicted and not self.speculates:
-            return "prediction", SpecLimits(*PREDICTED)
-        return self.options.drafter, SpecLimits(*self.shape)
+            return "prediction", SpecLimits(*PREDICTED.tree)
+        depth, topk, nodes = self.shape.tree
+        return self.options.drafter, SpecLimits(depth, topk, nodes)
 
     def admit(self, request: GenerationRequest) -> GenerationRequest:
         """The request with its `terms`; one that has them is not looked at again.

@@ -14,15 +14,17 @@ from draftwing.core import Plan, TreeShape
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.ops.attention import Batch, spans_of
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import AcceptedPath, Draft, Tree
+from draftwing.ops.types import AcceptedPath, Calibration, Draft, Tree
 
 
 class Drafted(NamedTuple):
     """A draft, and the target's batch for it."""
 
-    draft: Draft
+    draft: Draft  # alive: the nodes that are verified
     batch: Batch
     tree: Tree
+    mark: Tensor | None = None  # [B, N] int64, see `core.MARK_DEPTH`; None for roots alone
+    place: Tensor | None = None  # [B, N] int64: which of the batch's queries a node is; None: all are, in their order
 
 
 class Batches:
@@ -55,14 +57,27 @@ class Batches:
         )  # fmt: skip
         return Drafted(Draft(ids.unsqueeze(1), parent, alive), batch, tree)
 
-    def trees(self, rows: Tensor, draft: Draft, shape: TreeShape, max_kv_len: int) -> Drafted:
-        """Drafts: node n of a row is written at page-table entry kv_len + n."""
-        tree, inputs = self._ops.tree_inputs(self._table, rows, draft, shape.depth)
+    def trees(
+        self, rows: Tensor, draft: Draft, shape: TreeShape, max_kv_len: int, calibration: Calibration, total: int
+    ) -> Drafted:
+        """Drafts, of which the best `total` nodes of the batch are verified, all if it is 0. Node n of a row is written
+        at page-table entry kv_len + n."""
+        table = self._table
+        tree, inputs = self._ops.tree_inputs(table, rows, draft, shape.depth)
+        ranked = self._ops.rank(draft, tree, rows, table.rows, calibration)
+        if total and total < draft.tokens.numel():
+            done = self._ops.assign(table, rows, draft, tree, inputs, ranked, total)
+            queries, bound = done.queries, max_kv_len + shape.nodes
+            batch = Batch(
+                queries.rows, queries.ids, queries.positions, queries.write_slots, table.page_table,
+                queries.prefix_len, queries.path, queries.path_len, window=shape.nodes, bound=bound,
+            )  # fmt: skip
+            return Drafted(draft._replace(alive=done.alive), batch, tree, done.mark, done.place)
         batch = Batch(
             rows, draft.tokens.flatten(), inputs.positions, inputs.write_slots, self._table.page_table,
             inputs.prefix_len, tree.path, tree.path_len, window=shape.nodes, bound=max_kv_len + shape.nodes,
         )  # fmt: skip
-        return Drafted(draft, batch, tree)
+        return Drafted(draft, batch, tree, ranked.mark)
 
     def accepted(self, rows: Tensor, before: Tensor, path: AcceptedPath | None, width: int, bound: int) -> Batch:
         """The accepted paths, chains of `width` tokens; before [B]: kv_len before the step; bound: of it now. Without

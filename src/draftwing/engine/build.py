@@ -225,7 +225,7 @@ def check_draft(drafter: Drafter, name: str, shape: TreeShape, device: Device) -
     draft = drafter.propose(table, rows, shape, 1, rows[:0])
     if not isinstance(draft, Draft):
         raise ConfigError(f"{name}: propose must return a Draft; found {type(draft).__name__}")
-    for part, tensor, dtype in zip(draft._fields, draft, (torch.int64, torch.int64, torch.bool), strict=True):
+    for part, tensor, dtype in zip(draft._fields[:3], draft[:3], (torch.int64, torch.int64, torch.bool), strict=True):
         if tensor.shape != (1, shape.nodes) or tensor.dtype != dtype:
             raise ConfigError(
                 f"{name}: the drafts of {shape} for one row must have {part} of shape [1, {shape.nodes}] and type "
@@ -259,7 +259,7 @@ def log_drafter(options: Options) -> None:
     draft = options.speculative_draft_model_path
     log.info(
         "%s drafts%s, at most %d steps, topk %d, %d draft tokens; --speculative-algorithm none turns it off",
-        options.drafter, f" with {draft}" if draft else "", *options.speculative_shape,
+        options.drafter, f" with {draft}" if draft else "", *options.speculative_shape.tree,
     )  # fmt: skip
 
 

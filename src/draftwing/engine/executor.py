@@ -29,11 +29,14 @@ from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
+from draftwing.ops.torch.assign import forget, new_calibration
 from draftwing.ops.torch.tree import roots_alone
 from draftwing.ops.types import CONFIDENCE, HEAD, Committed, Draft, Drawing, Rescoring, unpack
 from draftwing.sched.guidance import Guidance
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.simulate import Simulation
+
+FORGET_EVERY = 64  # steps with drafts: see `forget`
 
 
 class Verified(NamedTuple):
@@ -54,6 +57,7 @@ class TreeStep(NamedTuple):
     filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
     special: Plan | None = None  # where rows ask for more than drafts and sampling; never in graphs
     guidance: Guidance | None = None  # the host's part in it
+    total: int = 0  # nodes that are verified, over all rows; 0: all
 
 
 class Pending(NamedTuple):
@@ -122,6 +126,8 @@ class Executor:
         # The confidence of every row, where nobody needs to ask for it.
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
         self._batches = Batches(table, device.ops)
+        self.calibration = new_calibration(device.device)
+        self._steps = 0  # with drafts
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._special = SpecialRows(model, drafter, table, device)
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
@@ -154,7 +160,7 @@ class Executor:
     def capture(self, menu: Sequence[TreeShape]) -> dict[Key, float]:
         """Captures the graphs of every shape for every batch size, the largest first, and tells the seconds that a
         step of each takes (on an empty context). Works on the dummy row alone, so it may run at any time."""
-        todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.nodes <= MOST_NODES]
+        todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MOST_NODES]
         seconds = {}
         sizes = len(self.prefills.sizes) if self.prefills is not None else 0
         with tqdm(total=len(todo) + sizes, desc="capturing graphs", file=sys.stderr, leave=False) as bar:
@@ -195,17 +201,22 @@ class Executor:
         """Uploads a plan."""
         known = not plan.special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
+        self._steps += plan.shape.depth > 0
+        if self._steps % FORGET_EVERY == 0:
+            forget(self.calibration)
         filtered = len(plan.filtered) > 0
         if key is None:
             rows, drawing = self.table.upload_step(plan)
             special = plan if plan.special else None
-            return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special, guidance)
+            total = len(plan.rows) * plan.shape.verified if known else 0  # rows that ask for more get whole trees
+            return TreeStep(None, rows, plan.shape, plan.max_kv_len, drawing, filtered, special, guidance, total)
         self.table.upload_state(plan)
         self.graphs.set_rows(plan.rows, key.size)
         return self._graph_step(key, filtered)
 
     def _graph_step(self, key: Key, filtered: bool) -> TreeStep:
-        return TreeStep(key, self.graphs.rows[: key.size], key.shape, self.table.length, self._nobody, filtered)
+        rows, total = self.graphs.rows[: key.size], key.size * key.shape.verified
+        return TreeStep(key, rows, key.shape, self.table.length, self._nobody, filtered, total=total)
 
     def _forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Drafted, Verified]:
         """run: `GraphCache.run` or `capture`"""
@@ -229,7 +240,7 @@ class Executor:
         draft = self.propose(rows, shape, step.bound, step.drawing.noisy)
         if special is not None:
             draft = self._special.adjust(special, rows, draft, guidance)
-        return self._batches.trees(rows, draft, shape, step.bound)
+        return self._batches.trees(rows, draft, shape, step.bound, self.calibration, step.total)
 
     def _verify(self, drafted: Drafted) -> Verified:
         return Verified(*self._target(drafted.batch))
@@ -238,8 +249,12 @@ class Executor:
         return self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self.aux_layers)
 
     def _commit(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
-        drawn = self._nodes(step, drafted, verified)
-        return self._accept(step, drafted, verified, self._sample(step.drawing, step.filtered, drawn))
+        if drafted.place is None:
+            target = self._sample(step.drawing, step.filtered, self._nodes(step, drafted, verified))
+        else:
+            target = self._sample(step.drawing, step.filtered, self._queries(drafted, verified))
+            target = self.ops.take_rows(target, drafted.place.flatten()).view_as(drafted.place)
+        return self._accept(step, drafted, verified, target)
 
     def _commit_special(self, pending: Pending) -> tuple[Tensor, Logprobs]:
         plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
@@ -254,7 +269,7 @@ class Executor:
         return packed, Logprobs(self._special.path_logprobs(plan, drawn, nodes, tokens), [])
 
     def _nodes(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Drawn:
-        draft, batch, tree = drafted
+        draft, batch, tree, *_ = drafted
         size = draft.tokens.shape
         hidden = verified.hidden.view(*size, -1)  # [B, N, H]
         return Drawn(
@@ -262,17 +277,29 @@ class Executor:
             draft.tokens, tree.path, tree.path_len,
         )  # fmt: skip
 
+    def _queries(self, drafted: Drafted, verified: Verified) -> Drawn:
+        """Nodes of several rows, each as a row of its own; these rows ask for nothing special."""
+        batch, zero = drafted.batch, torch.zeros_like(drafted.batch.ids).unsqueeze(1)
+        assert batch.path is not None and batch.path_len is not None
+        hidden = verified.hidden.unsqueeze(1)  # [R, 1, H]
+        return Drawn(
+            batch.rows, self._logits(hidden), hidden, batch.positions.unsqueeze(1), zero, 0, batch.ids.unsqueeze(1),
+            zero.unsqueeze(2), zero + 1,
+        )  # fmt: skip
+
     def _accept(self, step: TreeStep, drafted: Drafted, verified: Verified, target: Tensor) -> Tensor:
         """target [B, N]: what was drawn at every node -> the packed result."""
-        draft, batch, tree = drafted
+        draft, batch, tree, mark, place = drafted
+        prefix_len = batch.prefix_len if place is None else self.ops.take_rows(self.table.kv_len, step.rows)
         if self._simulation is not None:
-            target = self._simulation(self.ops, draft, tree, target, step.rows, batch.prefix_len)
+            target = self._simulation(self.ops, draft, tree, target, step.rows, prefix_len)
         with_path = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.aux_layers)
         done = self.ops.commit(
-            self.table, step.rows, draft, tree, target, batch.prefix_len, self._confidence, with_path
-        )
+            self.table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
+            None if mark is None else self.calibration,
+        )  # fmt: skip
         if self.drafter is not None:
-            self._extend(self.drafter, step, done, batch.prefix_len, verified.aux_hidden)
+            self._extend(self.drafter, step, done, prefix_len, verified.aux_hidden, place)
         return done.packed
 
     # -- what the stages are made of --------------------------------------------------------------------------------
@@ -295,14 +322,17 @@ class Executor:
         return self.ops.draw(logits, positions, depth, depth_max, self.table, rows, drawing, filtered, rescoring)
 
     def _extend(
-        self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None
-    ) -> None:
-        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its confidence."""
+        self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
+        place: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its confidence.
+        place [B, N]: which query of the target's forward a node was, None: all were, in their order."""
         table, rows, width = self.table, step.rows, step.shape.max_commit
         bound, path = step.bound + width, done.path
         batch = self._batches.accepted(rows, before, path, width, bound)
         if path is not None and aux_hidden is not None:
-            aux_hidden = self.ops.take_rows(aux_hidden, path.nodes)  # [B * N, T] -> [B * (D + 1), T]
+            nodes = path.nodes if place is None else self.ops.take_rows(place.view(-1, 1), path.nodes).flatten()
+            aux_hidden = self.ops.take_rows(aux_hidden, nodes)  # [R, T] -> [B * (D + 1), T]
         drafter.extend(table, batch, aux_hidden, done.tokens.flatten(), done.count, step.drawing.noisy)
         if not drafter.fixed_confidence:
             drafter.confidence(table, rows, bound, out=done.packed[:, CONFIDENCE])

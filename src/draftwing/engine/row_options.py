@@ -109,10 +109,10 @@ class SpecialRows:
         fitted = guidance.fit(tokens, parent, alive.astype(bool), shape.depth)
         host = np.concatenate([part.astype(np.int64).ravel() for part in fitted])
         tokens_, parent_, alive_ = self.device.upload(host).view(3, len(plan.guided), shape.nodes)
-        return Draft(
-            draft.tokens.index_copy(0, at, tokens_),
-            draft.parent.index_copy(0, at, parent_),
-            draft.alive.index_copy(0, at, alive_.bool()),
+        return draft._replace(
+            tokens=draft.tokens.index_copy(0, at, tokens_),
+            parent=draft.parent.index_copy(0, at, parent_),
+            alive=draft.alive.index_copy(0, at, alive_.bool()),
         )
 
     def confidence(self, plan: Plan, rows: Tensor, confidence: Tensor) -> Tensor:

@@ -87,11 +87,15 @@ class Draft(NamedTuple):
 
     Siblings are distinct. A dead node has a valid token id and a valid parent, is never accepted and never counted
     as proposed; the children of a dead node are dead.
+
+    grade: what the drafter itself thinks of a node, if its parent is right: 16 * source + level. source: an index into
+    `core.SOURCES`; level 0 .. 15, see `ops.torch.assign.level_of`. How good a grade really is `Calibration` learns.
     """
 
     tokens: Tensor  # [B, N] int64
     parent: Tensor  # [B, N] int64, parent[:, 0] = 0, parent[:, i] < i
     alive: Tensor  # [B, N] bool, alive[:, 0] is True
+    grade: Tensor | None = None  # [B, N] int64, 0 for the root; None where nothing is known
 
 
 class Tree(NamedTuple):
@@ -104,6 +108,44 @@ class Tree(NamedTuple):
     depth: Tensor  # [B, N] int64, 0 for the root
     path: Tensor  # [B, N, D + 1] int64: the ancestor at depth 0, 1, ...; the node itself from its own depth on
     path_len: Tensor  # [B, N] int64, depth + 1
+
+
+class Calibration(NamedTuple):
+    """How often verified nodes of each grade and depth had an accepted parent, and how often they were accepted
+    themselves: device state, which `commit` adds to."""
+
+    seen: Tensor  # [GRADES, DEPTHS] float32
+    accepted: Tensor  # [GRADES, DEPTHS] float32
+
+
+class Ranked(NamedTuple):
+    """What is expected of a batch of trees."""
+
+    survival: Tensor  # [B, N] float32: product of the estimates along a node's path; 1 for the root, 0 for dead nodes
+    mark: Tensor  # [B, N] int64, see `core.MARK_DEPTH`
+
+
+class Queries(NamedTuple):
+    """R nodes that the target verifies, those of a row side by side; the last ones may be of the dummy row. As in
+    `ops.attention.Batch`, with one query for each of R rows."""
+
+    ids: Tensor  # [R] int64
+    positions: Tensor  # [R] int64
+    write_slots: Tensor  # [R] int64
+    rows: Tensor  # [R] int64
+    prefix_len: Tensor  # [R] int64
+    path: Tensor  # [R, 1, D + 1] int64
+    path_len: Tensor  # [R, 1] int64
+
+
+class Assigned(NamedTuple):
+    """Which nodes of a batch of trees are verified."""
+
+    alive: Tensor  # [B, N] bool: those that are
+    mark: Tensor  # [B, N] int64
+    place: Tensor  # [B, N] int64: which of the queries a node is; of those that are not verified any
+    starts: Tensor  # [B + 1] int64: the queries of row b are starts[b] .. starts[b + 1]
+    queries: Queries
 
 
 class TargetInputs(NamedTuple):
@@ -139,7 +181,7 @@ class AcceptedPath(NamedTuple):
 class Committed(NamedTuple):
     """What `TreeOps.commit` has written to the row table."""
 
-    packed: Tensor  # [B, 2 + (D + 1) + N + N] int64: confidence, count, tokens, order, depth of the nodes; see `unpack`
+    packed: Tensor  # [B, 2 + (D + 1) + N + N] int64: confidence, count, tokens, order, marks of the nodes; see `unpack`
     tokens: Tensor  # [B, D + 1] int64: the accepted drafts and the target's token after them; 0 past count
     count: Tensor  # type: ignore[assignment]  # [B] int64: tokens committed, 1 .. D + 1; hides tuple.count
     path: AcceptedPath | None
@@ -161,7 +203,7 @@ def unpack(packed: IntArray, shape: TreeShape, **rest: Any) -> StepResult:
         tokens=packed[:, HEAD:commit],
         count=packed[:, COUNT],
         order=packed[:, commit : commit + nodes],
-        depth=packed[:, commit + nodes :],
+        mark=packed[:, commit + nodes :],
         confidence=packed[:, CONFIDENCE],
         **rest,
     )

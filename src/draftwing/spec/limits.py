@@ -20,11 +20,11 @@ def limit(draft: Draft, depth_max: int, max_depth: Tensor, max_topk: Tensor, max
     max_nodes survivors of these rules, the root counted, come before it. Its parent is one of them, so what is left is
     a tree.
     """
-    tokens, parent, alive = draft
-    nodes = tokens.shape[1]
+    parent, alive = draft.parent, draft.alive
+    nodes = parent.shape[1]
     if nodes == 1:
         return draft
-    node = torch.arange(nodes, device=tokens.device)
+    node = torch.arange(nodes, device=parent.device)
     earlier = (node < node[:, None]) & (node > 0)  # [N, N]: column before row; the root is nobody's sibling
     siblings = (parent[:, :, None] == parent[:, None]) & alive[:, None] & earlier
     keeps = alive & (siblings.sum(-1) < max_topk[:, None])
@@ -36,4 +36,4 @@ def limit(draft: Draft, depth_max: int, max_depth: Tensor, max_topk: Tensor, max
         keeps, depth = keeps & keeps.gather(1, jump), depth + depth.gather(1, jump)
         jump, reach = jump.gather(1, jump), 2 * reach
     keeps = keeps & (depth <= max_depth[:, None])
-    return Draft(tokens, parent, keeps & (keeps.cumsum(1) <= max_nodes[:, None]))
+    return draft._replace(alive=keeps & (keeps.cumsum(1) <= max_nodes[:, None]))

@@ -114,15 +114,19 @@ class PredictedOutput:
         place = match.end[:, None] + node  # [b, N]; the root's own at node 0
         on = (node <= depth) & (place < self.count.index_select(0, table_rows)[:, None])
         predicted = self.tokens[:, :bound].index_select(0, table_rows).gather(1, place.clamp(0, bound - 1))
-        inner = Draft(*(x.index_select(0, which) for x in draft))
+        inner = Draft(*(x.index_select(0, which) for x in draft[:3]))
         chain = Draft(
             tokens=torch.where(on & (node > 0), predicted, inner.tokens[:, :1]),
             parent=((node - 1).clamp_(min=0) * (node <= depth)).expand_as(place),
             alive=on | (node == 0),
         )
         found = match.found[:, None]
-        replaced = (torch.where(found, x, y) for x, y in zip(chain, inner, strict=True))
-        return Draft(*(x.index_copy(0, which, y) for x, y in zip(draft, replaced, strict=True)))
+        replaced = (torch.where(found, x, y) for x, y in zip(chain[:3], inner[:3], strict=True))
+        tokens, parent, alive = (x.index_copy(0, which, y) for x, y in zip(draft[:3], replaced, strict=True))
+        grade = draft.grade
+        if grade is not None:
+            grade = grade.index_copy(0, which, torch.where(found, 0, grade.index_select(0, which)))
+        return Draft(tokens, parent, alive, grade)
 
     def _match(self, table: RowTensors, rows: Tensor, bound: int) -> _Match:
         assert 0 < bound <= self.tokens.shape[1]

@@ -74,11 +74,11 @@ def evaluate(
     records = _known(report, same)
     runs = [(temperature, name) for temperature in trial.temperatures for name in sets if sets[name]]
     for shape in trial.shapes:
-        done = [(r["temperature"], r["set"]) for r in records if r["shape"] == list(shape)]
+        done = [(r["temperature"], r["set"]) for r in records if r["shape"] == list(shape.tree)]
         if done == runs:
             continue
         # Seeds come from the engine one after the other, so a shape is measured whole to be what it would have been.
-        records = [r for r in records if r["shape"] != list(shape)]
+        records = [r for r in records if r["shape"] != list(shape.tree)]
         for record in _measure_shape(options, shape, runs, sets, trial):
             records.append(record)
             write_json(report, {**same, "records": records})
@@ -94,14 +94,14 @@ def _measure_shape(
 ) -> Iterator[dict[str, Any]]:
     from draftwing.engine.engine import Engine  # late: it imports torch
 
-    engine = Engine(Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=True))}))
+    engine = Engine(Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=False))}))
     target = _Recorder(engine)
     for temperature, name in runs:
         ids = [target.encode(prompt) for prompt in sets[name]]
         params = {"temperature": temperature, "ignore_eos": False, "max_new_tokens": trial.max_tokens}
         target.run(ids[:1], params, 1)  # first use of everything
         record = measure(target, ids, params, trial.concurrency)
-        found = {"set": name, "shape": list(shape), "temperature": temperature, **record}
+        found = {"set": name, "shape": list(shape.tree), "temperature": temperature, **record}
         logger.info(
             "%s %s, temperature %g: accept length %.3f", name, tuple(shape), temperature, record["accept_length"]
         )

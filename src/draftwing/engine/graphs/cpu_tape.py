@@ -39,7 +39,7 @@ class RecordedStages(GraphCache):
 
     def key(self, shape: TreeShape, size: int) -> Key | None:
         key = Key(shape, size)
-        return key if size * shape.nodes <= FEW_ROWS and key not in self.refused else None
+        return key if size * shape.queries <= FEW_ROWS and key not in self.refused else None
 
     def run(self, stage: str, key: Any, fn: Callable[..., T], *inputs: Any, keep: bool = False) -> T:
         if key is None:

@@ -179,6 +179,6 @@ class CpuTreeExpansion:
         )
         self._raw.draft(
             *self._state, size, shape.nodes, self._rows.data_ptr(), self._table.last.data_ptr(),
-            *addresses(draft),
+            *addresses(draft[:3]),
         )  # fmt: skip
         return draft

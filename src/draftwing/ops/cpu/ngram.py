@@ -55,7 +55,7 @@ class CpuNGramIndex(NGramIndex):
         draft = Draft(ints(batch, nodes), ints(batch, nodes), torch.empty(batch, nodes, dtype=torch.bool))
         self.raw.ngram_build(
             rows.data_ptr(), batch, *addresses((self.candidates, self.match, last, weight)), weight.shape[0],
-            self.branch_length, depth, nodes, *addresses(draft),
+            self.branch_length, depth, nodes, *addresses(draft[:3]),
         )  # fmt: skip
         return draft
 

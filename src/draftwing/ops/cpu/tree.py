@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwing.ops.torch.assign import learn
 from draftwing.ops.torch.tree import TreeOps
-from draftwing.ops.types import AcceptedPath, Committed, Draft, RowTensors, TargetInputs, Tree, packed_width
+from draftwing.ops.types import (
+    AcceptedPath,
+    Calibration,
+    Committed,
+    Draft,
+    RowTensors,
+    TargetInputs,
+    Tree,
+    packed_width,
+)
 
 
 class CpuTreeOps(TreeOps):
@@ -39,11 +49,11 @@ class CpuTreeOps(TreeOps):
 
     def commit(
         self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
-        confidence: int, with_path: bool,
+        confidence: int, with_path: bool, mark: Tensor | None = None, calibration: Calibration | None = None,
     ) -> Committed:  # fmt: skip
         batch, nodes = draft.tokens.shape
         width = tree.path.shape[2]
-        read = *draft, tree.depth, target, rows
+        read = *draft[:3], tree.depth if mark is None else mark, target, rows
         held = [part.contiguous() for part in read]
         done = ints(batch, packed_width(width - 1, nodes)), ints(batch, width), ints(batch)
         path = AcceptedPath(*(ints(batch * width) for _ in range(4))) if with_path else None
@@ -52,6 +62,8 @@ class CpuTreeOps(TreeOps):
             table.kv_len.data_ptr(), table.last.data_ptr(), table.length, table.rows, confidence, *addresses(done),
             *(addresses(path) if path is not None else (0, 0, 0, 0)),
         )  # fmt: skip
+        if calibration is not None:
+            learn(draft, tree, done[0], rows == table.rows, calibration)
         return Committed(*done, path)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.core import TreeShape
+from draftwing.core import MODEL, TreeShape
 from draftwing.ops.torch.argmax import first_argmax
+from draftwing.ops.torch.assign import LEVELS, level_of
 from draftwing.ops.torch.sampling import SamplingOps
 from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors
 
@@ -150,14 +151,17 @@ class TreeExpansion:
 
     def draft(self) -> Draft:
         nodes, column = self._shape.nodes, self._table.last[self._rows].unsqueeze(1)
-        _, chosen = _best_first(torch.cat(self._scores, 1), nodes - 1)
+        scores = torch.cat(self._scores, 1)
+        _, chosen = _best_first(scores, nodes - 1)
         chosen = chosen.sort(1).values  # parents before children
         above = torch.cat(self._parents, 1).gather(1, chosen)  # [B, N - 1]
+        logp = scores.gather(1, chosen) - torch.where(above < 0, 0.0, scores.gather(1, above.clamp(min=0)))
         place = torch.searchsorted(chosen, above) + 1
         return Draft(
             tokens=torch.cat((column, torch.cat(self._ids, 1).gather(1, chosen)), 1),
             parent=torch.cat((torch.zeros_like(column), torch.where(above < 0, 0, place)), 1),
             alive=torch.ones(column.shape[0], nodes, dtype=torch.bool, device=column.device),
+            grade=torch.cat((torch.zeros_like(column), LEVELS * MODEL + level_of(logp)), 1),
         )
 
 

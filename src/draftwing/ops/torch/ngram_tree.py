@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from draftwing.core import LOOKUP
+from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.types import Draft
 
 _TIE = 1e-9  # far below the smallest difference of scores that matters, and below the smallest score
+
+
+def grade_of(rank: Tensor, match: Tensor) -> Tensor:
+    """rank, match: of the candidate that leads a node, int64 -> its grade: the best candidate is trusted by the length
+    of its match, others are rarely right."""
+    return LEVELS * LOOKUP + torch.where(rank == 0, (match + 3).clamp(max=LEVELS - 1), (match // 3).clamp(max=3))
 
 
 class _Constants(NamedTuple):
@@ -86,5 +94,7 @@ class TreeBuilder:
         # The parent of (d, c) is (d - 1, leader of c at d - 1); the root is its own and a dead node's.
         above = pad((owner[:, :-1] + leader).flatten(1), (1 + self.ways, 1)).gather(1, chosen)
         numbers = torch.arange(nodes, device=last.device).expand_as(chosen)
+        rank = (chosen - 1).remainder(self.ways)  # of the candidate that leads the node
+        grade = torch.where((chosen > 0) & (chosen < dead), grade_of(rank, match.gather(1, rank)), 0)
         place = chosen.new_zeros(chosen.shape[0], dead + 1).scatter_(1, chosen, numbers)
-        return Draft(tokens, place.gather(1, above), chosen < dead)
+        return Draft(tokens, place.gather(1, above), chosen < dead, grade)

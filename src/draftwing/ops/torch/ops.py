@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.torch.assign import AssignOps
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.torch.layer_ops import LayerOps
@@ -12,7 +13,7 @@ from draftwing.ops.torch.ngram import NGramOps
 from draftwing.ops.torch.tree import TreeOps
 
 
-class TorchOps(TreeOps, ExpansionOps, NGramOps, LayerOps):
+class TorchOps(TreeOps, AssignOps, ExpansionOps, NGramOps, LayerOps):
     """The operations of one device, made once; see docs/architecture.md."""
 
     name = "torch"

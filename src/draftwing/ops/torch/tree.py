@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.ops.torch.assign import learn
 from draftwing.ops.torch.noise import position_words
-from draftwing.ops.types import AcceptedPath, Committed, Draft, RowTensors, TargetInputs, Tree
+from draftwing.ops.types import AcceptedPath, Calibration, Committed, Draft, RowTensors, TargetInputs, Tree
 
 FRACTION_BITS = 24  # of the choice in `simulate`
 
@@ -46,21 +47,23 @@ class TreeOps:
 
     def commit(
         self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
-        confidence: int, with_path: bool,
+        confidence: int, with_path: bool, mark: Tensor | None = None, calibration: Calibration | None = None,
     ) -> Committed:  # fmt: skip
         """Accepts, and advances the rows: permutes the page-table entries past kv_len so that the accepted path comes
         first, appends the tokens, moves kv_len and last. The dummy row stays empty.
 
         target [B, N]: what the target drew at every node; prefix_len [B]: kv_len of the rows; confidence: for the
-        packed result; with_path: whether
-        `Committed.path` is wanted.
+        packed result; with_path: whether `Committed.path` is wanted; mark [B, N]: of the nodes, without one their
+        depths; calibration: learns from what is accepted of the draft's live nodes.
         """
         accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
         _advance(table, rows, accepted, prefix_len)
         zero = tree.depth[:, :1]  # the root's
         head = zero + confidence if confidence else zero, accepted.count.unsqueeze(1)
-        packed = torch.cat((*head, accepted.committed, accepted.order, tree.depth), 1)
+        packed = torch.cat((*head, accepted.committed, accepted.order, tree.depth if mark is None else mark), 1)
         path = _accepted_path(table, rows, accepted, prefix_len) if with_path else None
+        if calibration is not None:
+            learn(draft, tree, packed, rows == table.rows, calibration)
         return Committed(packed, accepted.committed, accepted.count, path)
 
     def simulate(

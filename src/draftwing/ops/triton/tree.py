@@ -11,10 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.torch.assign import learn
 from draftwing.ops.torch.tree import FRACTION_BITS, TreeOps
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.noise import position_words
-from draftwing.ops.types import HEAD, AcceptedPath, Committed, Draft, RowTensors, TargetInputs, Tree, packed_width
+from draftwing.ops.types import (
+    HEAD,
+    AcceptedPath,
+    Calibration,
+    Committed,
+    Draft,
+    RowTensors,
+    TargetInputs,
+    Tree,
+    packed_width,
+)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -110,7 +121,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=["length", "dummy", "confidence"])
 def _commit_kernel(
-    tokens_ptr, parent_ptr, alive_ptr, depth_ptr, target_ptr, rows_ptr,
+    tokens_ptr, parent_ptr, alive_ptr, mark_ptr, target_ptr, rows_ptr,
     table_ptr, text_ptr, kv_len_ptr, last_ptr, length, dummy, confidence,
     packed_ptr, committed_ptr, count_ptr, ids_ptr, positions_ptr, slots_ptr, nodes_ptr,
     NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
@@ -144,8 +155,8 @@ def _commit_kernel(
     tl.store(packed + HEAD + step, committed, mask=step <= DEPTH)
     order = packed + HEAD + DEPTH + 1
     tl.store(order + place, lane.to(tl.int64), mask=lane < NODES)
-    depth = tl.load(depth_ptr + first + lane, mask=lane < NODES, other=0)
-    tl.store(order + NODES + lane, depth, mask=lane < NODES)
+    mark = tl.load(mark_ptr + first + lane, mask=lane < NODES, other=0)
+    tl.store(order + NODES + lane, mark, mask=lane < NODES)
     tl.store(committed_ptr + b * (DEPTH + 1) + step, committed, mask=step <= DEPTH)
     tl.store(count_ptr + b, count.to(tl.int64))
 
@@ -228,19 +239,22 @@ class TritonTreeOps(TreeOps):
 
     def commit(
         self, table: RowTensors, rows: Tensor, draft: Draft, tree: Tree, target: Tensor, prefix_len: Tensor,
-        confidence: int, with_path: bool,
+        confidence: int, with_path: bool, mark: Tensor | None = None, calibration: Calibration | None = None,
     ) -> Committed:  # fmt: skip
         (batch, nodes), width, new = draft.tokens.shape, tree.path.shape[2], draft.tokens.new_empty
+        mark = tree.depth if mark is None else mark
         assert table.page_table.is_contiguous() and table.tokens.is_contiguous()
         path = AcceptedPath(*(new(batch * width) for _ in range(4))) if with_path else None
         done = Committed(new(batch, packed_width(width - 1, nodes)), new(batch, width), new(batch), path)
         _commit_kernel[(batch,)](
-            draft.tokens.contiguous(), draft.parent.contiguous(), _bytes(draft.alive), tree.depth.contiguous(),
+            draft.tokens.contiguous(), draft.parent.contiguous(), _bytes(draft.alive), mark.contiguous(),
             target.contiguous(), rows, table.page_table, table.tokens, table.kv_len, table.last, table.length,
             table.rows, confidence, *done[:3], *(path if path is not None else (done.packed,) * 4),
             NODES=nodes, LANES=_lanes(nodes), DEPTH=width - 1, STEPS=_lanes(width), HEAD=HEAD, PATH=with_path,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
+        if calibration is not None:
+            learn(draft, tree, done.packed, rows == table.rows, calibration)
         return done
 
     def simulate(
@@ -248,7 +262,7 @@ class TritonTreeOps(TreeOps):
         vocab: int,
     ) -> Tensor:  # fmt: skip
         batch, nodes = target.shape
-        tokens, parent, alive, target = (part.contiguous() for part in (*draft, target))
+        tokens, parent, alive, target = (part.contiguous() for part in (*draft[:3], target))
         out = torch.empty(batch, nodes, dtype=torch.int64, device=target.device)
         lanes = triton.next_power_of_2(nodes)
         _simulate_kernel[(batch,)](
