@@ -1,0 +1,216 @@
+"""Engines under load in this process: how they are made, driven and watched. For the scripts beside it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from draftwing.config.options import Options
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.engine import Engine
+from draftwing.errors import ConfigError
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+
+TOP_P = {0.7: 0.95}  # by temperature; 1 elsewhere
+
+
+class Job(NamedTuple):
+    """A request and when it comes, in seconds after the start."""
+
+    prompt: list[int]
+    params: SamplingParams
+    at: float = 0.0
+
+
+@dataclass
+class Answered:
+    """One answered request. Times are seconds after the start; `gaps` lie between its outputs."""
+
+    number: int
+    came: float
+    first: float = 0.0
+    end: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def seen(self, tokens: list[int], now: float) -> None:
+        if not self.tokens:
+            self.first = now
+        else:
+            self.gaps.append(now - self.end)
+        self.end = now
+        self.tokens += tokens
+
+
+class Step(NamedTuple):
+    """A step that an engine took."""
+
+    at: float  # monotonic seconds of its result
+    kind: str  # prefill or tree
+    rows: int
+    shape: TreeShape
+    tokens: int  # committed
+    seconds: float
+
+
+def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Reads values with commas between them."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def add_arguments(parser: Any) -> None:
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument(
+        "--draft", action="append", default=[], metavar="DRAFTER=PATH", help="the draft model of a drafter"
+    )
+    parser.add_argument("options", nargs="*", metavar="option=value", help="of all engines")
+
+
+def given_options(args: Any, drafter: str) -> dict[str, Any]:
+    """Options of the engine that drafts so. A pair of drafters uses the draft model of one of its parts."""
+    given: dict[str, Any] = {"model": args.model, "speculative_algorithm": drafter, "log_level": "warning"}
+    for option in args.options:
+        name, _, value = option.partition("=")
+        try:
+            given[name] = json.loads(value)
+        except json.JSONDecodeError:
+            given[name] = value
+    drafts = dict(pair.split("=", 1) for pair in args.draft)
+    for name in (drafter, *drafter.split("+")):
+        if name in drafts:
+            given["speculative_draft_model_path"] = drafts[name]
+            break
+    return given
+
+
+def make_engine(args: Any, drafter: str, **more: Any) -> Engine | None:
+    """An engine, or None where there is no such drafter, which one line says."""
+    try:
+        return Engine(Options.from_kwargs(**given_options(args, drafter), **more))
+    except ConfigError as error:
+        print(f"{drafter}: {error}", flush=True)
+        return None
+
+
+def let_go(engine: Engine) -> None:
+    """Frees what an engine holds of the device's memory."""
+    engine.close()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def sampling(temperature: float, tokens: int, seed: int) -> SamplingParams:
+    """Of an answer of exactly so many tokens."""
+    return SamplingParams(
+        temperature=temperature, top_p=TOP_P.get(temperature, 1.0), max_new_tokens=tokens, ignore_eos=True,
+        sampling_seed=seed,
+    )  # fmt: skip
+
+
+def jobs_of(prompts: Sequence[list[int]], temperature: float, tokens: int) -> list[Job]:
+    return [Job(prompt, sampling(temperature, tokens, index)) for index, prompt in enumerate(prompts)]
+
+
+def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> tuple[list[Answered], float]:
+    """Answers in the order of the jobs, and seconds. at_once: most requests that run at a time; without it each comes
+    at its time."""
+    waiting, running, done = deque(enumerate(jobs)), dict[str, Answered](), list[Answered]()
+    start = time.monotonic()
+    while waiting or running:
+        now = time.monotonic() - start
+        while waiting and (waiting[0][1].at <= now if at_once is None else len(running) < at_once):
+            number, job = waiting.popleft()
+            uid = uuid.uuid4().hex
+            engine.submit(GenerationRequest(uid, job.prompt, job.params))
+            running[uid] = Answered(number, job.at if at_once is None else now)
+        if not running:
+            time.sleep(max(0.0, waiting[0][1].at - now))
+            continue
+        outputs = engine.step()
+        now = time.monotonic() - start
+        for output in outputs:
+            answer = running[output.uid]
+            answer.seen(output.token_ids, now)
+            if output.finish_reason is not None:
+                done.append(running.pop(output.uid))
+    seconds = time.monotonic() - start
+    while not engine.idle():  # a step that was launched before the last result was known
+        engine.step()
+    return sorted(done, key=lambda answer: answer.number), seconds
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[list[Step]]:
+    """Steps of the engine, as they come."""
+    loop: Any = engine._loop
+    before: Callable[..., None] = loop._watch
+    steps: list[Step] = []
+
+    def watch(plan: Any, result: Any) -> None:
+        before(plan, result)
+        count = int(result.count.sum())
+        steps.append(Step(time.monotonic(), plan.kind, len(plan.rows), plan.shape, count, result.seconds))
+
+    loop._watch = watch
+    try:
+        yield steps
+    finally:
+        loop._watch = before
+
+
+class Pinned:
+    """A policy that takes one shape of another's menu wherever anything can be drafted."""
+
+    def __init__(self, policy: Any, shape: TreeShape) -> None:
+        self._policy, self._shape = policy, shape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def choose(self, confidences: Sequence[int], *rest: Any, **named: Any) -> TreeShape:
+        return self._shape if any(confidences) else PLAIN
+
+
+@contextmanager
+def pinned(engine: Engine, shape: TreeShape) -> Iterator[None]:
+    sched: Any = engine.parts.sched
+    policy = sched.policy
+    sched.policy = Pinned(policy, shape)
+    try:
+        yield
+    finally:
+        sched.policy = policy
+
+
+def fixed_shapes(engine: Engine) -> list[TreeShape]:
+    """Shapes of the menu that verify all nodes that are drafted by all drafters: what a user can pin."""
+    menu = engine.parts.sched.policy.menu
+    return [shape for shape in menu if not getattr(shape, "verified", 0) and not getattr(shape, "by", 0)]
+
+
+def name_of(shape: TreeShape) -> str:
+    return "-".join(str(part) for part in shape[:3]) + "".join(f"/{part}" for part in shape[3:] if part)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """0 for no values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+def machine() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -1,0 +1,294 @@
+"""Tokens per second with a drafter against without, over a grid of loads: where is drafting slower than not drafting?
+
+    python benchmarks/never_slower.py --out grid.json [--drafters EAGLE3,NGRAM] [--cells 60] [--fixed]
+
+A cell is a number of requests, a length of prompt, a temperature, a kind of text and a drafter. Cells are chosen so
+that every pair of values occurs, as far as it fits into the pool and the time. In a cell both engines do the same work
+in turn, after one run that is not timed, so that the policy has met the load. Times are those of whole runs, prompts
+included.
+
+`--fixed` also pins each shape of the drafter's menu in turn. `--tokens` sets lengths of answers, else `--seconds` for a
+run decides. `enable_deterministic_inference=true` makes `same` the number of answers that must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from load_runs import (
+    Answered,
+    add_arguments,
+    drive,
+    fixed_shapes,
+    jobs_of,
+    let_go,
+    listed,
+    machine,
+    make_engine,
+    name_of,
+    pinned,
+    watched,
+)
+from load_texts import Texts
+
+REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0, 0.7, 1.0)
+TEXTS = ("chat", "code", "copy", "random")
+DRAFTERS = ("EAGLE3", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE3+NGRAM")
+ENOUGH = 0.98  # of the tokens per second without drafts
+LONG = 1000  # tokens: answers to longer prompts are half as long
+ANSWER = (48, 256)  # fewest and most tokens
+MOST_PROMPT_SECONDS = 12.0  # a run whose prompts alone take longer is left out
+
+
+class Cell(NamedTuple):
+    requests: int
+    prompt: int
+    temperature: float
+    text: str
+    drafter: str
+
+
+def pairs(cell: Cell) -> list[tuple[Any, ...]]:
+    return [
+        (i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)
+    ]  # fmt: skip
+
+
+def cover(cells: Sequence[Cell], count: int, seed: int = 0) -> list[Cell]:
+    """`count` of the cells, or more, such that each pair of values that occurs in any of them occurs.
+
+    The next cell is the one with the most pairs that have not occurred. When there are none left, it is the one whose
+    pairs occurred least often. Of equal ones the first with the fewest prompt tokens.
+    """
+    left = sorted(random.Random(seed).sample(cells, len(cells)), key=lambda cell: cell.requests * cell.prompt)
+    wanted = {pair for cell in left for pair in pairs(cell)}
+    seen: Counter[tuple[Any, ...]] = Counter()
+    chosen: list[Cell] = []
+    while left and (len(chosen) < count or len(seen) < len(wanted)):
+        best = max(left, key=lambda cell: (sum(pair not in seen for pair in pairs(cell)), -_often(cell, seen)))
+        left.remove(best)
+        chosen.append(best)
+        seen.update(pairs(best))
+    return chosen
+
+
+def _often(cell: Cell, seen: Counter[tuple[Any, ...]]) -> int:
+    return sum(seen[pair] for pair in pairs(cell))
+
+
+@dataclass
+class Costs:
+    """What the engine without drafts takes, so that the work of a cell fits its time."""
+
+    prompt: float  # seconds a prompt token
+    step: dict[int, float]  # by requests
+
+    def work(self, cell: Cell, seconds: float) -> tuple[int, int]:
+        """Prompts, and tokens of each answer, that take about so long."""
+        step, begin = self.step[cell.requests], self.prompt * cell.prompt * cell.requests
+        longest = ANSWER[1] // (2 if cell.prompt > LONG else 1)
+        tokens = int(min(max((seconds - begin) / step, ANSWER[0]), longest))
+        rounds = max(1, round(seconds / (begin + tokens * step)))
+        return cell.requests * rounds, tokens
+
+
+def measure_costs(engine: Any, texts: Texts, requests: Sequence[int]) -> Costs:
+    steps = {}
+    for count in requests:
+        jobs = jobs_of(texts.prompts("chat", 100, count, 100000), 0.0, 24)
+        for _ in range(2):  # the first makes what is made once
+            engine.flush_cache()
+            with watched(engine) as seen:
+                drive(engine, jobs, count)
+        steps[count] = statistics.median(step.seconds for step in seen if step.kind == "tree" and step.rows == count)
+    engine.flush_cache()
+    prompt = texts.prompts("random", min(2000, engine.info.context_length // 2), 1, 100000)
+    _, seconds = drive(engine, jobs_of(prompt, 0.0, 1), 1)
+    return Costs(seconds / len(prompt[0]), steps)
+
+
+def possible(cell: Cell, engine: Any, costs: Costs) -> bool:
+    """Whether it fits into the engine's sizes and the time."""
+    info, options = engine.info, engine.options
+    longest = cell.prompt + ANSWER[1]
+    return bool(
+        cell.requests <= options.max_running_requests
+        and longest <= info.context_length
+        and cell.requests * (cell.prompt + ANSWER[0] * 2) <= 0.95 * info.max_total_tokens
+        and costs.prompt * cell.prompt * cell.requests <= MOST_PROMPT_SECONDS
+    )
+
+
+# ---- a cell ----------------------------------------------------------------------------------------------------------
+
+
+def timed(engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
+    """Seconds of a run after a flush, its answers, and how often each shape ran, with the tokens of a row and step."""
+    assert engine.flush_cache()
+    with watched(engine) as steps:
+        answers, seconds = drive(engine, jobs, requests)
+    trees = [step for step in steps if step.kind == "tree"]
+    shapes = Counter(name_of(step.shape) for step in trees)
+    rows = sum(step.rows for step in trees)
+    length = sum(step.tokens for step in trees) / rows if rows else 1.0
+    return seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
+
+
+def run_cell(
+    cell: Cell, none: Any, engine: Any, texts: Texts, costs: Costs, args: argparse.Namespace
+) -> dict[str, Any]:
+    count, tokens = costs.work(cell, args.seconds)
+    tokens = args.tokens or tokens
+    jobs = jobs_of(texts.prompts(cell.text, cell.prompt, count), cell.temperature, tokens)
+    settle = texts.prompts(cell.text, min(cell.prompt, 400), cell.requests, 5000)
+    for each in (none, engine):
+        timed(each, jobs_of(settle, cell.temperature, min(tokens, 64)), cell.requests)
+    rounds: list[tuple[float, float]] = []
+    for _ in range(args.repeats):
+        plain, expected, _ = timed(none, jobs, cell.requests)
+        drafted, found, told = timed(engine, jobs, cell.requests)
+        rounds.append((plain, drafted))
+    plain, drafted = (sum(each) for each in zip(*rounds, strict=True))
+    made = count * tokens * args.repeats
+    record: dict[str, Any] = {
+        **cell._asdict(),
+        "prompts": count,
+        "tokens": tokens,
+        "none": made / plain,
+        "drafts": made / drafted,
+        "ratio": plain / drafted,
+        "ratios": [one / other for one, other in rounds],
+        "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
+        **told,
+    }
+    if args.fixed:
+        record["fixed"] = fixed_rates(cell, engine, jobs, count * tokens)
+        best = max(record["fixed"].values())
+        record |= {"best_fixed": best, "of_best_fixed": record["drafts"] / best}
+    return record
+
+
+def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any], made: int) -> dict[str, float]:
+    """Tokens per second with each shape of the menu."""
+    rates = {}
+    for shape in fixed_shapes(engine):
+        with pinned(engine, shape):
+            seconds, _, _ = timed(engine, jobs, cell.requests)
+        rates[name_of(shape)] = made / seconds
+    return rates
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """In Markdown, the worst cell first."""
+    head = (
+        "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | accept length"
+    )
+    lines = [head + " | shapes |", "|" + "---|" * 10]
+    for one in sorted(records, key=lambda record: record["ratio"]):
+        steps = sum(one["shapes"].values())
+        shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
+        lines.append(
+            f"| {one['requests']} | {one['prompt']} | {one['temperature']:g} | {one['text']} | {one['drafter']} | "
+            f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {one['accept_length']:.2f} | {shapes} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Cells, those that are slower than `ENOUGH`, the worst and the median ratio; of all and of each drafter."""
+
+    def of(some: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        ratios = [one["ratio"] for one in some]
+        shares = [one["of_best_fixed"] for one in some if "of_best_fixed" in one]
+        return {
+            "cells": len(some),
+            "below": sum(ratio < ENOUGH for ratio in ratios),
+            "worst": min(ratios),
+            "median": statistics.median(ratios),
+        } | ({"worst_of_best_fixed": min(shares)} if shares else {})
+
+    if not records:
+        return {}
+    names = dict.fromkeys(one["drafter"] for one in records)
+    return {"all": of(records)} | {name: of([one for one in records if one["drafter"] == name]) for name in names}
+
+
+def write(out: Path | None, records: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
+    if out is not None:
+        found = {**about, "summary": summary(records), "cells": list(records)}
+        out.write_text(json.dumps(found, indent=1), encoding="utf8")
+        out.with_suffix(".md").write_text(table(records) + "\n", encoding="utf8")
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--drafters", type=listed(str), default=DRAFTERS, help="whose cells of the grid to run")
+    parser.add_argument("--all-drafters", type=listed(str), default=DRAFTERS, help="of the grid")
+    parser.add_argument("--requests", type=listed(int), default=REQUESTS)
+    parser.add_argument("--prompts", type=listed(int), default=PROMPTS)
+    parser.add_argument("--temperatures", type=listed(float), default=TEMPERATURES)
+    parser.add_argument("--texts", type=listed(str), default=TEXTS)
+    parser.add_argument("--cells", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
+    parser.add_argument("--tokens", type=int, help="of each answer")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--fixed", action="store_true", help="also pin each shape of the menu")
+    parser.add_argument("--most-seconds", type=float, default=1e9, help="no cell begins later")
+    parser.add_argument("--list", action="store_true", help="print the cells that would run, and end")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parsed()
+    start = time.monotonic()
+    none = make_engine(args, "none")
+    assert none is not None
+    texts = Texts(none.tokenizer, none.info.vocab_size)
+    costs = measure_costs(none, texts, args.requests)
+    print(f"none: {time.monotonic() - start:.1f} s to start, {costs}", flush=True)
+    grid = itertools.product(args.requests, args.prompts, args.temperatures, args.texts, args.all_drafters)
+    cells = cover([cell for cell in map(Cell._make, grid) if possible(cell, none, costs)], args.cells)
+    about = {"machine": machine(), "model": args.model, "options": args.options, "date": time.strftime("%Y-%m-%d")}
+    records: list[dict[str, Any]] = []
+    for drafter in args.drafters:
+        mine = [cell for cell in cells if cell.drafter == drafter]
+        print(f"{drafter}: {len(mine)} cells", flush=True)
+        if args.list:
+            print(*mine, sep="\n")
+            continue
+        begun = time.monotonic()
+        engine = make_engine(args, drafter)
+        if engine is None:
+            continue
+        print(f"{drafter}: {time.monotonic() - begun:.1f} s to start", flush=True)
+        for cell in mine:
+            if time.monotonic() - start > args.most_seconds:
+                print(f"left out for want of time: {cell}", flush=True)
+                continue
+            records.append(run_cell(cell, none, engine, texts, costs, args))
+            print(table(records[-1:]).splitlines()[-1], flush=True)
+            write(args.out, records, about)
+        let_go(engine)
+    print(table(records))
+    for name, one in summary(records).items():
+        print(name, one)
+    print(f"{time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

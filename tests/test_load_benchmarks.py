@@ -1,0 +1,199 @@
+"""What the load tests of benchmarks/ choose and compute; a tiny engine runs each of them once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.engine import Engine
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+MODULES = ("agent_edits", "load_change", "load_runs", "load_texts", "never_slower", "open_loop", "svg_plot")
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return {name: importlib.import_module(name) for name in MODULES}
+
+
+@pytest.fixture(scope="module")
+def engines(modules: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """Without drafts, and with NGRAM."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+    args = argparse.Namespace(model=str(folder), draft=[], options=["num_threads=1", "max_total_tokens=4000"])
+    made = [modules["load_runs"].make_engine(args, drafter, random_seed=0) for drafter in ("none", "NGRAM")]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def test_no_such_drafter(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(model="smollm2", draft=[], options=[])
+    assert modules["load_runs"].make_engine(args, "GUESS") is None
+    assert "GUESS" in capsys.readouterr().out
+
+
+def test_draft_model_of_a_pair(modules: dict[str, ModuleType]) -> None:
+    args = argparse.Namespace(model="m", draft=["EAGLE3=head", "STANDALONE=small"], options=["num_threads=2"])
+    found = modules["load_runs"].given_options(args, "EAGLE3+NGRAM")
+    assert (found["speculative_draft_model_path"], found["num_threads"]) == ("head", 2)
+    assert "speculative_draft_model_path" not in modules["load_runs"].given_options(args, "NGRAM")
+
+
+def test_cover(modules: dict[str, ModuleType]) -> None:
+    """Each pair of values that any cell has occurs."""
+    grid = modules["never_slower"]
+    every = itertools.product(
+        grid.REQUESTS, grid.PROMPTS, grid.TEMPERATURES, grid.TEXTS, grid.DRAFTERS
+    )  # fmt: skip
+    cells = [cell for cell in map(grid.Cell._make, every) if cell.requests * cell.prompt <= 300_000]
+    chosen = grid.cover(cells, 60)
+    assert len(chosen) == len(set(chosen)) == 60
+    for i, j in itertools.combinations(range(5), 2):
+        assert {(cell[i], cell[j]) for cell in chosen} == {(cell[i], cell[j]) for cell in cells}
+    assert grid.cover(cells, 60) == chosen
+
+
+def test_work(modules: dict[str, ModuleType]) -> None:
+    grid = modules["never_slower"]
+    costs = grid.Costs(prompt=1e-4, step={1: 0.005, 128: 0.01})
+    cell = grid.Cell(1, 100, 0.0, "chat", "NGRAM")
+    assert costs.work(cell, 2.6) == (2, 256)
+    assert costs.work(cell._replace(requests=128), 1.5) == (128, 48)
+    assert costs.work(cell._replace(prompt=4000), 0.1) == (1, 48)
+
+
+def test_summary(modules: dict[str, ModuleType]) -> None:
+    grid = modules["never_slower"]
+    cell = grid.Cell(4, 100, 0.0, "chat", "NGRAM")._asdict()
+    rest = {"none": 100.0, "drafts": 97.0, "accept_length": 1.5, "shapes": {"0-1-1": 3, "2-1-3": 1}}
+    records = [{**cell, **rest, "ratio": ratio} for ratio in (1.5, 0.97, 1.0)]
+    found = grid.summary(records)
+    assert found["all"] == found["NGRAM"] == {"cells": 3, "below": 1, "worst": 0.97, "median": 1.0}
+    assert "| 0.970 | 1.50 | 0-1-1 75%, 2-1-3 25% |" in grid.table(records).splitlines()[2]
+    assert grid.summary([]) == {}
+
+
+def test_texts(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
+    texts = modules["load_texts"].Texts(engines[0].tokenizer, 300)
+    for kind, length in itertools.product(texts.kinds, (100, 700)):
+        prompts = texts.prompts(kind, length, 3)
+        assert len({tuple(prompt) for prompt in prompts}) == 3
+        assert prompts[1:] == texts.prompts(kind, length, 2, 1)
+        if kind in ("copy", "random"):
+            assert {len(prompt) for prompt in prompts} == {length}
+        assert all(0 <= token < 256 for prompt in prompts for token in prompt)
+    (copy,) = texts.prompts("copy", 400, 1)
+    assert copy[:300] == copy[100:]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_cell(fixed: bool, modules: dict[str, ModuleType], engines: list[Engine]) -> None:
+    grid, (none, ngram) = modules["never_slower"], engines
+    texts = modules["load_texts"].Texts(none.tokenizer, 300)
+    costs = grid.measure_costs(none, texts, (1, 2))
+    cell = grid.Cell(2, 50, 0.7, "copy", "NGRAM")
+    assert grid.possible(cell, none, costs)
+    assert not grid.possible(cell._replace(requests=128), none, costs)
+    assert not grid.possible(cell._replace(prompt=1000), none, costs)
+    args = grid.parsed(["--seconds", "0.01", "--tokens", "8", *(["--fixed"] if fixed else [])])
+    record = grid.run_cell(cell, none, ngram, texts, costs, args)
+    assert record["same"] == record["prompts"]
+    assert record["ratio"] == pytest.approx(record["drafts"] / record["none"])
+    assert ("of_best_fixed" in record) == fixed
+    if fixed:
+        assert len(record["fixed"]) >= 2
+
+
+def test_drive_in_time(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
+    """Answers are those of a closed run, and no request is taken before it comes."""
+    runs, loop = modules["load_runs"], modules["open_loop"]
+    texts = modules["load_texts"].Texts(engines[0].tokenizer, 300)
+    jobs = loop.arrivals(texts, 50.0, 0.1, 6)
+    assert len(jobs) == 5
+    assert [job.at for job in jobs] == sorted(job.at for job in jobs)
+    answers, seconds = runs.drive(engines[0], jobs)
+    closed, _ = runs.drive(engines[0], jobs, 1)
+    assert [one.tokens for one in answers] == [one.tokens for one in closed]
+    assert all(one.came == job.at <= one.first <= one.end <= seconds for one, job in zip(answers, jobs, strict=True))
+
+
+def test_times(modules: dict[str, ModuleType]) -> None:
+    answered = modules["load_runs"].Answered(0, came=1.0)
+    for tokens, now in (([5], 1.5), ([6, 7], 1.6), ([8], 2.1)):
+        answered.seen(tokens, now)
+    found = modules["open_loop"].times([answered], 2.0)
+    expected = {"requests": 1, "tokens_per_s": 2.0, "ttft_p50": 500.0, "tpot_p50": 200.0, "gap_p50": 500.0}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    slower = {**found, "tpot_p99": 211.0}
+    assert "**211.00**" in modules["open_loop"].table({"12": {"none": found, "NGRAM": slower}})
+
+
+def test_sessions(modules: dict[str, ModuleType]) -> None:
+    """A right answer follows its prompt in the next one, and has the new name where the file had the old one."""
+    edits = modules["agent_edits"]
+    text = "\n".join(f"word_{name} = word_{name}" for name in "abcdefgh") + "\n"
+    turns = edits.session(text, 3, random.Random(0))
+    for turn, ((prompt, answer), (after, _)) in enumerate(itertools.pairwise(turns), 2):
+        assert after.startswith(prompt + answer + "```\n")
+        assert f"_{turn}`" in prompt.splitlines()[-3]
+    assert sum(turns[-1][0].count(f"version {turn}") for turn in (1, 2, 3, 4)) == 4
+
+
+def test_agent_run(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
+    turns = [("def f(a):\n", "  return a"), ("def f(a):\n  return a\ndef g(b):\n", "  return b")]
+    found = modules["agent_edits"].run(engines[1], [turns], 0.0)
+    assert found["accept_length"] >= 1
+    assert 0 <= found["right"] <= 1
+
+
+def test_followed(modules: dict[str, ModuleType]) -> None:
+    change = modules["load_change"]
+    window = change.WINDOW
+    assert change.followed([1.0] * window) == 0
+    assert change.followed([0.0] * 30 + [1.0] * 40) == 29
+    assert change.followed([0.0] * 100) is None
+    assert change.followed([1.0] * (window - 1)) is None
+
+
+def test_load_change(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
+    change, engine = modules["load_change"], engines[1]
+    phases = [change.Phase(1, "code", 25), change.Phase(3, "chat", 25)]
+    load = change.Load(engine, modules["load_texts"].Texts(engine.tokenizer, 300), 40, 12, 0.0)
+    chosen: list[Any] = []
+    for phase in phases:
+        with modules["load_runs"].watched(engine) as seen:
+            load.run(phase, seen)
+        chosen.append([step for step in seen if change.full(step, phase)])
+    rates = change.pinned_rates(engine, load, phases, chosen)
+    load.stop()
+    assert engine.idle()
+    rows = change.report(phases, chosen, rates)
+    assert [row["phase"] for row in rows] == ["1 x code", "3 x chat"]
+    picture = ElementTree.fromstring(change.plot(phases, chosen, rows))
+    assert "3 x chat" in "".join(picture.itertext())
+
+
+def test_pinned(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
+    runs, engine = modules["load_runs"], engines[1]
+    policy = engine.parts.sched.policy
+    shape = policy.menu[0]
+    with runs.pinned(engine, shape):
+        pinned = engine.parts.sched.policy
+        assert pinned.menu == policy.menu
+        assert (pinned.choose([0, 2]), pinned.choose([0, 0])) == (shape, PLAIN)
+    assert engine.parts.sched.policy is policy
+    assert runs.name_of(TreeShape(3, 2, 6)) == "3-2-6"
