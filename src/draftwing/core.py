@@ -64,6 +64,7 @@ PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, wher
 SOURCES = ("other", "model", "lookup", "both")
 OTHER, MODEL, LOOKUP, EITHER = range(4)
 MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
+LAG = 32  # most committed positions of a row that a drafter's KV may lack
 
 
 class TokenLogprobs(NamedTuple):
@@ -112,6 +113,14 @@ class PromptPart(NamedTuple):
     params: LogprobParams
 
 
+class CatchUp(NamedTuple):
+    """Rows whose committed positions a drafter with KV has not seen yet, and is to see now."""
+
+    rows: IntArray  # [C] distinct; some may have been released
+    behind: int  # upper bound of the positions that it has not seen, of any of them
+    max_kv_len: int  # upper bound of their kv_len
+
+
 @dataclass(frozen=True)
 class Plan:
     """One step of the engine, decided on the host. Holds numpy and plain Python only, so that it pickles.
@@ -140,6 +149,7 @@ class Plan:
     predicted: IntArray = field(default_factory=lambda: NOBODY)  # with a predicted output
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
+    catch_up: CatchUp | None = None  # comes before everything else of the plan, `admits` and `new_slots` included
 
     @cached_property
     def special(self) -> bool:

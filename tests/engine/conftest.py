@@ -13,6 +13,7 @@ from block_ops import BlockTorchOps
 from draftwing.core import MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
 from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
+from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
@@ -106,6 +107,15 @@ class OracleDrafter:
             torch.cat((torch.ones_like(root, dtype=torch.bool)[:, None], alive), 1),
         )
 
+    def lags(self, shape):
+        return shape == PLAIN
+
+    def watch(self, slots, batch, next_ids, count, noisy):
+        pass
+
+    def catch_up(self, slots, batch, aux_hidden, next_ids, count, noisy):
+        self.extend(slots, batch, aux_hidden, next_ids, count, noisy)
+
     def extend(self, slots, batch, aux_hidden, next_ids, count, noisy):
         k = torch.stack((batch.ids, next_ids), -1).to(self.pool.dtype)[:, None]
         self.pool.write(self.layer, batch.write_slots, k, k)
@@ -161,7 +171,7 @@ class Rig:
         menu = self.policy.menu
         spans = {s: s.nodes if drafter is None else drafter.span(s) for s in menu}
         max_span, max_commit = max(spans.values()), max(s.max_commit for s in menu)
-        length = CONTEXT + max_span + max_commit + 1
+        length = CONTEXT + max_span + max_commit + ROOM
         model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size)
@@ -173,7 +183,17 @@ class Rig:
             drafter.attach(backend, len(layers), length)
             lookahead, tail, initial_confidence = drafter.lookahead, drafter.tail, drafter.initial_confidence
         config = SchedulerConfig(
-            slots, rows, max_span, chunk, lookahead, tail, radix, initial_confidence, ahead, model.config.vocab_size
+            slots,
+            rows,
+            max_span,
+            chunk,
+            lookahead,
+            tail,
+            radix,
+            initial_confidence,
+            ahead,
+            model.config.vocab_size,
+            frozenset(filter(drafter.lags, menu)) if drafter is not None else frozenset(),
         )
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, Admission, Chunk, Plan, TreeShape
+from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Plan, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -63,7 +63,7 @@ def without_data(module, mode):
         module.target_ids = mode.from_tensor(module.target_ids)
 
 
-def plans(shape, params):
+def plans(shape, params, catch_up=False):
     """Two requests prefill (one of them in two chunks), then both take tree steps."""
     rows = np.asarray([0, 2])
     request = GenerationRequest("", [5, 6, 7, 8, 9], params)
@@ -79,7 +79,8 @@ def plans(shape, params):
     yield Plan(2, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 1, False),))
     more = tuple((int(row), 5, np.arange(10 * row + 50, 10 * row + 50 + 20)) for row in rows)
     yield Plan(3, "tree", rows, rows, shape, 5, (), more, (), noisy, filtered, banning)
-    yield Plan(4, "tree", rows, rows, shape, 5 + shape.max_commit, (), (), (), noisy, filtered, banning)
+    late = CatchUp(rows, 3, 5 + shape.max_commit) if catch_up else None
+    yield Plan(4, "tree", rows, rows, shape, 5 + shape.max_commit, (), (), (), noisy, filtered, banning, catch_up=late)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         if head is not None:
             drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.ops)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
-        for plan in plans(shape, params):
+        for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)
             packed = rig.executor.commit(pending)._download
             commit = plan.shape.max_commit

@@ -20,7 +20,7 @@ from draftwing.engine.device import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Continuations, Draft, First, RowTensors
+from draftwing.ops.types import Continuations, Draft, First, RowTensors, Unseen
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter
 
@@ -254,6 +254,26 @@ def test_newest_rows(ops: TorchOps, dtype: torch.dtype, width: int, apart: bool)
     assert torch.equal(ops.newest_rows(hidden, count, 1, rows, kept), wanted)
     assert torch.equal(kept[rows], wanted) and (kept[[1, 3, 4, 6]] == 9).all()
     assert torch.equal(ops.newest_rows(hidden, count - 1, 0, rows, None), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [0, 33, 1050])
+@pytest.mark.parametrize("steps", [None, 1, 4])
+def test_keep_unseen(ops: TorchOps, dtype: torch.dtype, width: int, steps: int | None) -> None:
+    places, g = 8, torch.Generator().manual_seed(3)
+    behind, kept = torch.tensor([5, 0, 1, 0, 2, 0, 7]), torch.randn(7, places, width, generator=g).to(dtype)
+    rows, prefix, count = [5, 0, 2], [0, 14, 7], [3, 1, 4] if steps == 4 else [1, 1, 1]
+    hidden = torch.randn(12 if steps else 3, 2 * width, generator=g).to(dtype)[:, :width]
+    nodes = torch.randperm(12, generator=g)[: 3 * steps] if steps else None
+    unseen = Unseen(behind.to(ops.device), kept.to(ops.device))
+    at, start, number = (torch.tensor(part, device=ops.device) for part in (rows, prefix, count))
+    given = None if nodes is None else nodes.to(ops.device)
+    ops.keep_unseen(unseen, at, start, number, hidden.to(ops.device) if width else None, given)
+    for b, (row, first) in enumerate(zip(rows, prefix, strict=True)):
+        behind[row] += count[b]
+        for j in range(steps or 1):
+            kept[row, (first + j) % places] = hidden[b if nodes is None else nodes[b * (steps or 1) + j]]
+    assert unseen.behind.tolist() == behind.tolist() and torch.equal(unseen.hidden.cpu(), kept)
 
 
 @pytest.mark.parametrize("width", [1, 4, 7])

@@ -51,8 +51,9 @@ def everything() -> list[Req]:
 def plans() -> list[Plan]:
     policy = FixedShape(SHAPE)
     spans = {shape: span(shape) for shape in policy.menu}
-    sched = Scheduler(SchedulerConfig(400, 8, span(SHAPE), 16, initial_confidence=1), policy, spans)
-    device = ToyDevice(8, 60, lookahead=0, tail=0)
+    config = SchedulerConfig(400, 8, span(SHAPE), 16, initial_confidence=1, lagging=frozenset([SHAPE]))
+    sched = Scheduler(config, policy, spans)
+    device = ToyDevice(8, 60, lookahead=0, tail=0, lagging=config.lagging)
     for req in everything():
         sched.submit(req)
     found = []

@@ -29,6 +29,7 @@ from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.lag import CatchUps
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
@@ -36,6 +37,7 @@ from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 CONTEXT = 36
 CHAINS = (TreeShape(5, 1, 6), TreeShape(3, 1, 4), PLAIN)
 TREES = (TreeShape(4, 4, 12), TreeShape(3, 3, 8), TreeShape(1, 4, 5), *CHAINS)
+LAGGING = ((PLAIN,), (), (PLAIN, TreeShape(3, 1, 4), TreeShape(3, 3, 8)))
 MENUS = {"plain": (PLAIN,), "chains": CHAINS, "trees": TREES}
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 7, 7, 7, 7, 7, 7, 7], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]]
 
@@ -108,18 +110,24 @@ class Serving(RuleBasedStateMachine):
         ahead=st.sampled_from([0, 6]),
         chunk=st.sampled_from([5, 16, 64]),
         radix=st.sampled_from([True, True, True, False]),
+        lagging=st.sampled_from(LAGGING),
+        lag=st.sampled_from([5, 9, 32]),
     )
     def start(
-        self, menu: str, rows: int, lookahead: int, spare: int, tail: int, ahead: int, chunk: int, radix: bool
-    ) -> None:
+        self, menu: str, rows: int, lookahead: int, spare: int, tail: int, ahead: int, chunk: int, radix: bool,
+        lagging: tuple[TreeShape, ...], lag: int,
+    ) -> None:  # fmt: skip
         shapes = MENUS[menu]
         spans = {shape: max(span(shape), tail) for shape in shapes}
         room = max(spans.values()) + max(shape.max_commit for shape in shapes)
         slots = CONTEXT + room + spare  # at the least, one request fits
-        config = SchedulerConfig(slots, rows, max(spans.values()), chunk, lookahead, tail, radix, ahead=ahead)
+        behind = frozenset(lagging)
+        config = SchedulerConfig(
+            slots, rows, max(spans.values()), chunk, lookahead, tail, radix, ahead=ahead, lagging=behind, lag=lag
+        )
         self.policy = AnyShape(shapes)
         self.sched = Scheduler(config, self.policy, spans)
-        self.device = ToyDevice(rows, CONTEXT + room, lookahead, tail)
+        self.device = ToyDevice(rows, CONTEXT + room, lookahead, tail, behind, lag)
         self.flying: list[Plan] = []
         self.asked: dict[str, Asked] = {}
 
@@ -171,6 +179,9 @@ class Serving(RuleBasedStateMachine):
         self.seen["evicted"] += self.sched.radix.size < evictable
         self.seen["prefix hits"] += any(len(admission.slots) for admission in plan.admits)
         self.seen["resumed"] += any(len(admission.tokens) > admission.prompt_len for admission in plan.admits)
+        if plan.catch_up is not None:
+            self.seen["caught up"] += 1
+            self.seen["caught up after release"] += bool(set(plan.catch_up.rows) - set(plan.rows))
         self.seen["chunks of several"] += len(plan.chunks) > 1
         self.device.launch(plan)
         self.flying.append(plan)
@@ -248,7 +259,7 @@ RANDOM = settings(
 MUST = {
     *("ended: stop", "ended: length", "ended: abort", "pool exhausted", "preempted in prefill", "preempted in flight"),
     *("resumed", "stale", "stale, row reused", "prefix hits", "evicted", "chunks of several", "plans of several rows"),
-    "permuted",
+    *("permuted", "caught up", "caught up after release", "far behind"),
 }
 
 
@@ -335,9 +346,46 @@ def nobody_retracted(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Scheduler, "_cover", around)
 
 
+def never_caught_up(patch: pytest.MonkeyPatch) -> None:
+    """Unless a step drafts."""
+    wrap(patch, CatchUps, "_due", lambda method, self, reqs, commit: [])
+
+
+def drafting_behind(patch: pytest.MonkeyPatch) -> None:
+    def around(method: Any, self: CatchUps, step: int, shape: TreeShape, reqs: list[Req]) -> None:
+        if shape in self._lagging:
+            method(self, step, shape, reqs)
+
+    wrap(patch, CatchUps, "plan", around)
+
+
+def released_behind(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, CatchUps, "release", lambda method, self, req, cached: method(self, req, False))
+
+
+def caught_up_late(patch: pytest.MonkeyPatch) -> None:
+    """One plan after the one that needs it."""
+
+    def around(method: Any, self: CatchUps) -> Any:
+        before, self.waits = getattr(self, "waits", None), method(self)
+        return before
+
+    wrap(patch, CatchUps, "take", around)
+
+
+def stale_counts(patch: pytest.MonkeyPatch) -> None:
+    """Of steps before a catch-up, which it has seen."""
+
+    def around(method: Any, self: CatchUps, step: int, shape: TreeShape, req: Req, count: int) -> None:
+        method(self, req.caught_up, shape, req, count)
+
+    wrap(patch, CatchUps, "commit", around)
+
+
 BROKEN: list[Patch] = [
     *(any_admission, match_everything, narrow_windows, no_permutation, cache_too_early, moves_untold),
     *(one_slot_forgotten, locks_kept, slots_given_twice, nobody_retracted),
+    *(never_caught_up, drafting_behind, released_behind, caught_up_late, stale_counts),
 ]
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections import Counter
+from collections.abc import Collection
 
 import numpy as np
 
-from draftwing.core import Chunk, Plan, StepResult, TokenLogprobs, TreeShape, marks_of
+from draftwing.core import LAG, CatchUp, Chunk, Plan, StepResult, TokenLogprobs, TreeShape, marks_of
 
 VOCAB = 8
 
@@ -71,9 +72,11 @@ class Tree:
 
 
 class ToyDevice:
-    def __init__(self, rows: int, entries: int, lookahead: int, tail: int) -> None:
-        """entries: of a page-table row."""
-        self.lookahead, self.tail = lookahead, tail
+    def __init__(
+        self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (), lag: int = LAG
+    ) -> None:
+        """entries: of a page-table row; lagging: shapes after which the drafter has something to catch up with."""
+        self.lookahead, self.tail, self.lagging, self.lag = lookahead, tail, lagging, lag
         self.seen: Counter[str] = Counter()
         self._queue: list[bytes] = []
         self._table = np.full((rows, entries), -1)
@@ -81,6 +84,8 @@ class ToyDevice:
         self._tokens: list[list[int]] = [[] for _ in range(rows)]  # the last one has no KV yet
         self._kv: dict[int, tuple[int, int]] = {}  # slot -> token, position
         self._draft_kv: dict[int, tuple[int, ...]] = {}
+        self._behind = [0] * rows  # positions that the drafter has not seen
+        self._kept = [[-1] * lag for _ in range(rows)]  # those whose hidden states are kept
 
     def launch(self, plan: Plan) -> None:
         self._queue.append(pickle.dumps(plan))
@@ -88,6 +93,8 @@ class ToyDevice:
     def wait(self) -> StepResult:
         """Runs the oldest plan."""
         plan: Plan = pickle.loads(self._queue.pop(0))
+        if plan.catch_up is not None:
+            self._catch_up(plan.catch_up)
         for admission in plan.admits:
             row, cached = admission.row, len(admission.slots)
             self._table[row] = -1
@@ -139,6 +146,24 @@ class ToyDevice:
                 assert len(old) < len(window) and old == window[: len(old)], "a complete window is written again"
             self._draft_kv[self._slot(row, p)] = window
 
+    def _check_drafter(self, row: int, length: int) -> None:
+        for p in range(length):
+            whole = tuple(self._tokens[row][p : p + 1 + self.lookahead])
+            assert self._draft_kv[self._slot(row, p)] == whole, "the drafter reads another's KV"
+
+    def _catch_up(self, who: CatchUp) -> None:
+        rows = who.rows.tolist()
+        assert len(set(rows)) == len(rows), "a row catches up twice"
+        for row in rows:
+            n, behind = self._kv_len[row], self._behind[row]
+            assert 0 < behind <= who.behind <= self.lag and n <= who.max_kv_len, "further behind than the host believes"
+            start = n - behind
+            assert [self._kept[row][p % self.lag] for p in range(start, n)] == [*range(start, n)], "kept for too long"
+            self._check_drafter(row, max(min(start, start + 1 - self.lookahead), 0))
+            self._observe(row, start, n, start + 1)
+            self._behind[row] = 0
+            self.seen["far behind"] += behind > self.lag // 2
+
     def _prefill(self, row: int, chunk: Chunk, plan: Plan) -> tuple[list[int], list[int], list[int]]:
         tokens, end = self._tokens[row], chunk.start + chunk.length
         assert self._kv_len[row] == chunk.start < end <= plan.max_kv_len, "a chunk starts where the row ends"
@@ -147,6 +172,8 @@ class ToyDevice:
             self._kv[self._slot(row, p)] = (tokens[p], p)
         self._kv_len[row] = end
         self._read(row, end)
+        self._check_drafter(row, chunk.start)
+        self._behind[row] = 0
         new = []
         if chunk.final:
             assert end == known
@@ -161,11 +188,12 @@ class ToyDevice:
         n, tokens, seed, nodes = self._kv_len[row], self._tokens[row], self._seed[row], plan.shape.nodes
         assert n == len(tokens) - 1 and n <= plan.max_kv_len, "the row is longer than the host believes"
         self._read(row, n)
-        for p in range(n):
-            whole = tuple(tokens[p : p + 1 + self.lookahead])
-            assert self._draft_kv[self._slot(row, p)] == whole, "the drafter reads another's KV"
-        for p in range(n + (self.lookahead == 0), n + span(plan.shape)):  # scribbled on while the draft grows
-            self._draft_kv[self._slot(row, p)] = (-1,)
+        lags = plan.shape in self.lagging
+        if not lags:
+            self._check_drafter(row, n)
+            assert not self._behind[row]
+            for p in range(n + (self.lookahead == 0), n + span(plan.shape)):  # scribbled on while the draft grows
+                self._draft_kv[self._slot(row, p)] = (-1,)
         tree = Tree(tokens, seed, plan.shape)
         for i in range(nodes):
             self._kv[self._slot(row, n + i)] = (tree.tokens[i], n + tree.depth[i])
@@ -176,6 +204,11 @@ class ToyDevice:
         new.append(next_token(tree.text[path[-1]], seed))
         tokens += new
         self._kv_len[row] = n + len(path)
-        self._observe(row, n, n + len(path), n + 1)
+        if lags:
+            self._behind[row] += len(path)
+            for p in range(n, n + plan.shape.max_commit):
+                self._kept[row][p % self.lag] = p if p < n + len(path) else -1
+        else:
+            self._observe(row, n, n + len(path), n + 1)
         self.seen["permuted"] += order != sorted(order)
         return new, order, tree.depth

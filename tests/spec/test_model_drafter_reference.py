@@ -19,6 +19,7 @@ from reference.checkpoints import Checkpoint
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
+from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
@@ -211,7 +212,7 @@ class Rig:
         backend = TorchAttention(self.pool)
         spans = {s: self.drafter.span(s) for s in policy.menu}
         max_span, max_commit = max(spans.values()), max(s.max_commit for s in policy.menu)
-        length = CONTEXT + max_span + max_commit + 1
+        length = CONTEXT + max_span + max_commit + ROOM
         self.model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
         self.drafter.attach(backend, len(layers), length)
@@ -219,6 +220,7 @@ class Rig:
         settings = SchedulerConfig(
             slots=slots, max_rows=rows, max_span=max_span, chunk_tokens=chunk, lookahead=self.drafter.lookahead,
             tail=self.drafter.tail, radix=True, initial_confidence=self.drafter.initial_confidence,
+            lagging=frozenset(filter(self.drafter.lags, policy.menu)),
         )  # fmt: skip
         self.sched = Scheduler(settings, policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, moved=0, full=0)
@@ -479,6 +481,26 @@ def test_changing_shapes(name, tmp_path):
     ask(rig, prompts_for(4, seed=5), 26)
     assert {seen.shape for seen in rig.seen} == set(policy.menu) - {PLAIN}
     check_some(case, rig, 11)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("name", MAIN)
+def test_catching_up(name, lag, tmp_path):
+    """After few steps without drafts and after more than may be kept; then with prefixes that ended behind."""
+    case = CASES[name]()
+    policy = InTurn(*[PLAIN] * 3, TREE, *[PLAIN] * 37, CHAIN, TREE)
+    rig = Rig(case, tmp_path, policy, chunk=9, lag=lag)
+    prompts = prompts_for(6, seed=7)
+    answers, _ = ask(rig, prompts, 45)
+    seen = len(rig.seen)
+    assert seen > 6
+    policy.menu = (CHAIN, PLAIN)
+    more = [[*prompts[i], *answers[str(i)][:39]] for i in (1, 3, 4)]
+    _, final = ask(rig, more, 8, "more ")
+    for i, prompt in enumerate(more):
+        assert final[f"more {i}"].meta["cached_tokens"] >= len(prompt) - 1 - rig.drafter.lookahead
+    assert len(rig.seen) > seen + 3
+    check_some(case, rig, len(rig.seen))
 
 
 @pytest.mark.parametrize("menu", [[TreeShape(6, 2, 12)], [TreeShape(2, 2, 5)], [TREE, PLAIN, PLAIN, PLAIN]], ids=str)

@@ -19,6 +19,7 @@ from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
+from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, row_length, size_pool
@@ -118,7 +119,7 @@ def assemble(
     if wanted > config.max_positions:
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
-    room = max_commit + max_span + 1  # past the context, in a row of the row table
+    room = max_commit + max_span + 1 + (LAG_ROOM if draft_layers else 0)  # past the context, in a row of the row table
     rig = Rig(model, drafter, [*layers, *draft_layers], policy.menu, precision.kv_dtype, device)
     pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
     if not options.max_total_tokens:  # more could only ever cache prefixes
@@ -169,6 +170,7 @@ def assemble(
             radix=not options.disable_radix_cache,
             initial_confidence=drafter.initial_confidence if drafter is not None else 0,
             ahead=SLOTS_AHEAD,
+            lagging=frozenset(filter(drafter.lags, policy.menu)) if drafter is not None else frozenset(),
         ),
         policy,
         spans,

@@ -1,6 +1,7 @@
 """Runs plans: the device side of a step, which never waits for the device and never reads from it.
 
-launch: upload, draft, target forward.  commit: sample, accept, advance the rows, let the drafter extend, pack.
+launch: let the drafter catch up, upload, draft, target forward.  commit: sample, accept, advance the rows, let the
+drafter extend or keep what it will need, pack.
 Everything in between is device state indexed by row; the host learns of it from the packed result.
 
 A tree step has three stages, each a function of the rows and of the stage before: `draft` (propose, the target's
@@ -25,6 +26,7 @@ from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key
 from draftwing.engine.graphs.prefill import PrefillGraphs
+from draftwing.engine.lag import Lag
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.models.decoder import DecoderModel
@@ -122,6 +124,10 @@ class Executor:
             tiled, heads = cast(TiledAttention, attn), model.config.num_heads
             self.prefills = PrefillGraphs(device, table, tiled, heads, chunk or table.length, self._target)
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
+        self._lag: Lag | None = None
+        if drafter is not None and drafter.kv_layers:
+            width = len(self.aux_layers) * model.config.hidden_size
+            self._lag = Lag(drafter, table, self.ops, width, model.norm.weight.dtype)
         self._tail = drafter.tail if drafter is not None else 0
         # The confidence of every row, where nobody needs to ask for it.
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
@@ -136,6 +142,9 @@ class Executor:
     def launch(self, plan: Plan, guidance: Guidance | None = None) -> Pending:
         """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
         started = time.monotonic()
+        if plan.catch_up is not None:
+            assert self._lag is not None
+            self._lag.catch_up(plan.catch_up, plan.rows[plan.noisy])
         self._special.admit(plan)
         if plan.kind == "prefill":
             return self._launch_prefill(plan, started, guidance)
@@ -166,6 +175,8 @@ class Executor:
         with tqdm(total=len(todo) + sizes, desc="capturing graphs", file=sys.stderr, leave=False) as bar:
             if self.prefills is not None:
                 self.prefills.capture(bar)
+            if self._lag is not None:
+                self._lag.warm_up()
             for key in todo:
                 seconds[key] = self._capture(key)
                 bar.update()
@@ -293,13 +304,18 @@ class Executor:
         prefix_len = batch.prefix_len if place is None else self.ops.take_rows(self.table.kv_len, step.rows)
         if self._simulation is not None:
             target = self._simulation(self.ops, draft, tree, target, step.rows, prefix_len)
-        with_path = self.drafter is not None and bool(self.drafter.kv_layers or self.drafter.aux_layers)
+        drafter, lags = self.drafter, self.drafter is not None and self.drafter.lags(step.shape)
+        with_path = drafter is not None and bool(drafter.kv_layers or drafter.aux_layers)
+        with_path &= not lags or step.shape.depth > 0  # else it is the root alone
         done = self.ops.commit(
             self.table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
             None if mark is None else self.calibration,
         )  # fmt: skip
-        if self.drafter is not None:
-            self._extend(self.drafter, step, done, prefix_len, verified.aux_hidden, place)
+        if drafter is not None:
+            self._show(drafter, lags, step, done, prefix_len, verified.aux_hidden, place)
+        if drafter is not None and not drafter.fixed_confidence:
+            bound = step.bound + step.shape.max_commit
+            drafter.confidence(self.table, step.rows, bound, out=done.packed[:, CONFIDENCE])
         return done.packed
 
     # -- what the stages are made of --------------------------------------------------------------------------------
@@ -321,21 +337,27 @@ class Executor:
             rescoring = Rescoring(hidden, self.model.lm_head.weight, self.model.exact_logits)
         return self.ops.draw(logits, positions, depth, depth_max, self.table, rows, drawing, filtered, rescoring)
 
-    def _extend(
-        self, drafter: Drafter, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
+    def _show(
+        self, drafter: Drafter, lags: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
         place: Tensor | None,
     ) -> None:  # fmt: skip
-        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens; packs its confidence.
+        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens, or keeps what it will need.
         place [B, N]: which query of the target's forward a node was, None: all were, in their order."""
-        table, rows, width = self.table, step.rows, step.shape.max_commit
-        bound, path = step.bound + width, done.path
-        batch = self._batches.accepted(rows, before, path, width, bound)
-        if path is not None and aux_hidden is not None:
-            nodes = path.nodes if place is None else self.ops.take_rows(place.view(-1, 1), path.nodes).flatten()
+        rows, path, width, noisy = step.rows, done.path, step.shape.max_commit, step.drawing.noisy
+        nodes = None if path is None else path.nodes
+        if nodes is not None and place is not None:
+            nodes = self.ops.take_rows(place.view(-1, 1), nodes).flatten()
+        if lags:
+            assert self._lag is not None
+            self._lag.keep(rows, before, done.count, aux_hidden, nodes)
+            path = None
+        elif nodes is not None and aux_hidden is not None:
             aux_hidden = self.ops.take_rows(aux_hidden, nodes)  # [R, T] -> [B * (D + 1), T]
-        drafter.extend(table, batch, aux_hidden, done.tokens.flatten(), done.count, step.drawing.noisy)
-        if not drafter.fixed_confidence:
-            drafter.confidence(table, rows, bound, out=done.packed[:, CONFIDENCE])
+        batch = self._batches.accepted(rows, before, path, width, step.bound + width)
+        if lags:
+            drafter.watch(self.table, batch, done.tokens.flatten(), done.count, noisy)
+        else:
+            drafter.extend(self.table, batch, aux_hidden, done.tokens.flatten(), done.count, noisy)
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -365,6 +387,8 @@ class Executor:
         if self.drafter is not None:
             next_ids = table.tokens[upload.token_rows, upload.positions + 1]
             self.drafter.extend(table, batch, verified.aux_hidden, next_ids, None, upload.drawing.noisy)
+            if self._lag is not None:
+                self._lag.reset(rows)
             if upload.final.numel() and not self.drafter.fixed_confidence:
                 confidence = self.drafter.confidence(table, rows, plan.max_kv_len)
         if plan.special:

@@ -209,6 +209,13 @@ def unpack(packed: IntArray, shape: TreeShape, **rest: Any) -> StepResult:
     )
 
 
+class Unseen(NamedTuple):
+    """What a drafter with KV has not seen yet of each row, kept until it catches up (`engine.lag.Lag`)."""
+
+    behind: Tensor  # [R + 1] int64: how many of the newest committed positions
+    hidden: Tensor  # [R + 1, LAG, T] the target's auxiliary hidden states at position p, in place p % LAG; T = 0: none
+
+
 # -- tree expansion ---------------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,8 @@ class Req:
     kv: int = 0  # committed length, as of the last commit
     sent: int = 0  # prompt positions whose prefill has been planned
     bound: int = 0  # upper bound of the device's kv_len, counting steps in flight
+    behind: int = 0  # upper bound of the positions that the drafter's KV lacks, counting steps in flight (`sched.lag`)
+    caught_up: int = -1  # number of the last plan with which it caught up
     inflight: int = 0  # planned steps whose result will add at least one token
 
     cached_tokens: int = 0

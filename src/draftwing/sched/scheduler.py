@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from draftwing.core import PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.core import LAG, PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TokenLogprobs, TreeShape
 from draftwing.errors import RequestError
 from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.guidance import Guidance, GuidedRow
+from draftwing.sched.lag import CatchUps
 from draftwing.sched.planning import make_plan
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
@@ -39,6 +40,8 @@ class SchedulerConfig:
     initial_confidence: int = 0  # the drafter's confidence, as long as no result has told it
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
     vocab: int = 0  # width of the target's logits
+    lagging: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
+    lag: int = LAG  # most positions of a row that it may lack then
 
 
 class Scheduler:
@@ -65,6 +68,7 @@ class Scheduler:
         self._reserve = self.RESERVE_MIN
         self._arrivals = self._admissions = self._steps = 0
         self._prefilled_last = False
+        self._catch_ups = CatchUps(config.lagging, config.lag)
         self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
         self._news: list[Output] = []
@@ -105,6 +109,7 @@ class Scheduler:
         if not self.idle:
             return False
         self.pool.free(self.radix.evict(self.radix.evictable))
+        self._catch_ups.clear()
         return True
 
     # -- planning -----------------------------------------------------------------------------------------------
@@ -209,6 +214,7 @@ class Scheduler:
         if not chosen:
             return None
         max_kv_len, most = max(req.bound for req in chosen), shape.max_commit
+        self._catch_ups.plan(self._steps, shape, chosen)
         for req in chosen:
             req.bound += most
             req.inflight += 1
@@ -221,7 +227,9 @@ class Scheduler:
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         admits = tuple(self._admits.values())
-        plan = make_plan(self._steps, kind, shape, reqs, max_kv_len, chunks, admits, self._new_slots)
+        plan = make_plan(
+            self._steps, kind, shape, reqs, max_kv_len, chunks, admits, self._new_slots, self._catch_ups.take()
+        )
         self._steps += 1
         self._admits, self._new_slots = {}, {}
         return plan
@@ -279,6 +287,7 @@ class Scheduler:
         self.radix.unlock(req.node)
         self.pool.free(req.slots[: req.covered][req.owned[: req.covered]])
         req.slots, req.owned, req.covered, req.node = np.empty(0, np.int64), np.empty(0, bool), 0, None
+        self._catch_ups.release(req, self.radix.enabled)
         self._admits.pop(req.row, None)
         self._new_slots.pop(req.row, None)
         del self._by_row[req.row]
@@ -319,6 +328,7 @@ class Scheduler:
             if plan.kind == "prefill":
                 self._commit_chunk(req, plan.chunks[i], new, logprobs.get(i, []))
             else:
+                self._catch_ups.commit(plan.step, plan.shape, req, count)
                 self._commit_path(req, plan.shape, result, i, count)
                 self._emit(req, new, logprobs.get(i, []), drafts=count - 1)
             if failure is not None and req.running:

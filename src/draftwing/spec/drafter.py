@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwing.config.options import Options
-from draftwing.core import MAX_CONFIDENCE, TreeShape
+from draftwing.core import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
@@ -122,6 +122,11 @@ class Drafter(ABC):
         """Returns the number of page-table entries past kv_len that a step of this shape may write."""
         return shape.nodes
 
+    def lags(self, shape: TreeShape) -> bool:
+        """Whether a step of this shape does without the drafter's KV, which may then lack what the step commits:
+        `watch` is called in place of `extend`, and `catch_up` before the KV is needed. Never so without KV layers."""
+        return bool(self.kv_layers) and shape == PLAIN
+
     def extend(  # noqa: B027
         self,
         table: RowTensors,
@@ -139,6 +144,21 @@ class Drafter(ABC):
         prefill. Queries past the count are garbage: what they write past kv_len is never read.
         noisy: among the batch's rows; for prefill among those whose chunk is final.
         """
+
+    def watch(self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor, noisy: Tensor) -> None:  # noqa: B027
+        """Called in place of `extend` after a step of a shape that `lags`, as of drafters without KV layers."""
+
+    def catch_up(
+        self,
+        table: RowTensors,
+        batch: Batch,
+        aux_hidden: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor,
+        noisy: Tensor,
+    ) -> None:
+        """Sees what it has not seen of some rows, as `extend` sees the accepted path of one step."""
+        self.extend(table, batch, aux_hidden, next_ids, count, noisy)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """Returns [B] int64 in [0, MAX_CONFIDENCE]: how promising the next draft is; 0 means that nothing can be

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import PLAIN, Admission, Chunk, Plan, TreeShape
+from draftwing.core import LAG, PLAIN, Admission, CatchUp, Chunk, Plan, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
 from draftwing.engine.graphs.prefill import kept_bytes, prefill_sizes
+from draftwing.engine.lag import ROOM as LAG_ROOM
+from draftwing.engine.lag import Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
@@ -75,7 +77,7 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     free, total = rig.device.free_memory(), rig.device.total_memory()
     assert options.max_running_requests
     rows = options.max_running_requests + 1
-    tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length)
+    tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length) + unseen_bytes(rows, rig)
     needed = step + graphs + tables
     sizes = (
         f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB: "
@@ -117,6 +119,14 @@ def request_bytes(rows: int, vocab: int, length: int) -> int:
     return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
 
 
+def unseen_bytes(rows: int, rig: Rig) -> int:
+    """Bytes of what is kept for a drafter until it catches up."""
+    if rig.drafter is None or not rig.drafter.kv_layers:
+        return 0
+    config, dtype = rig.model.config, rig.model.norm.weight.dtype
+    return Lag.bytes_of(rows, len(rig.drafter.aux_layers) * config.hidden_size, dtype)
+
+
 def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     """Bytes that the largest steps take beside weights and pool, and that the graphs will.
 
@@ -131,7 +141,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     tokens = min(tokens, longest * rows)
     shape = max(rig.menu, key=lambda s: s.nodes)
     span = max(shape.nodes, rig.drafter.span(shape) if rig.drafter is not None else 0)
-    length = row_length(longest + 2 * shape.max_commit + span + 1)  # two steps
+    length = row_length(longest + 2 * shape.max_commit + span + LAG_ROOM)  # two steps
     pool = KVPool(rig.layers, length, rig.kv_dtype, rig.device.device)
     table = RowTable(rows, length, rig.device)
     attn = rig.device.ops.attention(pool, options.deterministic)
@@ -143,6 +153,8 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
     try:
         step = peak(executor, first_step(tokens, longest, length))
         step = max(step, peak(executor, tree_step(rows, shape, longest)))
+        if rig.drafter is not None and rig.drafter.kv_layers:
+            step = max(step, peak(executor, tree_step(rows, PLAIN, longest, LAG)))
         step += rig.device.ops.attention_bytes
         if graph_size:
             widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
@@ -184,7 +196,9 @@ def first_step(tokens: int, longest: int, length: int) -> Plan:
     return Plan(0, "prefill", rows, rows, PLAIN, longest, admits, slots, chunks, noisy=rows, filtered=rows)
 
 
-def tree_step(rows: int, shape: TreeShape, bound: int) -> Plan:
-    """Plans a step of many rows, all but the first one empty: they write to the pool's dummy slot."""
+def tree_step(rows: int, shape: TreeShape, bound: int, behind: int = 0) -> Plan:
+    """Plans a step of many rows, all but the first one empty: they write to the pool's dummy slot. behind: positions
+    that a drafter has not seen, as far as the host knows."""
     every = np.arange(rows)
-    return Plan(1, "tree", every, every, shape, bound, noisy=every, filtered=every[:1])
+    catch_up = CatchUp(every, behind, bound) if behind else None
+    return Plan(1, "tree", every, every, shape, bound, catch_up=catch_up, noisy=every, filtered=every[:1])

@@ -12,7 +12,7 @@ from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MOST
 from draftwing.ops.cpu.tree import addresses, ints, with_rows
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
-from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors
+from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors, Unseen
 
 
 class CpuExpansionOps(ExpansionOps):
@@ -29,6 +29,24 @@ class CpuExpansionOps(ExpansionOps):
             prefix.data_ptr(), batch, width, *addresses((ids, positions, write_slots, path_len, path)),
         )  # fmt: skip
         return Chain(ids, positions, write_slots, path, path_len)
+
+    def keep_unseen(
+        self, unseen: Unseen, rows: Tensor, prefix_len: Tensor, count: Tensor, hidden: Tensor | None,
+        nodes: Tensor | None,
+    ) -> None:  # fmt: skip
+        batch, rows, prefix_len, count = rows.shape[0], rows.contiguous(), prefix_len.contiguous(), count.contiguous()
+        kept, steps, what = unseen.hidden, 1, (0, 0)
+        if hidden is not None:
+            hidden = with_rows(hidden)
+            assert kept.is_contiguous() and hidden.shape[1] == kept.shape[2] and hidden.dtype == kept.dtype
+            what = hidden.data_ptr(), hidden.stride(0) * hidden.element_size()
+        if nodes is not None:
+            nodes, steps = nodes.contiguous(), nodes.shape[0] // batch
+        self.raw.keep_unseen(
+            unseen.behind.data_ptr(), kept.data_ptr(), kept.shape[1], kept.shape[2] * kept.element_size(),
+            rows.data_ptr(), batch, prefix_len.data_ptr(), count.data_ptr(), *what,
+            0 if nodes is None else nodes.data_ptr(), steps,
+        )  # fmt: skip
 
     def newest_rows(self, hidden: Tensor, count: Tensor, lookahead: int, rows: Tensor, kept: Tensor | None) -> Tensor:
         batch, width = rows.shape[0], hidden.shape[1]

@@ -14,7 +14,7 @@ from draftwing.core import MODEL, TreeShape
 from draftwing.ops.torch.argmax import first_argmax
 from draftwing.ops.torch.assign import LEVELS, level_of
 from draftwing.ops.torch.sampling import SamplingOps
-from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors
+from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors, Unseen
 
 
 class ExpansionOps(SamplingOps):
@@ -35,6 +35,23 @@ class ExpansionOps(SamplingOps):
             path=step.expand(rows.shape[0], width, width),
             path_len=(step + 1).expand(rows.shape[0], width),
         )
+
+    def keep_unseen(
+        self, unseen: Unseen, rows: Tensor, prefix_len: Tensor, count: Tensor, hidden: Tensor | None,
+        nodes: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Notes in `unseen` what a step has committed: count [B] positions of rows [B], from prefix_len [B] on. hidden
+        [M, T]: of the step's queries, None where T = 0; nodes [B * Q]: the query of each of Q positions, of which those
+        past the count are garbage; None where Q = 1 and M = B."""
+        unseen.behind.index_add_(0, rows, count)
+        if hidden is None:
+            return
+        if nodes is not None:
+            hidden = hidden.index_select(0, nodes)
+        places = unseen.hidden.shape[1]
+        step = torch.arange(hidden.shape[0] // rows.shape[0], device=rows.device)
+        at = rows.unsqueeze(1) * places + (prefix_len.unsqueeze(1) + step) % places  # [B, Q]
+        unseen.hidden.view(-1, hidden.shape[1]).index_copy_(0, at.flatten(), hidden)
 
     def newest_rows(self, hidden: Tensor, count: Tensor, lookahead: int, rows: Tensor, kept: Tensor | None) -> Tensor:
         """hidden [B * Q, H], Q rows of each batch row -> its row count[b] - lookahead, [B, H]; also written into

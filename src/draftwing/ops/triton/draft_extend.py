@@ -13,7 +13,7 @@ from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.triton.continuations import continuations, merge_chunks
 from draftwing.ops.triton.expansion import TritonTreeExpansion
-from draftwing.ops.types import Chain, Continuations, Expansion, First, RowTensors
+from draftwing.ops.types import Chain, Continuations, Expansion, First, RowTensors, Unseen
 
 
 @triton.jit
@@ -39,6 +39,27 @@ def _newest_kernel(
     tl.store(newest + b.to(tl.int64) * SIZE + column, value, mask=inside)
     if seed_feature is not None:
         tl.store(seed_feature + tl.load(rows + b).to(tl.int64) * SIZE + column, value, mask=inside)
+
+
+@triton.jit
+def _keep_unseen_kernel(
+    behind, kept, rows, prefix_len, count, hidden, hidden_stride, nodes,
+    STEPS: tl.constexpr, PLACES: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    b, step = tl.program_id(0) // STEPS, tl.program_id(0) % STEPS
+    row = tl.load(rows + b)
+    if (step == 0) & (tl.program_id(1) == 0):
+        tl.store(behind + row, tl.load(behind + row) + tl.load(count + b))
+    if hidden is not None:
+        node = b.to(tl.int64)
+        if nodes is not None:
+            node = tl.load(nodes + tl.program_id(0))
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < SIZE
+        place = row * PLACES + (tl.load(prefix_len + b) + step) % PLACES
+        value = tl.load(hidden + node * hidden_stride + column, mask=inside, other=0.0)
+        tl.store(kept + place * SIZE + column, value, mask=inside)
 
 
 @triton.jit
@@ -110,6 +131,20 @@ class TritonExpansionOps(ExpansionOps):
             prefix, WIDTH=width, WP=lanes(width), num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
         return Chain(ids.flatten(), positions.flatten(), write_slots.flatten(), path, path_len)
+
+    def keep_unseen(
+        self, unseen: Unseen, rows: Tensor, prefix_len: Tensor, count: Tensor, hidden: Tensor | None,
+        nodes: Tensor | None,
+    ) -> None:  # fmt: skip
+        batch, (places, size) = rows.shape[0], unseen.hidden.shape[1:]
+        assert hidden is None or (hidden.stride(1) == 1 and hidden.shape[1] == size)
+        steps = 1 if nodes is None else nodes.shape[0] // batch
+        blocks = 1 if hidden is None else triton.cdiv(size, FEATURE_COLUMNS)
+        _keep_unseen_kernel[(batch * steps, blocks)](
+            unseen.behind, unseen.hidden, rows, prefix_len, count, hidden,
+            0 if hidden is None else hidden.stride(0), nodes, STEPS=steps, PLACES=places, SIZE=size,
+            COLUMNS=FEATURE_COLUMNS, num_warps=4, **launch_options(rows.device),
+        )  # fmt: skip
 
     def newest_rows(self, hidden: Tensor, count: Tensor, lookahead: int, rows: Tensor, kept: Tensor | None) -> Tensor:
         size, width = rows.shape[0], hidden.shape[1]

@@ -491,10 +491,31 @@ static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
+/* behind, kept, its places, bytes of one; rows, batch, prefix_len, count; hidden or 0, its stride in bytes; nodes or 0,
+   steps: of each row the queries nodes[b, 0 .. steps), or query b, go to the places of its positions from prefix_len
+   on */
+static PyObject *py_keep_unseen(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[12];
+    if (!numbers(args, given, 12, n)) return NULL;
+    int64_t *behind = POINTER(n[0]);
+    char *kept = POINTER(n[1]);
+    const int64_t places = n[2], bytes = n[3], *rows = POINTER(n[4]), *prefix = POINTER(n[6]), *count = POINTER(n[7]),
+                  *nodes = POINTER(n[10]), steps = n[11];
+    for (int64_t b = 0; b < n[5]; b++) {
+        behind[rows[b]] += count[b];
+        for (int64_t j = 0; n[8] && j < steps; j++) {
+            const int64_t node = nodes ? nodes[b * steps + j] : b;
+            memcpy(kept + (rows[b] * places + (prefix[b] + j) % places) * bytes, (char *)POINTER(n[8]) + node * n[9],
+                   (size_t)bytes);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 PyMethodDef tree_methods[] = {
     METHOD(target_inputs), METHOD(plain_inputs),  METHOD(commit),   METHOD(first_level), METHOD(add),
     METHOD(next_level),    METHOD(level_rows),    METHOD(features), METHOD(draft),       METHOD(newest),
     METHOD(keep_first),    METHOD(chain),         METHOD(rename),   METHOD(take_rows),   METHOD(fuse),
-    METHOD(exact_logits),  {NULL, NULL, 0, NULL},
+    METHOD(exact_logits),  METHOD(keep_unseen),   {NULL, NULL, 0, NULL},
 };

@@ -1,0 +1,87 @@
+"""What makes it free not to draft: a drafter with KV sees committed text when it is wanted again, not at every step.
+
+A step without drafts of a model keeps what the drafter will need (`keep`): how far it is behind in each row, and the
+target's auxiliary hidden states of these positions. To catch up is one pass of the drafter over all that it has not
+seen of several rows, as over an accepted path (`catch_up`). The host knows bounds of the lag and says when
+(`sched.lag`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.core import LAG, CatchUp, IntArray
+from draftwing.engine.row_table import RowTable
+from draftwing.kv.pool import zeros_as_written
+from draftwing.ops.attention import Batch
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Unseen
+from draftwing.spec.drafter import Drafter
+
+ROOM = LAG + 1  # page-table entries past those of a step that a pass over unseen text may name
+WIDTHS = (2, 8, LAG)  # positions of a row in one pass: kernels are compiled for each
+MOST_QUERIES = 4096  # of one pass
+
+
+class Lag:
+    def __init__(self, drafter: Drafter, table: RowTable, ops: TorchOps, width: int, dtype: torch.dtype) -> None:
+        """width: of the target's auxiliary hidden states, 0 for none; dtype: of them."""
+        assert drafter.kv_layers
+        self._drafter, self._table, self._ops = drafter, table, ops
+        rows, device = table.rows + 1, table.kv_len.device
+        self._unseen = Unseen(
+            behind=torch.zeros(rows, dtype=torch.int64, device=device),
+            hidden=zeros_as_written((rows, LAG, width), dtype, device)
+            if width
+            else table.floats.new_empty(rows, LAG, 0),
+        )
+
+    @staticmethod
+    def bytes_of(rows: int, width: int, dtype: torch.dtype) -> int:
+        """Returns the bytes that it takes; rows: of the row table, its dummy included."""
+        return rows * (LAG * width * dtype.itemsize + 8)
+
+    def keep(self, rows: Tensor, before: Tensor, count: Tensor, hidden: Tensor | None, nodes: Tensor | None) -> None:
+        """A step that the drafter does not see has committed count [B] positions of rows [B], from before [B] on.
+        hidden [M, T]: of the step's queries; nodes [B * Q]: the query of each position, None where Q = 1 and M = B."""
+        self._ops.keep_unseen(self._unseen, rows, before, count, hidden, nodes)
+
+    def reset(self, rows: Tensor) -> None:
+        """The drafter has seen all of these rows [B]."""
+        self._unseen.behind.index_fill_(0, rows, 0)
+
+    def catch_up(self, who: CatchUp, noisy: IntArray) -> None:
+        """Shows the drafter what it has not seen. noisy: rows with a temperature."""
+        width = next(width for width in WIDTHS if width >= who.behind)
+        most, upload = MOST_QUERIES // width, self._table.device.upload
+        for first in range(0, len(who.rows), most):
+            rows = who.rows[first : first + most]
+            self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len)
+
+    def warm_up(self) -> None:
+        """Runs everything that `catch_up` may run, on the dummy row."""
+        for width in WIDTHS:
+            self.catch_up(CatchUp(np.full(1, self._table.rows, np.int64), width, 0), np.empty(0, np.int64))
+
+    def _extend(self, rows: Tensor, noisy: Tensor, width: int, bound: int) -> None:
+        table, drafter, (behind, hidden) = self._table, self._drafter, self._unseen
+        column, kv_len = rows.unsqueeze(1), table.kv_len.index_select(0, rows)
+        start = (kv_len - behind.index_select(0, rows)).clamp(min=0)  # the dummy row has no text
+        # Queries past the newest position write to the dummy slot: what stands there in the page table is nobody's, or
+        # another request's.
+        past = kv_len.unsqueeze(1) + (drafter.tail + table.steps[: width + 1])  # [B, width + 1]
+        entries = table.page_table[column, past]
+        table.page_table.index_put_((column, past), torch.zeros_like(entries))
+        at = start.unsqueeze(1) + table.steps[:width]  # [B, Q]
+        aux_hidden = hidden[column, at % LAG].flatten(0, 1) if hidden.shape[2] else None
+        chain = self._ops.chain(table, rows, start, width)
+        batch = Batch(
+            rows, chain.ids, chain.positions, chain.write_slots, table.page_table, start, chain.path, chain.path_len,
+            window=width, bound=min(bound + width + 1, table.length),
+        )  # fmt: skip
+        count = (kv_len - start).clamp(min=1)
+        drafter.catch_up(table, batch, aux_hidden, table.tokens[column, at + 1].flatten(), count, noisy)
+        table.page_table.index_put_((column, past), entries)
+        self.reset(rows)
