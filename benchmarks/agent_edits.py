@@ -61,38 +61,45 @@ def session(text: str, turns: int, rng: random.Random) -> list[tuple[str, str]]:
     return found
 
 
+def copied(prompt: Sequence[int], answer: Sequence[int], length: int = 8) -> float:
+    """Share of an answer's runs of so many tokens that its prompt has, too."""
+    known = {tuple(prompt[i : i + length]) for i in range(len(prompt) - length + 1)}
+    runs = [tuple(answer[i : i + length]) for i in range(len(answer) - length + 1)]
+    return sum(run in known for run in runs) / len(runs) if runs else 0.0
+
+
 def run(engine: Any, sessions: Sequence[list[tuple[str, str]]], temperature: float) -> dict[str, Any]:
     """All sessions at once, turn by turn."""
     assert engine.flush_cache()
-    encode, seconds, tokens, right = engine.tokenizer.encode, 0.0, 0, 0
+    encode, seconds, tokens, shares = engine.tokenizer.encode, 0.0, 0, list[float]()
     with watched(engine) as steps:
         for turn in zip(*sessions, strict=True):
-            jobs, wanted = [], []
-            for number, (prompt, answer) in enumerate(turn):
-                wanted.append(encode(answer))
-                jobs.append(Job(encode(prompt), sampling(temperature, len(wanted[-1]), number)))
+            jobs = [
+                Job(encode(prompt), sampling(temperature, len(encode(answer)), number))
+                for number, (prompt, answer) in enumerate(turn)
+            ]
             answers, took = drive(engine, jobs, len(jobs))
             seconds += took
             tokens += sum(len(answer.tokens) for answer in answers)
-            for answer, ids in zip(answers, wanted, strict=True):
-                right += sum(a == b for a, b in zip(answer.tokens, ids, strict=True))
+            shares += [copied(job.prompt, answer.tokens) for job, answer in zip(jobs, answers, strict=True)]
     trees = [step for step in steps if step.kind == "tree"]
     shapes = Counter(name_of(step.shape) for step in trees)
     return {
         "tokens_per_s": tokens / seconds,
         "accept_length": sum(step.tokens for step in trees) / sum(step.rows for step in trees),
-        "right": right / tokens,  # of the tokens, as long as none is left out or too many
+        "copied": sum(shares) / len(shares),
         "shapes": dict(shapes.most_common()),
     }
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    lines = ["| drafter | tokens/s | accept length | shapes |", "|---|---|---|---|"]
+    lines = ["| drafter | tokens/s | accept length | copied | shapes |", "|---|---|---|---|---|"]
     for name, runs in results.items():
         best = max(runs, key=lambda one: one["tokens_per_s"])
         steps = sum(best["shapes"].values())
         shapes = ", ".join(f"{shape} {count / steps:.0%}" for shape, count in list(best["shapes"].items())[:4])
-        lines.append(f"| {name} | {best['tokens_per_s']:.0f} | {best['accept_length']:.2f} | {shapes} |")
+        rates = f"{best['tokens_per_s']:.0f} | {best['accept_length']:.2f} | {best['copied']:.2f}"
+        lines.append(f"| {name} | {rates} | {shapes} |")
     return "\n".join(lines)
 
 

@@ -154,8 +154,8 @@ def report(
                 "rates": known,
                 "followed_after": after,
                 "ok": after is not None and after <= WITHIN,
-                "rate": rate(steps[WITHIN:]),
-                "of_best": statistics.fmean(shares[WITHIN:] or [0.0]),
+                "rate": rate(steps[WITHIN:] or steps),
+                "of_best": statistics.fmean(shares[WITHIN:] or shares),
             }
         )
     return rows
@@ -166,7 +166,7 @@ def plot(phases: Sequence[Phase], chosen: Sequence[list[Step]], rows: Sequence[d
     steps = [step for some in chosen for step in some]
     starts = [sum(map(len, chosen[:i])) for i in range(len(chosen) + 1)]
     marks = [(float(start), phase.name) for start, phase in zip(starts, phases, strict=False)]
-    nodes = [getattr(step.shape, "verified", 0) or step.shape.nodes for step in steps]
+    nodes = [step.shape.queries for step in steps]
     smooth = [
         (i, rate(steps[max(begin, i - SMOOTHED + 1) : i + 1]))
         for begin, end in pairwise(starts)

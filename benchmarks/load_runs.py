@@ -197,11 +197,11 @@ def pinned(engine: Engine, shape: TreeShape) -> Iterator[None]:
 def fixed_shapes(engine: Engine) -> list[TreeShape]:
     """Shapes of the menu that verify all nodes that are drafted by all drafters: what a user can pin."""
     menu = engine.parts.sched.policy.menu
-    return [shape for shape in menu if not getattr(shape, "verified", 0) and not getattr(shape, "by", 0)]
+    return [shape for shape in menu if not shape.verified and not shape.by]
 
 
 def name_of(shape: TreeShape) -> str:
-    return "-".join(str(part) for part in shape[:3]) + "".join(f"/{part}" for part in shape[3:] if part)
+    return "-".join(str(part) for part in shape.tree) + "".join(f"/{part}" for part in shape[3:] if part)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

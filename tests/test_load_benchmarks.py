@@ -157,7 +157,8 @@ def test_agent_run(modules: dict[str, ModuleType], engines: list[Engine]) -> Non
     turns = [("def f(a):\n", "  return a"), ("def f(a):\n  return a\ndef g(b):\n", "  return b")]
     found = modules["agent_edits"].run(engines[1], [turns], 0.0)
     assert found["accept_length"] >= 1
-    assert 0 <= found["right"] <= 1
+    assert 0 <= found["copied"] <= 1
+    assert modules["agent_edits"].copied([1, 2, 3, 4, 5], [2, 3, 4, 9], 2) == pytest.approx(2 / 3)
 
 
 def test_followed(modules: dict[str, ModuleType]) -> None:
