@@ -88,7 +88,8 @@ def main() -> None:
     depth, topk, nodes = map(int, args.shape.split(","))
     llm = LLM(
         "smollm2", speculative_algorithm="NGRAM", speculative_num_steps=depth, speculative_eagle_topk=topk,
-        speculative_num_draft_tokens=nodes, max_total_tokens=40000, constrained_json_disable_any_whitespace=True,
+        speculative_num_draft_tokens=nodes, speculative_fixed_shape=True,
+        max_total_tokens=40000, constrained_json_disable_any_whitespace=True,
     )  # fmt: skip
     info = llm.engine.info
     compiler = GrammarCompiler.of(info.options, llm.engine.tokenizer, info.vocab_size, info.stop_ids)

@@ -189,7 +189,7 @@ def main() -> None:
         llm = LLM(
             "smollm2", speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head),
             speculative_num_steps=DEPTH, speculative_eagle_topk=TOPK, speculative_num_draft_tokens=NODES,
-            num_threads=args.threads, max_running_requests=4,
+            speculative_fixed_shape=True, num_threads=args.threads, max_running_requests=4,
         )  # fmt: skip
     row = Row(llm)
     results: dict[str, Any] = {

@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test module is
 
+from draftwing.files import cache_folder
 from draftwing.models.hub import fetch_default_model
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch.ops import TorchOps
@@ -38,6 +39,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prices of steps that tests measure are not the user's. What was downloaded and compiled is."""
+    users, home = cache_folder(), tmp_path_factory.mktemp("cache")
+    (home / "draftwing").mkdir()
+    for part in ("smollm2", "kernels"):
+        (users / part).mkdir(parents=True, exist_ok=True)
+        (home / "draftwing" / part).symlink_to(users / part)
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(home)
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
 
 
 @pytest.fixture(scope="session")

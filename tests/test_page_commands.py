@@ -87,7 +87,8 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, most = COMMANDS[name]
-    server_process, port = launch_server_cmd(command)
+    # Of smaller trees, which may be faster here, fewer drafts are accepted.
+    server_process, port = launch_server_cmd(command + " --speculative-fixed-shape" * (most is not None))
     try:
         wait_for_server(f"http://localhost:{port}", timeout=60, process=server_process)
         client = openai.Client(base_url=f"http://127.0.0.1:{port}/v1", api_key="None")

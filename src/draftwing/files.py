@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import Any
 
 
+def cache_folder() -> Path:
+    """Returns the folder for what is kept between runs and can be made again, `$XDG_CACHE_HOME/draftwing`."""
+    # The specification of XDG_CACHE_HOME says that relative paths are to be ignored.
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "draftwing"
+
+
 def replace_file(partial: Path, path: Path) -> None:
     """Renames a complete file to `path`; what is found there is whole even after the machine went down."""
     with partial.open("rb") as file:

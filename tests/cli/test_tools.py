@@ -137,6 +137,7 @@ def test_stages_that_are_replayed_are_timed(tmp_path: Path) -> None:
     options = dict(
         speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head), speculative_num_steps=3,
         speculative_eagle_topk=1, speculative_num_draft_tokens=4, load_format="dummy", dtype="bfloat16",
+        speculative_fixed_shape=True,
     )  # fmt: skip
     with LLM(str(target), max_total_tokens=2000, max_running_requests=1, **options) as llm:
         bench, params = Local(llm.engine), {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}

@@ -53,7 +53,7 @@ def test_heads_get_their_default_tree_from_the_targets_architecture(name: str) -
     assert options.speculative_algorithm == name.upper()
     assert options.for_engine("cpu", 0, "LlamaForCausalLM").speculative_shape == TreeShape(5, 4, 8)
     assert options.for_engine("cpu", 0, "Qwen2ForCausalLM").speculative_shape == TreeShape(3, 1, 4)
-    assert options.for_engine("cpu", 0, "Qwen2ForCausalLM").speculative_adaptive
+    assert not options.for_engine("cpu", 0, "Qwen2ForCausalLM").speculative_fixed_shape
     carried = TreeShape(4, 2, 10)
     assert options.for_engine("cpu", 0, "LlamaForCausalLM", carried).speculative_shape == carried
 
@@ -72,9 +72,9 @@ def test_what_is_given_wins_over_the_tree_that_a_head_asks_for(given: dict[str, 
     fields: dict[str, Any] = {f"speculative_{name}": value for name, value in given.items()}
     options = Options(speculative_algorithm="EAGLE", **fields).resolve()
     filled = options.for_engine("cpu", 0, "LlamaForCausalLM", TreeShape(4, 2, 10))
-    assert filled.speculative_shape.tree == tuple(shape)[:3] and not filled.speculative_adaptive
-    asked = Options(speculative_algorithm="EAGLE", speculative_adaptive=True, **fields).resolve()
-    assert asked.for_engine("cpu", 0, "LlamaForCausalLM", TreeShape(4, 2, 10)).speculative_adaptive
+    assert filled.speculative_shape.tree == tuple(shape)[:3] and not filled.speculative_fixed_shape
+    pinned = Options(speculative_algorithm="EAGLE", speculative_fixed_shape=True, **fields).resolve()
+    assert pinned.for_engine("cpu", 0, "LlamaForCausalLM", TreeShape(4, 2, 10)).speculative_fixed_shape
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,25 @@ def expected(smollm2_path: Path) -> Iterator[list[list[int]]]:
     "options",
     [
         {},
-        {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5},
-        {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16},
+        {
+            "speculative_num_steps": 4,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 5,
+            "speculative_fixed_shape": True,
+        },
+        {
+            "speculative_num_steps": 4,
+            "speculative_eagle_topk": 4,
+            "speculative_num_draft_tokens": 16,
+            "speculative_fixed_shape": True,
+        },
         {"chunked_prefill_size": 7},
-        {"max_total_tokens": 230, "speculative_num_steps": 2, "speculative_eagle_topk": 2},
+        {
+            "max_total_tokens": 230,
+            "speculative_num_steps": 2,
+            "speculative_eagle_topk": 2,
+            "speculative_fixed_shape": True,
+        },
         {"enable_overlap": True},
         {"num_threads": 1},
     ],

@@ -13,10 +13,15 @@ from typing import Any
 from draftwing import LLM, SamplingParams
 
 PROMPTS = ["The capital of France is", "It was a dark night, and the old sailor"]
-# As it comes, an engine may find by its clock that drafts do not pay; a tree that was asked for runs at every step.
+# As it comes, an engine may find by its clock that drafts do not pay; a fixed one runs at every step.
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
-    "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 8},
+    "tree": {
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 8,
+        "speculative_fixed_shape": True,
+    },
     "no drafts": {"speculative_algorithm": "none"},
 }
 

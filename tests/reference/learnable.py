@@ -54,6 +54,7 @@ def drafting(algorithm: str, head: Path, depth: int) -> dict[str, Any]:
     return {
         "speculative_algorithm": algorithm, "speculative_draft_model_path": str(head),
         "speculative_num_steps": depth, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": depth + 1,
+        "speculative_fixed_shape": True,
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from draftwing.core import PLAIN, TreeShape
-from draftwing.sched.prices import FIRST, MOST, Prices
+from draftwing.sched.prices import FIRST, MOST, MOST_SHARED, Prices
 
 TREE, CHAIN, SHORT = TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(2, 1, 3)
 MENU = (TREE, CHAIN, SHORT, PLAIN)
@@ -118,9 +118,20 @@ def test_a_stall_says_little_and_corrections_end() -> None:
     assert prices.seconds(TREE, 1, 0) < 1.03 * true
     for _ in range(3000):
         prices.record(TREE, 1, 0, 1000 * true)
-    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * true)
+    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * MOST_SHARED * true)
     prices.record(TREE, 1, 0, 0.0)
-    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * true)
+    assert prices.seconds(TREE, 1, 0) == pytest.approx(MOST * MOST_SHARED * true)
+
+
+def test_a_machine_that_was_busy_when_it_was_measured() -> None:
+    prices = Prices(MENU, False)
+    for shape in MENU:
+        prices.measured(shape, 1, 0, 9 * true_seconds(shape, 1, 0))
+    for _ in range(2000):
+        for shape in MENU:
+            prices.record(shape, 1, 0, true_seconds(shape, 1, 0))
+    for shape in MENU:
+        assert prices.seconds(shape, 1, 0) == pytest.approx(true_seconds(shape, 1, 0), rel=0.02)
 
 
 def test_steps_in_operation_are_measurements_where_there_are_none() -> None:

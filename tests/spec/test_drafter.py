@@ -52,7 +52,7 @@ def example() -> Any:
 def test_it_saves_steps_and_changes_no_text(
     model: str, plain: list[int], example: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tree = {"speculative_num_steps": 3}  # fixed: every step drafts
+    tree = {"speculative_num_steps": 3, "speculative_fixed_shape": True}  # every step drafts
     with caplog.at_level(logging.INFO), LLM(model, **ENGINE, **tree, speculative_algorithm=example.PairLookup) as llm:
         answers = llm.generate([PROMPT, PROMPT + "red"], [GREEDY, GREEDY | {"temperature": 0.7, "sampling_seed": 1}])
         stats = llm.engine.stats()
@@ -107,7 +107,9 @@ def test_hidden_states_are_those_of_the_accepted_path(model: str, plain: list[in
             text = slots.tokens[batch.rows[0], start : start + len(ids)].tolist()
             seen.append((len(ids), ids == text))
 
-    with LLM(model, **ENGINE, speculative_algorithm=Watching, speculative_num_steps=2) as llm:
+    with LLM(
+        model, **ENGINE, speculative_algorithm=Watching, speculative_num_steps=2, speculative_fixed_shape=True
+    ) as llm:
         assert llm.generate(PROMPT, GREEDY)[0].token_ids == plain
     assert all(same for _, same in seen) and {length for length, _ in seen[1:]} > {1, 3}
 
@@ -134,8 +136,8 @@ def test_by_name_with_bench(
     code = main(
         ["bench", "--model", model, "--speculative-algorithm", "custom_drafter:PairLookup", "--prompts",
          str(tmp_path / "prompts.jsonl"), "--num-prompts", "1", "--max-tokens", "170", "--ignore-eos",
-         "--concurrency", "1", "--speculative-num-steps", "2", "--dtype", "float32", "--output",
-         str(tmp_path / "out.jsonl")]
+         "--concurrency", "1", "--speculative-num-steps", "2", "--speculative-fixed-shape", "--dtype", "float32",
+         "--output", str(tmp_path / "out.jsonl")]
     )  # fmt: skip
     assert code == 0, capsys.readouterr().err
     record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
@@ -148,7 +150,8 @@ def test_by_name_with_the_server(model: str, plain: list[int], monkeypatch: pyte
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(EXAMPLES), str(Path(draftwing.__file__).parents[1]))))
     process, port = launch_server_cmd(
         f"python -m draftwing.launch_server --model {model} --speculative-algorithm custom_drafter:PairLookup "
-        "--speculative-num-steps 4 --num-threads 1 --dtype float32 --max-total-tokens 2048 --log-level error"
+        "--speculative-num-steps 4 --speculative-fixed-shape --num-threads 1 --dtype float32 --max-total-tokens 2048 "
+        "--log-level error"
     )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -233,7 +236,7 @@ def test_options_know_its_tree_and_what_it_reads(caplog: pytest.LogCaptureFixtur
     asked = Options(speculative_algorithm=WithModel, speculative_draft_model_path="x", speculative_token_map="y")
     with caplog.at_level(logging.WARNING):
         options = asked.resolve()
-    assert options.speculative_shape == TreeShape(4, 2, 9) and options.speculative_adaptive
+    assert options.speculative_shape == TreeShape(4, 2, 9) and not options.speculative_fixed_shape
     assert options.drafter.endswith(":WithModel") and options.resolve() == options
     assert "WithModel, speculative_token_map has no effect" in caplog.text
     steps = Options(speculative_algorithm=WithModel, speculative_num_steps=2).resolve()

@@ -116,6 +116,7 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
     with LLM(bench.target, **options) as llm:
         expected = [completion.token_ids for completion in llm.generate(prompts, params)]
     tree = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
+    tree |= {"speculative_fixed_shape": True}
     spec = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(run / "head"), **tree}
     with LLM(bench.target, **options, **spec) as llm:
         found = llm.generate(prompts, params)

@@ -50,7 +50,7 @@ def records(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 
 def test_every_shape_temperature_and_set(records: list[dict[str, Any]]) -> None:
     runs = [(tuple(r["shape"]), r["temperature"], r["set"]) for r in records]
-    assert runs == [(shape, t, name) for shape in (CHAIN, TREE) for t in (0.0, 1.0) for name in PROMPTS]
+    assert runs == [(shape.tree, t, name) for shape in (CHAIN, TREE) for t in (0.0, 1.0) for name in PROMPTS]
     for record in records:
         assert 1.05 < record["accept_length"] < record["shape"][0] + 1
         # The mean of how far steps got, from the shares that went on at each position.
@@ -69,10 +69,11 @@ def test_the_same_numbers_as_bench(
     file.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in PROMPTS["one"]))
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"]
+    flags += ["--speculative-fixed-shape"]
     own = ["--prompts", str(file), "--num-prompts", "5", "--max-tokens", "24", "--concurrency", "3"]
     assert main(["bench", *flags, *own]) == 0
     found = json.loads(capsys.readouterr().out)
-    (ours,) = [r for r in records if (tuple(r["shape"]), r["temperature"], r["set"]) == (CHAIN, 0.0, "one")]
+    (ours,) = [r for r in records if (tuple(r["shape"]), r["temperature"], r["set"]) == (CHAIN.tree, 0.0, "one")]
     names = ("accept_length", "accept_rate", "completion_tokens", "prompt_tokens")
     assert {name: found[name] for name in names} == pytest.approx({name: ours[name] for name in names}, abs=1e-4)
     (drawn,) = evaluate(options, {"one": PROMPTS["one"]}, Trial((CHAIN,), (1.0,), 24, 3), tmp_path / "eval.json")

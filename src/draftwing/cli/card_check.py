@@ -44,7 +44,7 @@ def check_card(head: Path, options: Mapping[str, Any], prompts: str | None, emit
         (found,) = evaluate({"random_seed": 0, **options, **own}, {name: texts}, trial, Path(folder) / "eval.json")
     emit(found)
     wanted, got = expected["accept_length"], found["accept_length"]
-    line = f"{name}, {tuple(shape)}: expected an accept length of {wanted:.3f}, found {got:.3f}"
+    line = f"{name}, {shape.tree}: expected an accept length of {wanted:.3f}, found {got:.3f}"
     if not math.isclose(got, wanted, rel_tol=TOLERANCE):
         raise CheckpointError(f"{head}: {line}, more than {TOLERANCE:.0%} away")
     print(f"{line}, within {TOLERANCE:.0%}")

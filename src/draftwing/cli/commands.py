@@ -195,7 +195,7 @@ def run_bench(arguments: dict[str, Any]) -> None:
                 print(f"best for {batch} requests at once: {flags(point)}")
             if folder is not None:
                 save_shape(folder, found.device, found.tree)
-                print(f"{folder / 'config.json'} asks for {list(found.tree)} on {found.device} from now on")
+                print(f"{folder / 'config.json'} asks for {list(found.tree.tree)} on {found.device} from now on")
         elif own["url"] is not None:
             client = Client(own["url"], arguments.pop("api_key", None))
             _refuse_options(arguments)

@@ -56,7 +56,8 @@ def points(options: dict[str, Any], grid: Grid) -> Iterator[Options]:
         if shape[1] == 1 and shape[2] != shape[0] + 1:
             continue  # a chain has one size
         try:
-            point = Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=False))}).resolve()
+            tree = dict(zip(TREE, shape, strict=False)) | {"speculative_fixed_shape": True}
+            point = Options.from_kwargs(**{**options, **tree}).resolve()
         except ConfigError:
             continue
         if point.speculative_shape not in seen:
@@ -122,6 +123,7 @@ def flags(options: Options) -> str:
     words = []
     for spec in dataclasses.fields(Options):
         value = shape.get(spec.name, getattr(options, spec.name))
-        if spec.name in shape or (spec.name.startswith("speculative_") and value not in (spec.default, *own)):
+        chosen = spec.name.startswith("speculative_") and spec.name != "speculative_fixed_shape"
+        if spec.name in shape or (chosen and value not in (spec.default, *own)):
             words += [flag(spec.name), str(value)]
     return shlex.join(words)

@@ -184,9 +184,10 @@ class Options:
         f"nodes verified in a step, the root included (default: as the head's config says, else {CHAIN.nodes}, or "
         f"{LLAMA_TREE.nodes} for heads on Llama; {MATCHES.nodes} for NGRAM)", minimum=NODES[0], maximum=NODES[1],
     )  # fmt: skip
-    speculative_adaptive: bool = option(
+    speculative_fixed_shape: bool = option(
         False, SPECULATION,
-        "take smaller drafts, or none, where that is faster (always on for NGRAM, and if no tree is given)",
+        "draft the whole tree at every step (default: it is the largest one, and the engine takes smaller ones, or "
+        "none, where that is faster)",
     )  # fmt: skip
     speculative_ngram_min_match_window_size: int = option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_CONFIDENCE
@@ -206,8 +207,8 @@ class Options:
 
     simulate_accept_length: float | None = option(
         None, SPECULATION,
-        "for timing: accept drafts at random, this many tokens per step on average, the target's own included; the "
-        "text is worthless, and every output says so", minimum=1,
+        "for timing: accept drafts at random, this many tokens per step on average, the target's own included, with a "
+        "fixed shape; the text is worthless, and every output says so", minimum=1,
     )  # fmt: skip
 
     @classmethod

@@ -133,7 +133,7 @@ def _without_effect(options: Options, drafter: DrafterSpec, draft: str | None) -
     """Defaults in place of the options of speculation that this drafter does not read, which one line says."""
     used = {"speculative_algorithm", DRAFT_MODEL, *drafter.options}
     if drafter.build is not None:
-        used |= {*TREE, "speculative_adaptive"}
+        used |= {*TREE, "speculative_fixed_shape"}
     if draft is not None:
         used.add("speculative_draft_model_revision")
     idle = {
@@ -154,19 +154,17 @@ def _without_effect(options: Options, drafter: DrafterSpec, draft: str | None) -
 def _with_tree(
     options: Options, drafter: DrafterSpec, architecture: str = "", carried: TreeShape | None = None
 ) -> Options:
-    """Options with the numbers of a tree, and whether smaller ones are taken where that is faster."""
+    """Options with the numbers of a tree, and whether every step has it."""
     if drafter.build is not None:
         given, llama = _given(options), drafter.llama_tree if architecture == "LlamaForCausalLM" else None
         if drafter.matched:
             default = drafter.tree._replace(topk=_breadth(options))
-            shape, adaptive = matched_shape(given, default), options.speculative_adaptive
+            shape = matched_shape(given, default)
         else:
             shape = grown_shape(given, carried or llama or drafter.tree)
-            # A tree that was asked for is the tree of every step, unless its adaptation was asked for, too.
-            free = given == (None, None, None) and options.simulate_accept_length is None
-            adaptive = options.speculative_adaptive or free
         found: dict[str, Any] = dict(zip(TREE, shape, strict=False))
-        options = dataclasses.replace(options, speculative_adaptive=adaptive, **found)
+        fixed = options.speculative_fixed_shape or options.simulate_accept_length is not None
+        options = dataclasses.replace(options, speculative_fixed_shape=fixed, **found)
     _check_simulation(options, drafter)
     return options
 

@@ -30,7 +30,7 @@ _EXACT = "what is accepted is what the target draws, so verification is exact as
 _ONE_DTYPE = "the draft uses the target's attention and types"
 _OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm lists those that are"
 _LOSSY = "it would change what the model says; leave it out"
-_ADAPTS = "the shape of a draft follows what was accepted already, up to --speculative-num-draft-tokens"
+_ADAPTS = "drafts are as large as is fastest, up to --speculative-num-draft-tokens; --speculative-fixed-shape pins them"
 _ONE_DEVICE = "a server of this version runs on one device; run one per device and balance the load in front"
 
 NO_EFFECT = {
@@ -43,6 +43,7 @@ NO_EFFECT = {
     "speculative_attention_mode": Unsupported(str, _ONE_DTYPE),
     "speculative_draft_attention_backend": Unsupported(str, _ONE_DTYPE),
     "speculative_draft_kv_cache_dtype": Unsupported(str, _ONE_DTYPE),
+    "speculative_adaptive": Unsupported(bool, _ADAPTS),
     "speculative_adaptive_config": Unsupported(str, _ADAPTS),
     "speculative_ngram_match_type": Unsupported(
         str, "matches are ranked by how often they were right", neutral=("BFS",)

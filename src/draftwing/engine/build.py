@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,15 @@ from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, row_length, size_pool
 from draftwing.engine.startup.precompile import Job, precompile
+from draftwing.engine.startup.price_file import PriceFile, price_file
+from draftwing.engine.startup.prices import measure_graphs
 from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
+from draftwing.sched.prices import Prices
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape, ShapePolicy
 from draftwing.spec.drafter import Draft, DraftContext, Drafter
@@ -53,6 +57,13 @@ class Parts:
     dtype: torch.dtype
     context_length: int
     pool_tokens: int
+    prices: Prices | None = None  # of steps, where the engine chooses by them
+    price_file: PriceFile | None = None
+
+    def keep_prices(self) -> None:
+        """Writes them down for the next start."""
+        if self.prices is not None and self.price_file is not None:
+            self.price_file.write(self.prices)
 
 
 def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> Parts:
@@ -95,7 +106,10 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
         if ahead is not None:
             ahead.stop()
         raise
-    return assemble(options, model, precision, device, drafter, policy)
+    file = None
+    if drafter is not None and not options.speculative_fixed_shape:
+        file = price_file(options, policy.menu, path, draft_path, precision, device)
+    return assemble(options, model, precision, device, drafter, policy, file)
 
 
 def assemble(
@@ -105,8 +119,9 @@ def assemble(
     device: Device,
     drafter: Drafter | None,
     policy: ShapePolicy,
+    file: PriceFile | None = None,
 ) -> Parts:
-    """The engine of options `for_engine` around a loaded model."""
+    """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept."""
     config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
     graph_size = graph_size_of(options)
@@ -154,10 +169,19 @@ def assemble(
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in policy.menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
+    prices = None if options.speculative_fixed_shape or drafter is None else Prices(policy.menu, graph_size > 0)
+    if prices is not None:
+        prices = (file and file.read(policy.menu, prices.stepwise)) or prices
+    known = prices is None or prices.complete
     if graph_size:
-        capture(executor, policy)
+        capture(executor, pool, policy.menu, None if known else prices)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
-        warm_up(executor, policy)
+        warm_up(executor, pool, policy.menu, None if known else prices)
+    for shape, batch, tokens, seconds in prices.points() if prices is not None else ():
+        if not tokens:
+            policy.record(shape, np.zeros(batch, np.int64), np.zeros(batch, np.int64), seconds)
+    if prices is not None and not known and file is not None:
+        file.write(prices)
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
@@ -175,7 +199,7 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens)
+    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, prices, file)
 
 
 def graph_size_of(options: Options) -> int:
@@ -183,15 +207,17 @@ def graph_size_of(options: Options) -> int:
     return 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
 
 
-def capture(executor: Executor, policy: ShapePolicy) -> None:
-    """Captures all graphs, and tells the policy how long each step took."""
+def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: Prices | None) -> None:
+    """Captures all graphs. prices: to measure, None where they are known."""
     start, free = time.monotonic(), executor.device.free_memory()
-    menu = policy.menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    for key, seconds in executor.capture(menu).items():
-        nothing = np.zeros(key.size, np.int64)
-        policy.record(key.shape, nothing, nothing, seconds)
+    menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    captured = executor.capture(menu)
     took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
     log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
+    if prices is not None:
+        measure_graphs(executor, pool, prices, captured)
+        if executor.drafter is not None:
+            executor.drafter.flush()
 
 
 def make_drafter(
@@ -215,7 +241,7 @@ def make_drafter(
     )  # fmt: skip
     if options.drafter_spec.own and not drafter.kv_layers:
         check_draft(drafter, options.drafter, shape, device)
-    return drafter, drafter.policy(shape, options.speculative_adaptive)
+    return drafter, drafter.policy(shape, not options.speculative_fixed_shape)
 
 
 @torch.inference_mode()

@@ -6,9 +6,11 @@ What is computed there is asked of `Device.ops`. Both know the device; whoever h
 from __future__ import annotations
 
 import gc
+import platform
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +78,11 @@ class Device:
         self._up, self._down = Staging(), Staging()
         self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
         self._pool: Any = None  # that they share
+
+    @property
+    def name(self) -> str:
+        """What its maker calls it."""
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else _cpu_name()
 
     def upload(self, host: IntArray) -> Tensor:
         """Copies [n] int64 without waiting for it; on the CPU the tensor shares the array's memory."""
@@ -160,6 +167,22 @@ class Device:
 
         return StepTimes(8, mark, lambda begin, end: begin.elapsed_time(end) / 1e3, lambda event: event.query())
 
+    def timed(self, fn: Callable[[], object], times: int) -> list[float]:
+        """Seconds that the device takes for each of so many calls, one right after the other."""
+        if not self.is_cuda:
+            marks = [time.perf_counter()]
+            for _ in range(times):
+                fn()
+                marks.append(time.perf_counter())
+            return [end - begin for begin, end in pairwise(marks)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        events[0].record()
+        for event in events[1:]:
+            fn()
+            event.record()
+        events[-1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
         if self.is_cuda:
@@ -214,6 +237,17 @@ def has_native_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX or Arm BF16)."""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
     return any(getattr(torch.cpu, probe)() for probe in probes if hasattr(torch.cpu, probe))
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def _free_host_memory() -> int:

@@ -145,7 +145,9 @@ class Engine:
         """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""
         self.wake()
         with self._turning:
-            self.__dict__.pop("parts", None)
+            parts = self.__dict__.pop("parts", None)
+            if parts is not None:
+                parts.keep_prices()
             self.__dict__.pop("_loop", None)
             self.__dict__.pop("reporter", None)
 

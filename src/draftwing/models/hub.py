@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftwing.errors import CheckpointError
+from draftwing.files import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +144,7 @@ def fetch_default_model() -> Path:
     It is kept under `$XDG_CACHE_HOME/draftwing` (`~/.cache/draftwing`) and replaced when it is damaged.
     Raises CheckpointError when it cannot be downloaded or its SHA-256 is wrong.
     """
-    # The specification of XDG_CACHE_HOME says that relative paths are to be ignored.
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    target = base / "draftwing" / "smollm2" / _FILE
+    target = cache_folder() / "smollm2" / _FILE
     if _intact(target):
         return target
     if target.exists():

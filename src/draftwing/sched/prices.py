@@ -18,7 +18,8 @@ ROW_COST = 0.05  # a guess: of a plain step, for each row more that the target r
 LEVEL_COST = 0.2  # a guess: of a plain step, for each level that is drafted
 RATE = 0.02  # of corrections; the first samples count for more
 TRUST = 4  # samples that a measurement counts for
-MOST = 2.0  # a correction's limit in either direction, and that of one sample's say
+MOST = 2.0  # limit of a shape's correction in either direction, and of one sample's say
+MOST_SHARED = 16.0  # the same of all shapes' correction: a machine may have been busy while it was measured
 FIRST = 3  # samples of what was not measured at the start: their least is taken for a measurement
 
 
@@ -32,14 +33,15 @@ class Line(NamedTuple):
 class Correction:
     """Prices here have turned out to be `factor` times as high, says a moving mean of so many `samples`."""
 
-    __slots__ = ("factor", "samples")
+    __slots__ = ("factor", "most", "samples")
 
-    def __init__(self, factor: float = 1.0, samples: int = 0) -> None:
-        self.factor, self.samples = factor, samples
+    def __init__(self, most: float, factor: float = 1.0, samples: int = 0) -> None:
+        self.most, self.samples = most, samples
+        self.factor = min(max(factor, 1 / most), most)
 
     def learn(self, error: float, rate: float) -> None:
         """error: what was measured, relative to what was predicted."""
-        self.factor = min(max(self.factor * (1 + rate * (error - 1)), 1 / MOST), MOST)
+        self.factor = min(max(self.factor * (1 + rate * (error - 1)), 1 / self.most), self.most)
         self.samples += 1
 
 
@@ -65,8 +67,10 @@ class Prices:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def measured(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
-        """Takes a measurement. One of the same step replaces it."""
-        assert batch > 0 and context >= 0 and seconds > 0
+        """Takes a measurement. One of the same step replaces it; one of no time is none."""
+        assert batch > 0 and context >= 0
+        if seconds <= 0:
+            return
         self._measured.setdefault(shape, {}).setdefault(batch, {})[context] = seconds
         self._lines.clear()
 
@@ -76,12 +80,11 @@ class Prices:
         if line is None:
             return None
         bucket = batch.bit_length()
-        factor, shared, own = 1.0, self._shared.get(bucket), self._own.get((shape, bucket))
+        seconds = line.empty + line.slope * context
+        shared, own = self._shared.get(bucket), self._own.get((shape, bucket))
         if shared is not None:
-            factor = shared.factor
-        if own is not None:
-            factor = min(max(factor * own.factor, 1 / MOST), MOST)
-        return factor * (line.empty + line.slope * context)
+            seconds *= shared.factor
+        return seconds if own is None else seconds * own.factor
 
     def known(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether it was measured at a size that is near: less than twice or half as large."""
@@ -104,9 +107,9 @@ class Prices:
         bucket = batch.bit_length()
         shared, own = self._shared.get(bucket), self._own.get((shape, bucket))
         if shared is None:
-            shared = self._shared[bucket] = Correction()
+            shared = self._shared[bucket] = Correction(MOST_SHARED)
         if own is None:
-            own = self._own[shape, bucket] = Correction()
+            own = self._own[shape, bucket] = Correction(MOST)
         # What stalls a step once says nothing of the next.
         predicted = (line.empty + line.slope * context) * shared.factor * own.factor
         error = min(max(seconds / predicted, 1 / MOST), MOST)
@@ -161,7 +164,7 @@ class Prices:
     def _beyond(points: list[tuple[int, float]], shape: TreeShape, batch: int) -> float:
         """Above the largest size: as steep as over the upper half of the sizes, or over all of them."""
         last, seconds = points[-1]
-        steepness = ROW_COST * _queries(shape) * seconds / last if len(points) == 1 else 0.0
+        steepness = ROW_COST * shape.queries * seconds / last if len(points) == 1 else 0.0
         for size, less in points[:1] + [point for point in points if 2 * point[0] <= last][-1:]:
             if size < last:
                 steepness = max(steepness, (seconds - less) / (last - size))
@@ -190,9 +193,9 @@ class Prices:
         if PLAIN in self._measured:
             plain = self._empty(PLAIN, batch)
         guess = plain * _relative(shape, batch)
-        size = shape.depth, _queries(shape)
-        least = [seconds for other, seconds in known if other.depth <= size[0] and _queries(other) <= size[1]]
-        most = [seconds for other, seconds in known if other.depth >= size[0] and _queries(other) >= size[1]]
+        size = shape.depth, shape.queries
+        least = [seconds for other, seconds in known if other.depth <= size[0] and other.queries <= size[1]]
+        most = [seconds for other, seconds in known if other.depth >= size[0] and other.queries >= size[1]]
         return min([max([guess, *least]), *most])
 
     # -- keeping them -------------------------------------------------------------------------------------------------
@@ -202,7 +205,7 @@ class Prices:
         return {
             "version": VERSION,
             "stepwise": self.stepwise,
-            "measured": [[list(shape), batch, context, seconds] for shape, batch, context, seconds in self._points()],
+            "measured": [[list(shape), batch, context, seconds] for shape, batch, context, seconds in self.points()],
             "shared": [[bucket, one.factor, one.samples] for bucket, one in self._shared.items()],
             "own": [[list(shape), bucket, one.factor, one.samples] for (shape, bucket), one in self._own.items()],
         }
@@ -222,29 +225,25 @@ class Prices:
                     size, tokens = _count(batch, 1), _count(context)
                     prices._measured.setdefault(shape, {}).setdefault(size, {})[tokens] = _positive(seconds)
             for bucket, factor, samples in content["shared"]:
-                prices._shared[_count(bucket)] = _correction(factor, samples)
+                prices._shared[_count(bucket)] = _correction(MOST_SHARED, factor, samples)
             for numbers, bucket, factor, samples in content["own"]:
                 if (shape := TreeShape(*map(_count, numbers))) in prices.menu:
-                    prices._own[shape, _count(bucket)] = _correction(factor, samples)
+                    prices._own[shape, _count(bucket)] = _correction(MOST, factor, samples)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not what `to_json` gives: {error!r}") from None
         return prices
 
-    def _points(self) -> Iterator[tuple[TreeShape, int, int, float]]:
+    def points(self) -> Iterator[tuple[TreeShape, int, int, float]]:
+        """Yields all measurements: shape, batch size, context, seconds."""
         for shape, sizes in self._measured.items():
             for batch, found in sizes.items():
                 for context, seconds in found.items():
                     yield shape, batch, context, seconds
 
 
-def _queries(shape: TreeShape) -> int:
-    """Nodes that the target runs for each row on average."""
-    return getattr(shape, "verified", 0) or shape.nodes
-
-
 def _relative(shape: TreeShape, batch: int) -> float:
     """A guess at a step's price beside that of a plain one."""
-    more = _queries(shape) - 1
+    more = shape.queries - 1
     return 1 + LEVEL_COST * shape.depth + min(ROW_COST * more * batch, more)
 
 
@@ -267,5 +266,5 @@ def _positive(value: Any) -> float:
     return float(value)
 
 
-def _correction(factor: Any, samples: Any) -> Correction:
-    return Correction(min(max(_positive(factor), 1 / MOST), MOST), min(_count(samples), TRUST))
+def _correction(most: float, factor: Any, samples: Any) -> Correction:
+    return Correction(most, _positive(factor), min(_count(samples), TRUST))

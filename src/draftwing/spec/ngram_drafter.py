@@ -9,7 +9,6 @@ from draftwing.errors import ConfigError
 from draftwing.ops.attention import Batch
 from draftwing.ops.torch.ngram import NGramOps
 from draftwing.ops.types import Draft, RowTensors
-from draftwing.sched.shapes import ExpectedGain, shape_menu
 from draftwing.spec.drafter import Drafter
 
 
@@ -44,10 +43,6 @@ class NGramDrafter(Drafter):
             rows, min_window=min_window, max_window=max_window, min_breadth=min_breadth, max_breadth=max_breadth,
             branch_length=branch_length, capacity=capacity,
         )  # fmt: skip
-
-    def policy(self, shape: TreeShape, adaptive: bool) -> ExpectedGain:
-        """Always adaptive: confidences tell steps apart."""
-        return ExpectedGain(shape_menu(shape))
 
     def flush(self) -> None:
         self.index.flush()

@@ -94,7 +94,8 @@ def _measure_shape(
 ) -> Iterator[dict[str, Any]]:
     from draftwing.engine.engine import Engine  # late: it imports torch
 
-    engine = Engine(Options.from_kwargs(**{**options, **dict(zip(TREE, shape, strict=False))}))
+    tree = dict(zip(TREE, shape, strict=False)) | {"speculative_fixed_shape": True}
+    engine = Engine(Options.from_kwargs(**{**options, **tree}))
     target = _Recorder(engine)
     for temperature, name in runs:
         ids = [target.encode(prompt) for prompt in sets[name]]
@@ -102,9 +103,7 @@ def _measure_shape(
         target.run(ids[:1], params, 1)  # first use of everything
         record = measure(target, ids, params, trial.concurrency)
         found = {"set": name, "shape": list(shape.tree), "temperature": temperature, **record}
-        logger.info(
-            "%s %s, temperature %g: accept length %.3f", name, tuple(shape), temperature, record["accept_length"]
-        )
+        logger.info("%s %s, temperature %g: accept length %.3f", name, shape.tree, temperature, record["accept_length"])
         yield found | {"positions": positions(target.samples, shape.depth)}
     engine.close()
     del engine, target

@@ -28,6 +28,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("warm") / "model", hidden=64, heads=2, size=32)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine before has left its prices."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 600.0)
@@ -54,21 +60,21 @@ def test_the_text_is_that_of_a_cold_engine(
         warm = [one.token_ids for one in llm.generate([PROMPT, PROMPT], params)]
         table = llm.engine.parts.executor.table
         assert not table.kv_len[table.rows] and not table.page_table[table.rows].any()
-    monkeypatch.setattr("draftwing.engine.build.warm_up", lambda executor, policy: None)
+    monkeypatch.setattr("draftwing.engine.build.warm_up", lambda *parts: None)
     with load(checkpoint, **options) as llm:
         assert [one.token_ids for one in llm.generate([PROMPT, PROMPT], params)] == warm
 
 
-def test_the_policy_knows_the_price_of_every_shape(checkpoint: Path, unhurried: None) -> None:
+def test_every_shape_has_a_price(checkpoint: Path, unhurried: None) -> None:
     with load(checkpoint, **NGRAM) as llm:
-        policy = llm.engine.parts.sched.policy
-        assert PLAIN in policy.menu and len(policy.menu) > 1
-        assert {(shape, 1) for shape in range(len(policy.menu))} <= set(policy._seconds)
-        assert all(seconds > 0 for seconds in policy._seconds.values())
+        prices, menu = llm.engine.parts.prices, llm.engine.parts.sched.policy.menu
+        assert prices.complete and PLAIN in menu and len(menu) > 1
+        points = {point[:3] for point in prices.points()}
+        assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in prices.points())
 
 
 def test_it_ends_in_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 0.0)
     with load(checkpoint, **NGRAM) as llm:
-        assert not llm.engine.parts.sched.policy._seconds
+        assert not list(llm.engine.parts.prices.points())
         assert len(llm.generate(PROMPT, GREEDY)[0].token_ids) == 24

@@ -159,7 +159,12 @@ def test_nothing_is_changed_and_much_is_accepted(
     algorithm: str, questions: list[list[dict[str, str]]], expected: list[list[int]]
 ) -> None:
     """In the model's own dtype. EAGLE-3 is what runs if nothing is said."""
-    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    chain = {
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+        "speculative_fixed_shape": True,
+    }
     asked = {} if algorithm == "EAGLE3" else {"speculative_algorithm": algorithm}
     with LLM(model="smollm2", **ENGINE, **chain, **asked) as llm:
         options = llm.engine.info.options

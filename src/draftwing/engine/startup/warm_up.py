@@ -1,47 +1,47 @@
-"""Steps before the first request: they make what is made once, and tell the policy what steps cost on this machine."""
+"""Steps before the first request: they make what is made once, and measure what steps cost on this machine."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from draftwing.core import NOBODY, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.executor import Executor
+from draftwing.engine.startup.prices import measure_steps
+from draftwing.kv.pool import KVPool
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.shapes import ShapePolicy
+from draftwing.sched.prices import Prices
 
 log = logging.getLogger("draftwing")
 
-SECONDS = 0.3  # no step begins later; a large model is not kept from its first request
+SECONDS = 0.6  # no step begins later; a large model is not kept from its first request
 PROMPT = 32  # tokens
-UNTIMED = 2  # steps of each shape: one makes constants, one is recorded (`RecordedStages`)
-TIMED = 3  # as many as a policy would try itself, see `WorthDrafting.TRIES`
+STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
 
-def warm_up(executor: Executor, policy: ShapePolicy) -> None:
-    """Runs a short prompt, then steps of one row of every shape of the menu in turn, as a first request would, and lets
-    the policy record those that are timed. Leaves no trace: the prompt is in the pool's dummy slot and in a row that
-    its next request writes anew, the steps are of the row table's dummy."""
+def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: Prices | None) -> None:
+    """Runs a short prompt, then steps of one row of every shape of the menu in turn, as a first request would. Leaves
+    no trace: the prompt is in the pool's dummy slot and in a row that its next request writes anew, the steps are of
+    the row table's dummy. prices: to measure, None where they are known."""
     started = time.monotonic()
     tokens = min(PROMPT, executor.table.length // 2)
     _run(executor, _prompt(tokens))
-    menu = policy.menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    nothing = np.zeros(1, np.int64)
-    steps = 0
-    for turn in range(UNTIMED + TIMED):
-        for shape in menu:
-            if time.monotonic() > started + SECONDS:
-                break
-            seconds = _run(executor, _step(executor.table.rows, shape, tokens))
-            steps += 1
-            if turn >= UNTIMED:
-                policy.record(shape, nothing, nothing, seconds)
+    menu = tuple(menu) if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    for shape in STEPS * menu:
+        if time.monotonic() > started + SECONDS:
+            break
+        seconds = _run(executor, _step(executor.table.rows, shape, tokens))
+        if prices is not None:
+            prices.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
+    if prices is not None:
+        measure_steps(executor, pool, prices, started + SECONDS)
     if executor.drafter is not None:
         executor.drafter.flush()
-    log.debug("%d steps before the first request: %.2f s", steps, time.monotonic() - started)
+    log.debug("steps before the first request: %.2f s", time.monotonic() - started)
 
 
 def _run(executor: Executor, plan: Plan) -> float:

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftwing.files import cache_folder
+
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
 _SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has beside its own
@@ -111,7 +113,7 @@ def _compile_cached(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> 
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "draftwing" / "kernels"
+    folder = cache_folder() / "kernels"
     file = folder / f"{key}.cubin"
     try:
         return file.read_bytes()

@@ -1,0 +1,102 @@
+"""A file that keeps prices of steps for the next start: one for each model, drafter, device and build."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import draftwing
+from draftwing.config.options import Options
+from draftwing.core import TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.precision import Precision
+from draftwing.files import cache_folder, write_json
+from draftwing.sched.prices import Prices
+
+log = logging.getLogger("draftwing")
+
+MOST_FILES = 100
+# Options that change what a step costs, beside those of speculation.
+_PRICED = (
+    "quantization", "enable_deterministic_inference", "enable_overlap", "max_running_requests", "cuda_graph_max_bs",
+    "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs",
+)  # fmt: skip
+_NOT_PRICED = ("speculative_algorithm", "speculative_draft_model_path", "speculative_fixed_shape")
+
+
+class PriceFile:
+    """Prices of one kind of engine. What cannot be read or written is logged and costs a measurement, nothing else."""
+
+    def __init__(self, key: Mapping[str, Any]) -> None:
+        """key: all that prices depend on, as JSON has it."""
+        self.key = json.loads(json.dumps(key, sort_keys=True))
+        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+        self.name = f"{digest[:32]}.json"
+
+    @property
+    def path(self) -> Path:
+        """Raises RuntimeError where the user has no home."""
+        return cache_folder() / "prices" / self.name
+
+    def read(self, menu: Sequence[TreeShape], stepwise: bool) -> Prices | None:
+        """Returns what an earlier engine left; None if there is nothing, or nothing that can be used."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["key"] != self.key:
+                raise ValueError("it is of another engine")
+            return Prices.from_json(content["prices"], menu, stepwise)
+        except FileNotFoundError:
+            return None
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+            log.debug("prices of steps are measured anew: %s cannot be used: %s", self.name, error)
+            return None
+
+    def write(self, prices: Prices) -> None:
+        """Keeps them. Of many files the oldest go."""
+        try:
+            write_json(self.path, {"key": self.key, "prices": prices.to_json()})
+            files = sorted(self.path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+            for file in files[:-MOST_FILES]:
+                file.unlink()
+        except (OSError, RuntimeError) as error:
+            log.info("prices of steps are not kept for the next start: %s", error)
+
+
+def price_file(
+    options: Options, menu: Sequence[TreeShape], path: Path, draft: Path | None, precision: Precision, device: Device
+) -> PriceFile:
+    """Returns the file for an engine of options `for_engine`. path, draft: of the two models."""
+    names = [name for name in vars(options) if name.startswith("speculative_") and name not in _NOT_PRICED]
+    return PriceFile(
+        {
+            "build": [draftwing.__version__, _build(), torch.__version__],
+            "device": [device.name, device.ops.title, torch.get_num_threads()],
+            "model": [str(path.absolute()), _bytes(path)],
+            "draft": draft and [str(draft.absolute()), _bytes(draft)],
+            "types": [str(precision.dtype), str(precision.kv_dtype)],
+            "drafter": options.drafter,
+            "menu": [list(shape) for shape in menu],
+            "options": {name: getattr(options, name) for name in (*_PRICED, *names)},
+        }
+    )
+
+
+def _bytes(path: Path) -> int:
+    """Of a model's file, or of the files of its folder."""
+    files = [path] if path.is_file() else path.iterdir() if path.is_dir() else []
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _build() -> str:
+    """Returns a hash of which code this is: another version of a kernel has other prices."""
+    root = Path(draftwing.__file__).parent
+    stats = [(str(file.relative_to(root)), file.stat()) for folder in ("ops", "layers", "engine", "spec", "models")
+             for file in (root / folder).rglob("*") if file.suffix in (".py", ".so", ".cu")]  # fmt: skip
+    found = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]

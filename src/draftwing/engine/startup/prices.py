@@ -1,0 +1,166 @@
+"""Measures what steps cost on this machine, before the first request: `sched.prices` is what they are written to.
+
+Works on rows that no request has yet, and leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from draftwing.core import PLAIN, Plan, TreeShape
+from draftwing.engine.executor import Executor
+from draftwing.engine.graphs.cuda import Key
+from draftwing.engine.row_table import RowTable
+from draftwing.kv.pool import KVPool
+from draftwing.sched.prices import Prices
+
+log = logging.getLogger("draftwing")
+
+GRAPH_SECONDS = 4.0  # for replays of graphs; no measurement begins later
+REPLAYS = 3  # of a step with graphs, whose median counts
+CONTEXTS = (1024, 4096)  # tokens of each row
+CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
+STEPS = 3  # without graphs: the first ones make constants and memory, so the fastest counts
+SIZES = (4, 16)  # batches beside that of one row
+CPU_CONTEXT = 1024
+
+
+# ---- with graphs -----------------------------------------------------------------------------------------------------
+
+
+def measure_graphs(executor: Executor, pool: KVPool, prices: Prices, captured: dict[Key, float]) -> None:
+    """Replays captured steps, without context first, then with contexts of some lengths, as long as there is time.
+
+    captured: what each step took when it was captured; that stays the price where no replay was measured.
+    """
+    started = time.monotonic()
+    for key, seconds in captured.items():
+        prices.measured(key.shape, key.size, 0, seconds)
+    largest = max((key.size for key in captured), default=0)
+    few = [size for size in sorted({*CONTEXT_SIZES, largest}) if size <= largest]
+    rest = sorted({key.size for key in captured} - set(few))
+    for context, sizes in ((0, few), *((context, few) for context in CONTEXTS), (0, rest)):
+        for size in sizes:
+            keys = [key for key in captured if key.size == size]
+            if keys and time.monotonic() < started + GRAPH_SECONDS:
+                _measure_keys(executor, pool, prices, keys, context)
+    executor.graphs.set_rows(np.empty(0, np.int64), largest)
+    log.debug("measured what steps cost: %.2f s", time.monotonic() - started)
+
+
+def _measure_keys(executor: Executor, pool: KVPool, prices: Prices, keys: Sequence[Key], context: int) -> None:
+    """Of one batch size. Does nothing where the pool or the table has no room for so many tokens."""
+    size, table = keys[0].size, executor.table
+    if not context:
+        executor.graphs.set_rows(np.empty(0, np.int64), size)
+        for key in keys:
+            _measure_key(executor, prices, key, 0)
+    elif size <= table.rows and _fits(executor.table, pool, size, context, room(keys)):
+        with filled(table, pool, size, context, room(keys)):
+            executor.graphs.set_rows(np.arange(size), size)
+            for key in keys:
+                table.kv_len[:size] = context
+                _measure_key(executor, prices, key, context)
+
+
+def _measure_key(executor: Executor, prices: Prices, key: Key, context: int) -> None:
+    seconds = executor.device.timed(lambda: executor.replay(key), REPLAYS)
+    prices.measured(key.shape, key.size, key.size * context, statistics.median(seconds))
+
+
+# ---- without graphs --------------------------------------------------------------------------------------------------
+
+
+def measure_steps(executor: Executor, pool: KVPool, prices: Prices, until: float) -> None:
+    """Runs steps: of one row of every shape, then plain steps of more rows and of a long row, then all others, as long
+    as there is time. until: monotonic; no step begins that would probably end later."""
+    menu = sorted(prices.menu, key=lambda shape: shape.nodes)
+    sizes = [size for size in SIZES if size <= executor.table.rows]
+    seconds: dict[TreeShape, float] = {}
+    for _ in range(STEPS):  # in turn, so that what slows the machine down slows all of them
+        for shape in menu:
+            if time.monotonic() < until:
+                found = _run(executor, shape, 1, 0)
+                seconds[shape] = min(seconds.get(shape, found), found)
+    for shape, found in seconds.items():
+        prices.measured(shape, 1, 0, found)
+    for size in sizes:
+        _measure_step(executor, prices, PLAIN, size, until)
+    _measure_context(executor, pool, prices, menu, until)
+    for size in sizes:
+        for shape in menu:
+            if shape != PLAIN:
+                _measure_step(executor, prices, shape, size, until)
+
+
+def _measure_step(executor: Executor, prices: Prices, shape: TreeShape, size: int, until: float) -> None:
+    expected = prices.seconds(shape, size, 0)
+    if expected is not None and time.monotonic() + STEPS * expected < until:
+        prices.measured(shape, size, 0, min(_run(executor, shape, size, 0) for _ in range(STEPS)))
+
+
+def _measure_context(executor: Executor, pool: KVPool, prices: Prices, menu: Sequence[TreeShape], until: float) -> None:
+    """Of one long row."""
+    shapes = [shape for shape in (PLAIN, menu[-1], *menu[1:-1]) if shape in menu]
+    space = STEPS * max(shape.nodes + shape.max_commit for shape in menu)
+    if not _fits(executor.table, pool, 1, CPU_CONTEXT, space):
+        return
+    with filled(executor.table, pool, 1, CPU_CONTEXT, space, touched=True):
+        for shape in dict.fromkeys(shapes):
+            expected = prices.seconds(shape, 1, CPU_CONTEXT)
+            if expected is not None and time.monotonic() + STEPS * expected < until:
+                seconds = []
+                for _ in range(STEPS):
+                    executor.table.kv_len[:1] = CPU_CONTEXT
+                    seconds.append(_run(executor, shape, 1, CPU_CONTEXT))
+                prices.measured(shape, 1, CPU_CONTEXT, min(seconds))
+
+
+def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float:
+    """-> seconds, counted as those of any step. Without context the rows are the row table's dummy."""
+    rows = np.arange(size) if context else np.full(size, executor.table.rows)
+    plan = Plan(0, "tree", rows, rows, shape, context or 1)
+    result, _ = executor.commit(executor.launch(plan)).wait(0.0)
+    return result.seconds
+
+
+# ---- rows with a context ---------------------------------------------------------------------------------------------
+
+
+def room(keys: Sequence[Key]) -> int:
+    """Entries of a row past its context that replays of these steps may reach."""
+    return REPLAYS * max(key.shape.nodes + key.shape.max_commit for key in keys)
+
+
+def _fits(table: RowTable, pool: KVPool, rows: int, context: int, space: int) -> bool:
+    return context + space < table.length and rows * (context + space) <= pool.slots
+
+
+@contextmanager
+def filled(table: RowTable, pool: KVPool, rows: int, context: int, space: int, touched: bool = False) -> Iterator[None]:
+    """Makes the first rows look as if they held so many tokens, each in slots of its own that nobody has yet.
+
+    space: further entries that have slots.  touched: write to the slots, where memory that was never written to is not
+    there and costs nothing to read.
+    """
+    length = context + space
+    slots = torch.arange(1, rows * length + 1, device=table.page_table.device).view(rows, length)
+    with torch.inference_mode():
+        if touched:
+            for layer in pool.kv:
+                layer[1 : rows * length + 1] = 0
+        table.page_table[:rows, :length] = slots
+        table.kv_len[:rows] = context
+    try:
+        yield
+    finally:
+        with torch.inference_mode():
+            for state in (table.page_table, table.tokens, table.kv_len, table.last):
+                state[:rows] = 0

@@ -1,0 +1,131 @@
+"""Prices that one engine leaves to the next: what they depend on, and that a bad file does no harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.config.options import Options
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.precision import Precision
+from draftwing.engine.startup import price_file as files
+from draftwing.engine.startup import prices as measuring
+from draftwing.engine.startup.price_file import PriceFile, price_file
+from draftwing.llm import LLM
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.sched.prices import Prices
+
+MENU = (TreeShape(3, 1, 4), PLAIN)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/draftwing/prices"
+
+
+def some_prices() -> Prices:
+    prices = Prices(MENU, False)
+    for shape in MENU:
+        prices.measured(shape, 1, 0, 1e-3 * shape.nodes)
+    return prices
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    file = PriceFile({"model": "a", "menu": [tuple(shape) for shape in MENU]})
+    assert file.read(MENU, False) is None
+    file.write(some_prices())
+    again = PriceFile({"menu": MENU, "model": "a"}).read(MENU, False)
+    assert again is not None and again.to_json() == some_prices().to_json()
+    assert [found.name for found in folder.iterdir()] == [file.name], "nothing partial is left"
+    assert PriceFile({"model": "b", "menu": MENU}).read(MENU, False) is None
+    assert file.read(MENU, True) is None, "of a machine with graphs"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"key": {"model": "a"}}', '{"key": {"model": "b"}, "prices": 1}']
+)
+def test_an_unreadable_file_is_ignored(folder: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = PriceFile({"model": "a"})
+    folder.mkdir(parents=True)
+    (folder / file.name).write_text(text)
+    with caplog.at_level(logging.DEBUG, logger="draftwing"):
+        assert file.read(MENU, False) is None
+    assert [record.levelname for record in caplog.records] == ["DEBUG"] and "cannot be used" in caplog.text
+    file.write(some_prices())
+    assert file.read(MENU, False) is not None
+
+
+def test_a_folder_that_cannot_be_written_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file in the folder's place")
+    with caplog.at_level(logging.INFO, logger="draftwing"):
+        PriceFile({}).write(some_prices())
+        assert PriceFile({}).read(MENU, False) is None
+    assert "not kept for the next start" in caplog.text
+
+
+def test_old_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_FILES", 2)
+    for i in range(4):
+        file = PriceFile({"model": i})
+        file.write(some_prices())
+        os.utime(folder / file.name, (i + 1, i + 1))
+    assert {found.name for found in folder.iterdir()} == {PriceFile({"model": i}).name for i in (2, 3)}
+
+
+def test_what_prices_depend_on(tmp_path: Path) -> None:
+    device = Device(torch.device("cpu"), TorchOps(torch.device("cpu")))
+    (tmp_path / "a.gguf").write_bytes(b"1234")
+    (tmp_path / "b.gguf").write_bytes(b"1234")
+    (tmp_path / "c.gguf").write_bytes(b"12345")
+    options = Options(speculative_algorithm="NGRAM", random_seed=1).resolve().for_engine("cpu", 0)
+    types = Precision(torch.float32, torch.float32)
+
+    def name(options=options, menu=MENU, path="a.gguf", draft=None, types=types) -> str:
+        return price_file(options, menu, tmp_path / path, draft, types, device).name
+
+    others = [
+        name(path="b.gguf"), name(path="c.gguf"), name(menu=MENU[1:]), name(draft=tmp_path / "b.gguf"),
+        name(types=types._replace(kv_dtype=torch.bfloat16)), name(types=types._replace(dtype=torch.bfloat16)),
+        name(dataclasses.replace(options, enable_deterministic_inference=True)),
+        name(dataclasses.replace(options, quantization="q4_k")),
+        name(dataclasses.replace(options, speculative_ngram_max_bfs_breadth=3)),
+    ]  # fmt: skip
+    assert len({name(), *others}) == 1 + len(others)
+    for change in ({"random_seed": 2}, {"port": 7}, {"api_key": "secret"}, {"disable_radix_cache": True}):
+        assert name(dataclasses.replace(options, **change)) == name()
+
+
+def test_the_next_engine_measures_nothing(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.engine.startup.warm_up.SECONDS", 600.0)
+    monkeypatch.setattr(measuring, "CPU_CONTEXT", 64)
+    options = dict(
+        device="cpu", max_total_tokens=2048, max_running_requests=4, num_threads=1, speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=4,
+    )  # fmt: skip
+    model = str(write_checkpoint(tmp_path / "model", hidden=64, heads=2, size=32))
+    with LLM(model, **options) as llm:
+        prices = llm.engine.parts.prices
+        (file,) = folder.iterdir()
+        assert prices.complete and {batch for _, batch, *_ in prices.points()} == {1, 4}
+        assert {context for *_, context, _ in prices.points()} == {0, 64}
+        prices.record(PLAIN, 1, 0, 2 * prices.seconds(PLAIN, 1, 0))
+        expected = prices.seconds(PLAIN, 1, 0)
+    assert json.loads(file.read_text())["prices"]["own"], "what was corrected is written when the engine ends"
+    monkeypatch.setattr("draftwing.engine.startup.warm_up.measure_steps", None)
+    with LLM(model, **options) as llm:
+        assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == expected
+        assert llm.generate("the cat sat", {"max_new_tokens": 4})
+    for other in ({"speculative_algorithm": "none"}, {"speculative_fixed_shape": True}):
+        with LLM(model, **options | other) as llm:
+            assert llm.engine.parts.prices is None, "nothing is chosen"
+    assert list(folder.iterdir()) == [file]

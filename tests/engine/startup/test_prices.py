@@ -1,0 +1,118 @@
+"""Measurements before the first request: what is run, for how long, and that rows are left as they were."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.startup import prices as measuring
+from draftwing.engine.startup.prices import filled, measure_graphs, measure_steps
+from draftwing.sched.prices import Prices
+
+TREE = TreeShape(3, 2, 6)
+MENU = (TREE, PLAIN)
+LONG = 40  # tokens
+
+
+class Both:
+    """A menu of two."""
+
+    menu = MENU
+    sees_predictions = True
+
+    def choose(self, confidences: Any) -> TreeShape:
+        return TREE if any(confidences) else PLAIN
+
+    def record(self, *step: Any) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "CPU_CONTEXT", LONG)
+    monkeypatch.setattr(measuring, "CONTEXTS", (16, LONG, 10_000))  # for the last there is no room
+
+
+def state(table: Any) -> list[torch.Tensor]:
+    """What the first rows hold, and the dummy's length."""
+    return [part.clone() for part in (table.page_table[:-1], table.kv_len, table.tokens[:-1], table.last[:-1])]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def case(harness: Any) -> Any:
+    model, prompts = harness.tiny_model(), harness.prompts_for(5)
+    params = [harness.greedy(30)] * len(prompts)
+    return model, prompts, params, harness.plain_answers(model, prompts, params).tokens
+
+
+def answers(rig: Any, case: Any) -> dict[str, list[int]]:
+    _, prompts, params, _ = case
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    return rig.run().tokens
+
+
+@pytest.mark.parametrize("graph_size", [1, 5])
+def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, graph_size: int) -> None:
+    rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)
+    before, prices = state(rig.slots), Prices(MENU, True)
+    measure_graphs(rig.executor, rig.pool, prices, rig.captured)
+    found = Counter((shape, size, context // size) for shape, size, context, _ in prices.points())
+    few = {1, graph_size}  # of the sizes with contexts, these were captured
+    assert found == Counter((key.shape, key.size, 0) for key in rig.captured) + Counter(
+        (shape, size, context) for shape in MENU for size in few for context in (16, LONG)
+    )
+    assert same(before, state(rig.slots)), "rows are as they were"
+    rig.drafter.flush()
+    assert answers(rig, case) == case[3]
+
+
+def test_graphs_cost_what_their_capture_said_where_there_is_no_time(
+    harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "GRAPH_SECONDS", 0.0)
+    rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=4, device=harness.device)
+    prices = Prices(MENU, True)
+    measure_graphs(rig.executor, rig.pool, prices, rig.captured)
+    assert {(shape, size): seconds for shape, size, _, seconds in prices.points()} == dict(rig.captured)
+
+
+def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) -> None:
+    rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
+    before, prices = state(rig.slots), Prices(MENU, False)
+    measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 600)
+    points = {point[:3] for point in prices.points()}
+    assert points == {(shape, size, 0) for shape in MENU for size in (1, 4)} | {(shape, 1, LONG) for shape in MENU}
+    assert same(before, state(rig.slots))
+    rig.drafter.flush()
+    assert answers(rig, case) == case[3]
+
+
+def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
+    prices = Prices(MENU, False)
+    measure_steps(rig.executor, rig.pool, prices, time.monotonic())
+    assert not list(prices.points())
+    monkeypatch.setattr(measuring, "_run", lambda *step: 1000.0)  # of a large model: there is no time for more rows
+    measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 600)
+    assert {point[:3] for point in prices.points()} == {(shape, 1, 0) for shape in MENU}
+
+
+def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:
+    rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
+    rig.pool.kv[0].fill_(1)
+    with filled(rig.slots, rig.pool, 3, LONG, 7, touched=True):
+        slots = rig.slots.page_table[:3, : LONG + 7]
+        assert slots.unique().numel() == slots.numel() and int(slots.min()) == 1
+        assert rig.slots.kv_len.tolist()[:4] == [LONG, LONG, LONG, 0]
+        assert not rig.pool.kv[0][slots.flatten()].any()
+    assert not rig.slots.kv_len.any() and not rig.slots.page_table.any()
