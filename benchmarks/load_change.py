@@ -29,7 +29,6 @@ from load_runs import (
     make_engine,
     name_of,
     pinned,
-    quantile,
     sampling,
     watched,
 )
@@ -162,28 +161,29 @@ def report(
 
 
 def plot(phases: Sequence[Phase], chosen: Sequence[list[Step]], rows: Sequence[dict[str, Any]]) -> str:
-    """Batch, nodes a row, tokens per second beside the best shape's, step by step."""
+    """Step by step: batch, nodes a row, and tokens per second as a share of what the best shape gives."""
     steps = [step for some in chosen for step in some]
     starts = [sum(map(len, chosen[:i])) for i in range(len(chosen) + 1)]
     marks = [(float(start), phase.name) for start, phase in zip(starts, phases, strict=False)]
     nodes = [step.shape.queries for step in steps]
-    smooth = [
-        (i, rate(steps[max(begin, i - SMOOTHED + 1) : i + 1]))
-        for begin, end in pairwise(starts)
-        for i in range(begin, end)
-    ]
-    best = [
-        (float(at), row["rates"][row["best"]])
-        for row, (begin, end) in zip(rows, pairwise(starts), strict=True)
-        for at in (begin, end)
-    ]
-    most = max([value for _, value in best] + [quantile([value for _, value in smooth], 0.99)])
+    most = max((step.rows for step in steps), default=1)
+    measured: list[tuple[float, float]] = []
+    worth: list[tuple[float, float]] = []
+    for row, (begin, end) in zip(rows, pairwise(starts), strict=True):
+        best = row["rates"][row["best"]]
+        for i in range(begin, end):
+            measured.append((i, rate(steps[max(begin, i - SMOOTHED + 1) : i + 1]) / best))
+            worth.append((i, row["rates"].get(name_of(steps[i].shape), 0.0) / best))
     panels = [
-        Panel("requests in a step", [Line("requests", [(i, step.rows) for i, step in enumerate(steps)])], _ticks(64)),
+        Panel("requests in a step", [Line("requests", [(i, step.rows) for i, step in enumerate(steps)])], _ticks(most)),
         Panel(
             "nodes verified for a request", [Line("nodes", list(enumerate(nodes)), True)], _ticks(max(nodes, default=1))
         ),
-        Panel("tokens per second", [Line("chosen", smooth), Line("best pinned", best)], _ticks(most)),
+        Panel(
+            "tokens per second, share of the best pinned shape's",
+            [Line("measured", measured), Line("by its shape", worth, True)],
+            [(0.0, "0"), (0.5, "0.5"), (1.0, "1"), (1.25, "1.25")],
+        ),
     ]
     return render(panels, max(len(steps), 1), marks, "step")
 

@@ -179,8 +179,8 @@ class Pinned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
 
-    def choose(self, confidences: Sequence[int], *rest: Any, **named: Any) -> TreeShape:
-        return self._shape if any(confidences) else PLAIN
+    def choose(self, load: Any) -> TreeShape:
+        return self._shape if any(getattr(load, "confidences", load)) else PLAIN
 
 
 @contextmanager
