@@ -38,9 +38,11 @@ def short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "CONTEXTS", (16, LONG, 10_000))  # for the last there is no room
 
 
-def state(table: Any) -> list[torch.Tensor]:
-    """What the first rows hold, and the dummy's length."""
-    return [part.clone() for part in (table.page_table[:-1], table.kv_len, table.tokens[:-1], table.last[:-1])]
+def state(rig: Any) -> list[torch.Tensor]:
+    """What the first rows hold, the dummy's length, and what is known of drafts."""
+    table = rig.slots
+    parts = table.page_table[:-1], table.kv_len, table.tokens[:-1], table.last[:-1], *rig.executor.calibration
+    return [part.clone() for part in parts]
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -64,14 +66,14 @@ def answers(rig: Any, case: Any) -> dict[str, list[int]]:
 @pytest.mark.parametrize("graph_size", [1, 5])
 def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, graph_size: int) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)
-    before, prices = state(rig.slots), Prices(MENU, True)
+    before, prices = state(rig), Prices(MENU, True)
     measure_graphs(rig.executor, rig.pool, prices, rig.captured)
     found = Counter((shape, size, context // size) for shape, size, context, _ in prices.points())
     few = {1, graph_size}  # of the sizes with contexts, these were captured
     assert found == Counter((key.shape, key.size, 0) for key in rig.captured) + Counter(
         (shape, size, context) for shape in MENU for size in few for context in (16, LONG)
     )
-    assert same(before, state(rig.slots)), "rows are as they were"
+    assert same(before, state(rig)), "rows are as they were"
     rig.drafter.flush()
     assert answers(rig, case) == case[3]
 
@@ -88,11 +90,11 @@ def test_graphs_cost_what_their_capture_said_where_there_is_no_time(
 
 def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
-    before, prices = state(rig.slots), Prices(MENU, False)
+    before, prices = state(rig), Prices(MENU, False)
     measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 600)
     points = {point[:3] for point in prices.points()}
     assert points == {(shape, size, 0) for shape in MENU for size in (1, 4)} | {(shape, 1, LONG) for shape in MENU}
-    assert same(before, state(rig.slots))
+    assert same(before, state(rig))
     rig.drafter.flush()
     assert answers(rig, case) == case[3]
 
@@ -110,7 +112,7 @@ def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPa
 def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
     rig.pool.kv[0].fill_(1)
-    with filled(rig.slots, rig.pool, 3, LONG, 7, touched=True):
+    with filled(rig.executor, rig.pool, 3, LONG, 7, touched=True):
         slots = rig.slots.page_table[:3, : LONG + 7]
         assert slots.unique().numel() == slots.numel() and int(slots.min()) == 1
         assert rig.slots.kv_len.tolist()[:4] == [LONG, LONG, LONG, 0]

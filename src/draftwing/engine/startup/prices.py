@@ -63,7 +63,7 @@ def _measure_keys(executor: Executor, pool: KVPool, prices: Prices, keys: Sequen
         for key in keys:
             _measure_key(executor, prices, key, 0)
     elif size <= table.rows and _fits(executor.table, pool, size, context, room(keys)):
-        with filled(table, pool, size, context, room(keys)):
+        with filled(executor, pool, size, context, room(keys)):
             executor.graphs.set_rows(np.arange(size), size)
             for key in keys:
                 table.kv_len[:size] = context
@@ -112,7 +112,7 @@ def _measure_context(executor: Executor, pool: KVPool, prices: Prices, menu: Seq
     space = STEPS * max(shape.nodes + shape.max_commit for shape in menu)
     if not _fits(executor.table, pool, 1, CPU_CONTEXT, space):
         return
-    with filled(executor.table, pool, 1, CPU_CONTEXT, space, touched=True):
+    with filled(executor, pool, 1, CPU_CONTEXT, space, touched=True):
         for shape in dict.fromkeys(shapes):
             expected = prices.seconds(shape, 1, CPU_CONTEXT)
             if expected is not None and time.monotonic() + STEPS * expected < until:
@@ -144,13 +144,16 @@ def _fits(table: RowTable, pool: KVPool, rows: int, context: int, space: int) ->
 
 
 @contextmanager
-def filled(table: RowTable, pool: KVPool, rows: int, context: int, space: int, touched: bool = False) -> Iterator[None]:
+def filled(
+    executor: Executor, pool: KVPool, rows: int, context: int, space: int, touched: bool = False
+) -> Iterator[None]:
     """Makes the first rows look as if they held so many tokens, each in slots of its own that nobody has yet.
 
     space: further entries that have slots.  touched: write to the slots, where memory that was never written to is not
     there and costs nothing to read.
     """
-    length = context + space
+    table, length = executor.table, context + space
+    calibration = [counts.clone() for counts in executor.calibration]
     slots = torch.arange(1, rows * length + 1, device=table.page_table.device).view(rows, length)
     with torch.inference_mode():
         if touched:
@@ -164,3 +167,5 @@ def filled(table: RowTable, pool: KVPool, rows: int, context: int, space: int, t
         with torch.inference_mode():
             for state in (table.page_table, table.tokens, table.kv_len, table.last):
                 state[:rows] = 0
+            for counts, before in zip(executor.calibration, calibration, strict=True):
+                counts.copy_(before)
