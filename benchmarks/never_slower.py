@@ -45,9 +45,10 @@ REQUESTS, PROMPTS, TEMPERATURES = (1, 4, 16, 64, 128), (100, 4000, 16000), (0.0,
 TEXTS = ("chat", "code", "copy", "random")
 DRAFTERS = ("EAGLE3", "NGRAM", "SUFFIX", "STANDALONE", "EAGLE3+NGRAM")
 ENOUGH = 0.98  # of the tokens per second without drafts
+DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
 LONG = 1000  # tokens: answers to longer prompts are half as long
-ANSWER = (48, 256)  # fewest and most tokens
-MOST_PROMPT_SECONDS = 12.0  # a run whose prompts alone take longer is left out
+ANSWER = (96, 256)  # fewest and most tokens
+MOST_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 
 class Cell(NamedTuple):
@@ -67,23 +68,28 @@ def pairs(cell: Cell) -> list[tuple[Any, ...]]:
 def cover(cells: Sequence[Cell], count: int, seed: int = 0) -> list[Cell]:
     """`count` of the cells, or more, such that each pair of values that occurs in any of them occurs.
 
-    The next cell is the one with the most pairs that have not occurred. When there are none left, it is the one whose
-    pairs occurred least often. Of equal ones the first with the fewest prompt tokens.
+    The next cell is the one with the most pairs that have not occurred, less what its prompts cost. When there are none
+    left, it is the one whose pairs occurred least often, of those whose prompts cost little.
     """
-    left = sorted(random.Random(seed).sample(cells, len(cells)), key=lambda cell: cell.requests * cell.prompt)
+    left = random.Random(seed).sample(cells, len(cells))
     wanted = {pair for cell in left for pair in pairs(cell)}
     seen: Counter[tuple[Any, ...]] = Counter()
     chosen: list[Cell] = []
-    while left and (len(chosen) < count or len(seen) < len(wanted)):
-        best = max(left, key=lambda cell: (sum(pair not in seen for pair in pairs(cell)), -_often(cell, seen)))
-        left.remove(best)
-        chosen.append(best)
-        seen.update(pairs(best))
+    while len(seen) < len(wanted):
+        new = {cell: sum(pair not in seen for pair in pairs(cell)) for cell in left}
+        some = [cell for cell in left if new[cell]]
+        best = max(some, key=lambda cell: new[cell] - cell.requests * cell.prompt / DEAR)
+        _choose(best, left, chosen, seen)
+    left = [cell for cell in left if cell.requests * cell.prompt <= DEAR]
+    while left and len(chosen) < count:
+        _choose(min(left, key=lambda cell: sum(seen[pair] for pair in pairs(cell))), left, chosen, seen)
     return chosen
 
 
-def _often(cell: Cell, seen: Counter[tuple[Any, ...]]) -> int:
-    return sum(seen[pair] for pair in pairs(cell))
+def _choose(cell: Cell, left: list[Cell], chosen: list[Cell], seen: Counter[tuple[Any, ...]]) -> None:
+    left.remove(cell)
+    chosen.append(cell)
+    seen.update(pairs(cell))
 
 
 @dataclass
@@ -150,7 +156,7 @@ def run_cell(
     count, tokens = costs.work(cell, args.seconds)
     tokens = args.tokens or tokens
     jobs = jobs_of(texts.prompts(cell.text, cell.prompt, count), cell.temperature, tokens)
-    settle = texts.prompts(cell.text, min(cell.prompt, 400), cell.requests, 5000)
+    settle = texts.prompts(cell.text, min(cell.prompt, 100), cell.requests, 5000)
     for each in (none, engine):
         timed(each, jobs_of(settle, cell.temperature, min(tokens, 64)), cell.requests)
     rounds: list[tuple[float, float]] = []
@@ -243,6 +249,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=listed(float), default=TEMPERATURES)
     parser.add_argument("--texts", type=listed(str), default=TEXTS)
     parser.add_argument("--cells", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of cells")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
     parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--repeats", type=int, default=2)
@@ -262,7 +269,7 @@ def main() -> None:
     costs = measure_costs(none, texts, args.requests)
     print(f"none: {time.monotonic() - start:.1f} s to start, {costs}", flush=True)
     grid = itertools.product(args.requests, args.prompts, args.temperatures, args.texts, args.all_drafters)
-    cells = cover([cell for cell in map(Cell._make, grid) if possible(cell, none, costs)], args.cells)
+    cells = cover([cell for cell in map(Cell._make, grid) if possible(cell, none, costs)], args.cells, args.seed)
     about = {"machine": machine(), "model": args.model, "options": args.options, "date": time.strftime("%Y-%m-%d")}
     records: list[dict[str, Any]] = []
     for drafter in args.drafters:

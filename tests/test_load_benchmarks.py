@@ -72,8 +72,8 @@ def test_work(modules: dict[str, ModuleType]) -> None:
     costs = grid.Costs(prompt=1e-4, step={1: 0.005, 128: 0.01})
     cell = grid.Cell(1, 100, 0.0, "chat", "NGRAM")
     assert costs.work(cell, 2.6) == (2, 256)
-    assert costs.work(cell._replace(requests=128), 1.5) == (128, 48)
-    assert costs.work(cell._replace(prompt=4000), 0.1) == (1, 48)
+    assert costs.work(cell._replace(requests=128), 1.5) == (128, 96)
+    assert costs.work(cell._replace(prompt=4000), 5.0) == (5, 128)
 
 
 def test_summary(modules: dict[str, ModuleType]) -> None:
