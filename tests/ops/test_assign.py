@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -106,7 +107,12 @@ def test_the_best_nodes_of_the_batch_are_verified(
     counted = [0]
     for b in range(batch):
         counted.append(counted[-1] + sum(1 for i in chosen if i // nodes == b))
-    assert done.starts.tolist() == counted
+    starts = done.trees.starts.tolist()
+    assert starts[: batch + 1] == counted and starts[-1] == total
+    assert all(0 <= end - begin <= nodes == done.trees.cap for begin, end in itertools.pairwise(starts))
+    spare = len(starts) - 1 - batch
+    assert done.trees.rows.tolist() == rows.tolist() + [table.rows] * spare
+    assert done.trees.prefix_len.tolist() == inputs.prefix_len.tolist() + [0] * spare
     for q, i in enumerate(ascending):
         b, n = divmod(i, nodes)
         assert int(done.place[b, n]) == q

@@ -151,7 +151,16 @@ def test_expansion_with_ties(ops: TorchOps, shape: tuple[int, int, int], tail: i
         tree = draft_heads.grow(table, range(10), int(slots.last[rows[b]]), 0, *shape)
         assert draft.tokens[b].tolist() == tree.tokens
         assert draft.parent[b].tolist() == tree.parents
+        assert draft.grade is not None
+        assert draft.grade[b].tolist() == [0, *(grade(tree, node) for node in range(1, shape[2]))]
     assert draft.alive.all()
+
+
+def grade(tree: draft_heads.Tree, node: int) -> int:
+    """By the probability of a node if the one above it is right."""
+    score, above = tree.scores[node], tree.scores[tree.parents[node]]
+    p = min(max(math.exp(score - above) if score > -math.inf else 0, 1e-6), 1 - 1e-6)
+    return 16 + min(max(math.floor(1.25 * math.log(p / (1 - p)) + 7.5), 0), 15)
 
 
 # -- continuations ----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def build(
     index.candidates[rows, :, :ways], index.match[rows, :ways] = candidates.to(ops.device), match.to(ops.device)
     every = torch.full((2 * size + 1,), -1, device=ops.device)
     every[rows] = last.to(ops.device)
-    return Draft(*(part.cpu() for part in index.build(LastTokens(every), rows, shape.depth, shape.nodes)[:3]))
+    return Draft(*(part.cpu() for part in index.build(LastTokens(every), rows, shape.depth, shape.nodes)))
 
 
 def random_candidates(rng: random.Random, vocab: int) -> tuple[list[list[int]], list[int]]:
@@ -106,6 +106,11 @@ def test_keeps_the_best_allowed_prefixes(ops: TorchOps, shape: TreeShape, breadt
         children = Counter(p[:-1] for p in found)
         assert all(n <= breadth[1] for n in children.values())
         kept += len(found)
+        assert draft.grade is not None
+        for path, grade in zip(found, draft.grade[row, 1:].tolist(), strict=False):
+            rank = next(r for r, line in enumerate(ids) if tuple(line[: len(path)]) == path)  # of its first candidate
+            assert grade == 32 + (min(match[rank] // 3, 3) if rank else min(match[0] + 3, 15))
+        assert not draft.grade[row, 0] and not draft.grade[row, len(found) + 1 :].any()
     assert kept >= len(cases) // 2
 
 

@@ -217,7 +217,7 @@ def random_life(drafter: NGramDrafter, together: bool) -> list[Draft]:
         for batch in batches:
             drafter.confidence(slots, torch.tensor(batch), bound)
         parts = [drafter.propose(slots, torch.tensor(batch), SHAPE, bound) for batch in batches]
-        drafts.append(Draft(*(torch.cat(p)[:4] for p in zip(*(part[:3] for part in parts), strict=True))))
+        drafts.append(Draft(*(torch.cat(p)[:4] for p in zip(*parts, strict=True))))
     return drafts
 
 

@@ -71,6 +71,7 @@ class Batches:
             batch = Batch(
                 queries.rows, queries.ids, queries.positions, queries.write_slots, table.page_table,
                 queries.prefix_len, queries.path, queries.path_len, window=shape.nodes, bound=bound,
+                ragged=done.trees,
             )  # fmt: skip
             return Drafted(draft._replace(alive=done.alive), batch, tree, done.mark, done.place)
         batch = Batch(

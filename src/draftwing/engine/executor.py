@@ -214,8 +214,9 @@ class Executor:
         """Uploads a plan."""
         known = not plan.special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
-        self._steps += plan.shape.depth > 0
-        if self._steps % FORGET_EVERY == 0:
+        drafts = plan.shape.depth > 0
+        self._steps += drafts
+        if drafts and self._steps % FORGET_EVERY == 0:
             forget(self.calibration)
         filtered = len(plan.filtered) > 0
         if key is None:
@@ -292,18 +293,18 @@ class Executor:
 
     def _queries(self, drafted: Drafted, verified: Verified) -> Drawn:
         """Nodes of several rows, each as a row of its own; these rows ask for nothing special."""
-        batch, zero = drafted.batch, torch.zeros_like(drafted.batch.ids).unsqueeze(1)
-        assert batch.path is not None and batch.path_len is not None
+        batch, (_, tree) = drafted.batch, self._batches.roots(drafted.batch.ids.shape[0])
         hidden = verified.hidden.unsqueeze(1)  # [R, 1, H]
         return Drawn(
-            batch.rows, self._logits(hidden), hidden, batch.positions.unsqueeze(1), zero, 0, batch.ids.unsqueeze(1),
-            zero.unsqueeze(2), zero + 1,
+            batch.rows, self._logits(hidden), hidden, batch.positions.unsqueeze(1), tree.depth, 0,
+            batch.ids.unsqueeze(1), tree.path, tree.path_len,
         )  # fmt: skip
 
     def _accept(self, step: TreeStep, drafted: Drafted, verified: Verified, target: Tensor) -> Tensor:
         """target [B, N]: what was drawn at every node -> the packed result."""
         draft, batch, tree, mark, place = drafted
-        prefix_len = batch.prefix_len if place is None else self.ops.take_rows(self.table.kv_len, step.rows)
+        trees = batch.ragged
+        prefix_len = batch.prefix_len if trees is None else trees.prefix_len[: len(step.rows)]
         if self._simulation is not None:
             target = self._simulation(self.ops, draft, tree, target, step.rows, prefix_len)
         drafter, lags = self.drafter, self.drafter is not None and self.drafter.lags(step.shape)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from draftwing.core import IntArray, StepResult, TreeShape
+from draftwing.ops.attention import Ragged
 
 # -- weights in blocks ------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class Assigned(NamedTuple):
     alive: Tensor  # [B, N] bool: those that are
     mark: Tensor  # [B, N] int64
     place: Tensor  # [B, N] int64: which of the queries a node is; of those that are not verified any
-    starts: Tensor  # [B + 1] int64: the queries of row b are starts[b] .. starts[b + 1]
+    trees: Ragged  # which queries are one tree: first those of the B rows, then those of the dummy row
     queries: Queries
 
 

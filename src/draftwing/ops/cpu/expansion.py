@@ -192,11 +192,10 @@ class CpuTreeExpansion:
         (size,), shape = self._rows.shape, self._shape
         if not self._number:
             self.level()  # for its candidates
-        draft = Draft(
-            ints(size, shape.nodes), ints(size, shape.nodes), torch.empty(size, shape.nodes, dtype=torch.bool)
-        )
+        alive = torch.empty(size, shape.nodes, dtype=torch.bool)
+        draft = Draft(ints(size, shape.nodes), ints(size, shape.nodes), alive, ints(size, shape.nodes))
         self._raw.draft(
             *self._state, size, shape.nodes, self._rows.data_ptr(), self._table.last.data_ptr(),
-            *addresses(draft[:3]),
+            *addresses(draft),
         )  # fmt: skip
         return draft

@@ -52,10 +52,11 @@ class CpuNGramIndex(NGramIndex):
     def build(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, weight = rows.contiguous(), table.last.contiguous(), self.tree.weight
         batch = rows.shape[0]
-        draft = Draft(ints(batch, nodes), ints(batch, nodes), torch.empty(batch, nodes, dtype=torch.bool))
+        alive = torch.empty(batch, nodes, dtype=torch.bool)
+        draft = Draft(ints(batch, nodes), ints(batch, nodes), alive, ints(batch, nodes))
         self.raw.ngram_build(
             rows.data_ptr(), batch, *addresses((self.candidates, self.match, last, weight)), weight.shape[0],
-            self.branch_length, depth, nodes, *addresses(draft[:3]),
+            self.branch_length, depth, nodes, *addresses(draft),
         )  # fmt: skip
         return draft
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
+from draftwing.ops.cpu.assign import CpuAssignOps
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.expansion import CpuExpansionOps
 from draftwing.ops.cpu.extension import DTYPES, chosen_isa, load_extension
@@ -17,7 +18,7 @@ from draftwing.ops.cpu.tree import CpuTreeOps
 from draftwing.ops.torch.ops import TorchOps
 
 
-class CpuOps(CpuTreeOps, CpuExpansionOps, CpuSamplingOps, CpuNGramOps, CpuLayerOps, TorchOps):
+class CpuOps(CpuTreeOps, CpuAssignOps, CpuExpansionOps, CpuSamplingOps, CpuNGramOps, CpuLayerOps, TorchOps):
     """Made where the extension was built and the device is a CPU. Takes tensors with data only."""
 
     name = "cpu"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.torch.assign import learn
 from draftwing.ops.torch.tree import TreeOps
 from draftwing.ops.types import (
     AcceptedPath,
@@ -55,15 +54,15 @@ class CpuTreeOps(TreeOps):
         width = tree.path.shape[2]
         read = *draft[:3], tree.depth if mark is None else mark, target, rows
         held = [part.contiguous() for part in read]
+        grade = None if draft.grade is None else draft.grade.contiguous()
         done = ints(batch, packed_width(width - 1, nodes)), ints(batch, width), ints(batch)
         path = AcceptedPath(*(ints(batch * width) for _ in range(4))) if with_path else None
         self.raw.commit(
             *addresses(held), batch, nodes, width - 1, table.page_table.data_ptr(), table.tokens.data_ptr(),
             table.kv_len.data_ptr(), table.last.data_ptr(), table.length, table.rows, confidence, *addresses(done),
             *(addresses(path) if path is not None else (0, 0, 0, 0)),
+            0 if grade is None else grade.data_ptr(), *(addresses(calibration) if calibration is not None else (0, 0)),
         )  # fmt: skip
-        if calibration is not None:
-            learn(draft, tree, done[0], rows == table.rows, calibration)
         return Committed(*done, path)
 
 

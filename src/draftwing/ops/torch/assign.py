@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwing.core import MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED, SOURCES
+from draftwing.ops.attention import Ragged
 from draftwing.ops.types import (
     COUNT,
     HEAD,
@@ -36,7 +38,7 @@ MEMORY = 256.0  # nodes of a grade and depth that are remembered
 
 def level_of(logp: Tensor) -> Tensor:
     """Log probabilities of any shape -> the levels of grades, int64: the log odds in steps of 1 / SLOPE."""
-    p = logp.float().exp().clamp(1e-6, 1 - 1e-6)
+    p = logp.float().exp().nan_to_num(0.0).clamp(1e-6, 1 - 1e-6)  # of nothing, if what it follows is impossible
     return (SLOPE * torch.logit(p) + MIDDLE).round().clamp_(0, LEVELS - 1).long()
 
 
@@ -91,7 +93,7 @@ class AssignOps:
         chosen = torch.zeros_like(alive).index_fill_(0, order[:total], True) & alive  # [B * N]
         number = chosen.long().cumsum(0) - 1
         place = torch.where(chosen, number, 0).view(batch, nodes)
-        starts = torch.nn.functional.pad(chosen.view(batch, nodes).sum(1).cumsum(0), (1, 0))
+        starts = pad(chosen.view(batch, nodes).sum(1).cumsum(0), (1, 0))
         # Flat numbers of the chosen nodes, ascending; B * N is a query of the dummy row.
         flat = torch.arange(batch * nodes, device=rows.device)
         node = torch.full((total + 1,), batch * nodes, dtype=torch.int64, device=rows.device)
@@ -101,6 +103,14 @@ class AssignOps:
             """of_nodes [B * N, ...] -> [R, ...]"""
             return torch.cat((of_nodes, of_nodes.new_full((1, *of_nodes.shape[1:]), filler))).index_select(0, node)
 
+        spare = spare_trees(batch, nodes, total)
+        more = starts[-1:] + nodes * torch.arange(1, spare + 1, device=rows.device)
+        trees = Ragged(
+            rows=pad(rows, (0, spare), value=table.rows),
+            prefix_len=pad(inputs.prefix_len, (0, spare)),
+            starts=torch.cat((starts, more.clamp_(max=total))),
+            cap=nodes,
+        )
         owner = rows.repeat_interleave(nodes)
         queries = Queries(
             ids=pick(draft.tokens.flatten(), 0),
@@ -113,7 +123,12 @@ class AssignOps:
         )
         chosen = chosen.view(batch, nodes)
         mark = torch.where(chosen, ranked.mark, ranked.mark & ~MARK_VERIFIED)
-        return Assigned(chosen, mark, place, starts, queries)
+        return Assigned(chosen, mark, place, trees, queries)
+
+
+def spare_trees(batch: int, nodes: int, total: int) -> int:
+    """Trees of the dummy row that hold as many of `total` queries as B roots may leave over."""
+    return -(-(total - batch) // nodes)
 
 
 def learn(draft: Draft, tree: Tree, packed: Tensor, dummy_row: Tensor, calibration: Calibration) -> None:

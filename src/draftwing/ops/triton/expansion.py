@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.core import TreeShape
+from draftwing.core import MODEL, TreeShape
+from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.expansion import capacity
+from draftwing.ops.triton.assign import level_of
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.triton.continuations import LAST, best_keys, key_place, key_value, merge_chunks, sort_key
 from draftwing.ops.types import Continuations, Draft, First, Level, LevelRows, RowTensors
@@ -229,9 +231,11 @@ def _draft_kernel(
     CP: tl.constexpr,
     TOPK: tl.constexpr,
     KP: tl.constexpr,
+    GRADE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The last level's candidates, then the best NODES - 1 of all. CHUNKS = 0: there is one level only."""
+    """The last level's candidates, then the best NODES - 1 of all. CHUNKS = 0: there is one level only. GRADE: of a
+    node of level 0."""
     start(PDL)
     b = tl.program_id(0)
     if CHUNKS > 0:
@@ -257,14 +261,18 @@ def _draft_kernel(
     ids = tl.load(candidate_ints + b * CANDIDATES + i, mask=inside, other=0)
     above = tl.load(candidate_ints + (tl.num_programs(0) + b) * CANDIDATES + i, mask=inside, other=-1).to(tl.int32)
     parent = tl.where(above < 0, 0, tl.gather(before, tl.maximum(above, 0), 0) + 1)
+    given = tl.load(scores + above, mask=chosen & (above >= 0), other=0.0)
+    logp = tl.load(scores + i, mask=chosen, other=0.0) - given  # if the node above is right
     at = b * NODES + 1 + before
     field = field_pitch(tl.num_programs(0) * NODES)
     tl.store(ints + at, ids, mask=chosen)
     tl.store(ints + field + at, parent.to(tl.int64), mask=chosen)
+    tl.store(ints + 2 * field + at, GRADE + level_of(logp), mask=chosen)
     tl.store(alive + at, chosen, mask=chosen)
     root = b * NODES
     tl.store(ints + root, tl.load(last + tl.load(rows + b)))
     tl.store(ints + field + root, 0)
+    tl.store(ints + 2 * field + root, 0)
     tl.store(alive + root, True)
 
 
@@ -358,12 +366,12 @@ class TritonTreeExpansion:
         keys, sums = self._added[0] if self._added is not None else (None, None)
         chunks = keys.shape[1] if keys is not None else 0
         size, candidates = self._candidate_score.shape
-        ints, (tokens, parent) = int_fields(2, rows, size, shape.nodes)
+        ints, (tokens, parent, grade) = int_fields(3, rows, size, shape.nodes)
         alive = torch.empty(size, shape.nodes, dtype=torch.bool, device=rows.device)
         _draft_kernel[(size,)](
             ints, alive, self._candidate_ints, self._candidate_score, keys, sums, self._target_ids,
             self._ints, self._score, rows, self._table.last, NODES=shape.nodes, CANDIDATES=candidates,
             BLOCK=lanes(candidates), TILE=_TILE, CHUNKS=chunks, CP=triton.next_power_of_2(max(chunks, 1)),
-            TOPK=shape.topk, KP=lanes(shape.topk), num_warps=8, **launch_options(rows.device),
+            TOPK=shape.topk, KP=lanes(shape.topk), GRADE=LEVELS * MODEL, num_warps=8, **launch_options(rows.device),
         )  # fmt: skip
-        return Draft(tokens, parent, alive)
+        return Draft(tokens, parent, alive, grade)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.core import MAX_CONFIDENCE
+from draftwing.core import LOOKUP, MAX_CONFIDENCE
+from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.ngram import OWN, STEADY, NGramIndex, NGramOps
 from draftwing.ops.torch.ngram_memory import CANDIDATES, WAYS
 from draftwing.ops.triton.common import launch_options, start
@@ -36,6 +37,7 @@ _CELL: tl.constexpr = tl.constexpr((1 << 32) - 1)
 _ID: tl.constexpr = tl.constexpr((1 << 22) - 1)  # of a cell: 1 + token id
 _COLUMNS: tl.constexpr = tl.constexpr(5)  # of the memory's row table: base, tag, quota, cursor, newest
 _TIE: tl.constexpr = tl.constexpr(1e-9)
+_LEVELS, _LOOKUP = tl.constexpr(LEVELS), tl.constexpr(LEVELS * LOOKUP)
 
 
 @triton.jit(do_not_specialize=["size", "context"])
@@ -229,7 +231,7 @@ def _confidence_kernel(
 @triton.jit
 def _build_kernel(
     candidates_ptr, match_ptr, last_ptr, rows_ptr, weight_ptr,
-    key_ptr, owner_ptr, place_ptr, tokens_ptr, parent_ptr, alive_ptr,
+    key_ptr, owner_ptr, place_ptr, tokens_ptr, parent_ptr, alive_ptr, grade_ptr,
     BRANCH: tl.constexpr, MATCHES: tl.constexpr, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr,
     WAYS: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -287,11 +289,16 @@ def _build_kernel(
     tl.store(tokens_ptr + first + place, token, mask=picked)
     tl.store(parent_ptr + first + place, parent.to(tl.int64), mask=picked)
     tl.store(alive_ptr + first + place, picked.to(tl.uint8), mask=picked)
+    rank = m % WAYS  # of the candidate that leads the node: the first one is trusted by the length of its match
+    match = tl.load(match_ptr + row * WAYS + rank, mask=picked, other=0)
+    level = tl.where(rank == 0, tl.minimum(match + 3, _LEVELS - 1), tl.minimum(match // 3, 3))
+    tl.store(grade_ptr + first + place, _LOOKUP + level, mask=picked)
     node = tl.arange(0, LANES)
     rest = (node < NODES) & ((node == 0) | (node > tl.sum(picked.to(tl.int32), 0)))
     tl.store(tokens_ptr + first + node, tl.zeros([LANES], tl.int64) + root, mask=rest)
     tl.store(parent_ptr + first + node, tl.zeros([LANES], tl.int64), mask=rest)
     tl.store(alive_ptr + first + node, (node == 0).to(tl.uint8), mask=rest)
+    tl.store(grade_ptr + first + node, tl.zeros([LANES], tl.int64), mask=rest)
 
 
 class TritonNGramIndex(NGramIndex):
@@ -335,16 +342,16 @@ class TritonNGramIndex(NGramIndex):
         block, new = triton.next_power_of_2(depth), candidates.new_empty
         key = torch.empty(batch, block * ways, dtype=torch.float64, device=rows.device)
         owner, place = torch.empty(2, batch, block * ways, dtype=torch.int32, device=rows.device)
-        tokens, parent = new(batch, nodes), new(batch, nodes)
+        tokens, parent, grade = new(batch, nodes), new(batch, nodes), new(batch, nodes)
         alive = torch.empty(batch, nodes, dtype=torch.bool, device=rows.device)
         _build_kernel[(batch,)](
             candidates, self.match, table.last, rows, weight, key, owner, place, tokens, parent,
-            alive.view(torch.uint8),
+            alive.view(torch.uint8), grade,
             BRANCH=self.branch_length, MATCHES=weight.shape[0], DEPTH=depth, DEPTH_BLOCK=block,
             WAYS=ways, NODES=nodes, LANES=triton.next_power_of_2(nodes),
             num_warps=8 if block > 8 else 4, **launch_options(rows.device),
         )  # fmt: skip
-        return Draft(tokens, parent, alive)
+        return Draft(tokens, parent, alive, grade)
 
 
 class TritonNGramOps(NGramOps):

@@ -6,6 +6,7 @@ import torch
 
 from draftwing.ops.attention import AttnBackend, Pool
 from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.triton.assign import TritonAssignOps
 from draftwing.ops.triton.attention_backend import PagedAttention
 from draftwing.ops.triton.common import launch_options
 from draftwing.ops.triton.draft_extend import TritonExpansionOps
@@ -15,7 +16,9 @@ from draftwing.ops.triton.sampling import TritonSamplingOps
 from draftwing.ops.triton.tree import TritonTreeOps
 
 
-class TritonOps(TritonTreeOps, TritonExpansionOps, TritonSamplingOps, TritonNGramOps, TritonLayerOps, TorchOps):
+class TritonOps(
+    TritonTreeOps, TritonAssignOps, TritonExpansionOps, TritonSamplingOps, TritonNGramOps, TritonLayerOps, TorchOps
+):
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
 
     name = "triton"

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.torch.assign import learn
+from draftwing.core import MARK_DEPTH
+from draftwing.ops.torch.assign import DEPTHS
 from draftwing.ops.torch.tree import FRACTION_BITS, TreeOps
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.noise import position_words
@@ -26,6 +27,8 @@ from draftwing.ops.types import (
     Tree,
     packed_width,
 )
+
+_DEPTH_BITS, _DEPTHS = tl.constexpr(MARK_DEPTH), tl.constexpr(DEPTHS)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -88,8 +91,8 @@ def _walk(
 ):  # fmt: skip
     """From the root to a child while it equals the target's token at its parent.
 
-    Returns the number of nodes on the way, the last of them, the target's tokens along it [STEPS] (0 past the end),
-    and the place of each node in `order` [LANES].
+    Returns the number of nodes on the way, the last of them, the target's tokens along it [STEPS] (0 past the end), the
+    place of each node in `order` [LANES], and which drafts have their parent on the way [LANES].
     """
     lane = tl.arange(0, LANES)
     step = tl.arange(0, STEPS)
@@ -104,19 +107,21 @@ def _walk(
     committed = tl.zeros([STEPS], tl.int64)
     place = tl.full([LANES], -1, tl.int32)  # of the nodes on the way: their depth
     before = tl.zeros([LANES], tl.int32)  # nodes on the way with a lower number
+    tried = lane < 0
     for d in range(DEPTH + 1):
         going = d < count
         want = tl.load(target_ptr + first + node)
         committed = tl.where((step == d) & going, want, committed)
         place = tl.where((lane == node) & going, d, place)
         before += ((lane > node) & going).to(tl.int32)
+        tried = tried | (going & draft & (parent == node))
         child = draft & (parent == node) & (token == want)
         below = tl.min(tl.where(child, lane, LANES), 0)
         found = going & (below < LANES) & (d < DEPTH)
         node = tl.where(found, below, node)
         count = count + found.to(tl.int32)
     place = tl.where(place >= 0, place, count + lane - before)
-    return count, node, committed, place
+    return count, node, committed, place, tried
 
 
 @triton.jit(do_not_specialize=["length", "dummy", "confidence"])
@@ -124,6 +129,7 @@ def _commit_kernel(
     tokens_ptr, parent_ptr, alive_ptr, mark_ptr, target_ptr, rows_ptr,
     table_ptr, text_ptr, kv_len_ptr, last_ptr, length, dummy, confidence,
     packed_ptr, committed_ptr, count_ptr, ids_ptr, positions_ptr, slots_ptr, nodes_ptr,
+    grade_ptr, seen_ptr, accepted_ptr,
     NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     HEAD: tl.constexpr, PATH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +138,7 @@ def _commit_kernel(
     first = b * NODES
     row = tl.load(rows_ptr + b)
     kv_len = tl.load(kv_len_ptr + row)
-    count, leaf, committed, place = _walk(
+    count, leaf, committed, place, tried = _walk(
         first, tokens_ptr, parent_ptr, alive_ptr, target_ptr, NODES, LANES, DEPTH, STEPS
     )
     lane = tl.arange(0, LANES)
@@ -159,6 +165,15 @@ def _commit_kernel(
     tl.store(order + NODES + lane, mark, mask=lane < NODES)
     tl.store(committed_ptr + b * (DEPTH + 1) + step, committed, mask=step <= DEPTH)
     tl.store(count_ptr + b, count.to(tl.int64))
+
+    if seen_ptr is not None:  # learn; all add the same number, so that their order is of no account
+        cell = tl.minimum(mark & _DEPTH_BITS, _DEPTHS - 1)
+        if grade_ptr is not None:
+            cell += tl.load(grade_ptr + first + lane, mask=lane < NODES, other=0) * _DEPTHS
+        one = tl.full([LANES], 1.0, tl.float32)
+        tried = tried & moves
+        tl.atomic_add(seen_ptr + cell, one, mask=tried, sem="relaxed")
+        tl.atomic_add(accepted_ptr + cell, one, mask=tried & (place < count), sem="relaxed")
 
     if PATH:
         tl.debug_barrier()  # from here on: what this program has just written
@@ -250,11 +265,11 @@ class TritonTreeOps(TreeOps):
             draft.tokens.contiguous(), draft.parent.contiguous(), _bytes(draft.alive), mark.contiguous(),
             target.contiguous(), rows, table.page_table, table.tokens, table.kv_len, table.last, table.length,
             table.rows, confidence, *done[:3], *(path if path is not None else (done.packed,) * 4),
+            None if draft.grade is None or calibration is None else draft.grade.contiguous(),
+            *(calibration or (None, None)),
             NODES=nodes, LANES=_lanes(nodes), DEPTH=width - 1, STEPS=_lanes(width), HEAD=HEAD, PATH=with_path,
             num_warps=1, **launch_options(rows.device),
         )  # fmt: skip
-        if calibration is not None:
-            learn(draft, tree, done.packed, rows == table.rows, calibration)
         return done
 
     def simulate(

@@ -519,8 +519,9 @@ PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
     if (gomp) *(void **)&gomp_threads = dlsym(gomp, "omp_get_num_threads");
     if (gomp_threads) *(void **)&gomp_parallel = dlsym(gomp, "GOMP_parallel");
     PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddFunctions(made, tree_methods) || PyModule_AddFunctions(made, ngram_methods) ||
-                 PyModule_AddIntConstant(made, "has_product", has_product)))
+    if (made &&
+        (PyModule_AddFunctions(made, tree_methods) || PyModule_AddFunctions(made, assign_methods) ||
+         PyModule_AddFunctions(made, ngram_methods) || PyModule_AddIntConstant(made, "has_product", has_product)))
         Py_CLEAR(made);
     return made;
 }

@@ -261,5 +261,20 @@ HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t giv
 HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);
 HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
-/* What tree.c and ngram.c add to the module. */
-HIDDEN extern PyMethodDef tree_methods[], ngram_methods[];
+/* A node's mark and grade, and what is known of grades: as in core.py and ops/torch/assign.py. */
+#define MARK_DEPTH 0xFF
+#define MARK_VERIFIED (1 << 8)
+#define MARK_SOURCE 9
+#define MARK_SURVIVAL 16
+#define MARK_ONE ((1 << 15) - 1)
+#define LEVELS 16
+#define DEPTHS 16
+#define SLOPE 1.25f
+#define MIDDLE 7.0f
+#define SURE 0.995f
+enum { OTHER, MODEL, LOOKUP };
+INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
+HIDDEN int64_t level_of(float logp); /* in assign.c */
+
+/* What tree.c, assign.c and ngram.c add to the module. */
+HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[];

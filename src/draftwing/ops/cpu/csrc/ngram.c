@@ -185,11 +185,11 @@ typedef struct {
     const int64_t *candidates, *match; /* of a row: [depth, KEPT], [KEPT] */
     const double *weight;              /* [matches, matches, KEPT, branch] */
     int64_t matches, branch, depth, nodes, last;
-    double *key;              /* [nodes] of the best nodes, best first */
-    int64_t *best;            /* [nodes] their numbers, d * KEPT + c */
-    int64_t (*owner)[KEPT];   /* [depth] first candidate with the same prefix, leads its node */
-    int64_t (*place)[KEPT];   /* [depth] in the tree, 0 = not there */
-    int64_t *tokens, *parent; /* of a row: [nodes] */
+    double *key;                      /* [nodes] of the best nodes, best first */
+    int64_t *best;                    /* [nodes] their numbers, d * KEPT + c */
+    int64_t (*owner)[KEPT];           /* [depth] first candidate with the same prefix, leads its node */
+    int64_t (*place)[KEPT];           /* [depth] in the tree, 0 = not there */
+    int64_t *tokens, *parent, *grade; /* of a row: [nodes] */
     uint8_t *alive;
 } Build;
 
@@ -204,6 +204,12 @@ static void level(const Build *b, int64_t d, const int64_t *live, int64_t count,
         if (owner == c) score[c] = 0;
         score[owner] += b->weight[((b->match[0] * b->matches + b->match[c]) * KEPT + c) * b->branch + d];
     }
+}
+
+/* Of a node that candidate `rank` leads, as in ops/torch/ngram_tree.py. */
+static int64_t grade_of(int64_t rank, int64_t match) {
+    const int64_t most = rank ? 3 : LEVELS - 1, level = rank ? match / 3 : match + 3;
+    return LEVELS * LOOKUP + (level < most ? level : most);
 }
 
 static void build_row(const Build *b) {
@@ -237,11 +243,12 @@ static void build_row(const Build *b) {
             if (!b->place[d][c]) continue;
             b->place[d][c] = node;
             b->tokens[node] = b->candidates[d * KEPT + c];
+            b->grade[node] = grade_of(c, b->match[c]);
             b->parent[node++] = d ? b->place[d - 1][b->owner[d - 1][c]] : 0;
         }
     for (int64_t i = 0; i < b->nodes; i++) {
         b->alive[i] = i < node;
-        if (i == 0 || i >= node) b->tokens[i] = b->last, b->parent[i] = 0;
+        if (i == 0 || i >= node) b->tokens[i] = b->last, b->parent[i] = b->grade[i] = 0;
     }
 }
 
@@ -296,13 +303,13 @@ static PyObject *py_ngram_confidence(PyObject *self, PyObject *const *args, Py_s
     Py_RETURN_NONE;
 }
 
-/* rows, B, candidates, match, last, weight, matches, branch, depth, nodes, tokens, parent, alive. depth is above 0 and
-   nodes above 1 */
+/* rows, B, candidates, match, last, weight, matches, branch, depth, nodes, tokens, parent, alive, grade. depth is above
+   0 and nodes above 1 */
 static PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[13];
-    if (!numbers(args, given, 13, n)) return NULL;
+    int64_t n[14];
+    if (!numbers(args, given, 14, n)) return NULL;
     const int64_t *rows = POINTER(n[0]), *candidates = POINTER(n[2]), *match = POINTER(n[3]), *last = POINTER(n[4]);
-    int64_t *tokens = POINTER(n[10]), *parent = POINTER(n[11]);
+    int64_t *tokens = POINTER(n[10]), *parent = POINTER(n[11]), *grade = POINTER(n[13]);
     uint8_t *alive = POINTER(n[12]);
     Build b = {.weight = POINTER(n[5]), .matches = n[6], .branch = n[7], .depth = n[8], .nodes = n[9]};
     const size_t levels = (size_t)b.depth * sizeof *b.owner, best = (size_t)b.nodes * 8;
@@ -313,6 +320,7 @@ static PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t give
     for (int64_t i = 0; i < n[1]; i++) {
         b.candidates = candidates + rows[i] * b.branch * KEPT, b.match = match + rows[i] * KEPT, b.last = last[rows[i]];
         b.tokens = tokens + i * b.nodes, b.parent = parent + i * b.nodes, b.alive = alive + i * b.nodes;
+        b.grade = grade + i * b.nodes;
         build_row(&b);
     }
     PyMem_Free(scratch);

@@ -82,8 +82,9 @@ static PyObject *py_plain_inputs(PyObject *self, PyObject *const *args, Py_ssize
 #define HEAD 2 /* columns of a packed result before the tokens: confidence, count */
 
 typedef struct {
-    const int64_t *tokens, *parent, *depth, *target, *rows;
+    const int64_t *tokens, *parent, *mark, *target, *rows, *grade; /* grade: or NULL */
     const uint8_t *alive;
+    float *seen, *accepted; /* what is learnt of grades, or NULL */
     int64_t *table, *text, *kv_len, *last;
     int64_t length, dummy, confidence, nodes, width; /* width: tokens committed at most */
     int64_t *packed, *committed, *count, *path_ids, *path_positions, *path_slots, *path_nodes; /* paths: or NULL */
@@ -108,6 +109,19 @@ static int64_t walk(const Commit *s, int64_t first, int64_t *committed, int64_t 
     return count;
 }
 
+/* The verified nodes whose parent was accepted, and which of them were, too; order: the nodes, `count` accepted ones
+   first. */
+static void learn(const Commit *s, int64_t first, int64_t count, const int64_t *order) {
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t i = order[k] + 1; i < s->nodes; i++)
+            if (s->alive[first + i] && s->parent[first + i] == order[k]) {
+                const int64_t grade = s->grade ? s->grade[first + i] : 0;
+                const int64_t cell = cell_of(grade, s->mark[first + i] & MARK_DEPTH);
+                s->seen[cell] += 1;
+                s->accepted[cell] += k + 1 < count && order[k + 1] == i;
+            }
+}
+
 /* moved: scratch of a tree's size */
 static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
     const int64_t n = s->nodes, width = s->width, first = b * n, row = s->rows[b], from = s->kv_len[row];
@@ -117,7 +131,7 @@ static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
     const int64_t count = walk(s, first, packed + HEAD, order);
     packed[0] = s->confidence;
     packed[1] = s->count[b] = count;
-    memcpy(order + n, s->depth + first, (size_t)n * 8);
+    memcpy(order + n, s->mark + first, (size_t)n * 8);
     memcpy(s->committed + b * width, packed + HEAD, (size_t)width * 8);
     if (row != s->dummy) { /* which stays as it is */
         memcpy(moved, table, (size_t)n * 8);
@@ -125,6 +139,7 @@ static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
         memcpy(text + 1, packed + HEAD, (size_t)width * 8); /* past the count: overwritten before anybody reads it */
         s->kv_len[row] = from + count;
         s->last[row] = packed[HEAD + count - 1];
+        if (s->seen) learn(s, first, count, order);
     }
     if (!s->path_ids) return 1;
     memcpy(s->path_ids + b * width, text, (size_t)width * 8);
@@ -136,15 +151,16 @@ static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
     return 1;
 }
 
-/* tokens, parent, alive, depth, target, rows, batch, nodes, depth's bound; table, text, kv_len, last, length, dummy,
-   confidence; packed, committed, count; ids, positions, write_slots, nodes of the accepted path, or zeros */
+/* tokens, parent, alive, mark, target, rows, batch, nodes, depth's bound; table, text, kv_len, last, length, dummy,
+   confidence; packed, committed, count; ids, positions, write_slots, nodes of the accepted path, or zeros; grade or 0;
+   seen, accepted (float32), or zeros */
 static PyObject *py_commit(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[23];
-    if (!numbers(args, given, 23, n)) return NULL;
+    int64_t n[26];
+    if (!numbers(args, given, 26, n)) return NULL;
     const Commit s = {.tokens = POINTER(n[0]),
                       .parent = POINTER(n[1]),
                       .alive = POINTER(n[2]),
-                      .depth = POINTER(n[3]),
+                      .mark = POINTER(n[3]),
                       .target = POINTER(n[4]),
                       .rows = POINTER(n[5]),
                       .nodes = n[7],
@@ -162,7 +178,10 @@ static PyObject *py_commit(PyObject *self, PyObject *const *args, Py_ssize_t giv
                       .path_ids = POINTER(n[19]),
                       .path_positions = POINTER(n[20]),
                       .path_slots = POINTER(n[21]),
-                      .path_nodes = POINTER(n[22])};
+                      .path_nodes = POINTER(n[22]),
+                      .grade = POINTER(n[23]),
+                      .seen = POINTER(n[24]),
+                      .accepted = POINTER(n[25])};
     int64_t *moved = PyMem_Malloc((size_t)s.nodes * 8);
     if (!moved) return PyErr_NoMemory();
     for (int64_t b = 0; b < n[6] && commit_row(&s, b, moved); b++) {}
@@ -303,10 +322,10 @@ static PyObject *py_features(PyObject *self, PyObject *const *args, Py_ssize_t g
     Py_RETURN_NONE;
 }
 
-/* expansion (7); batch, nodes; rows, last; tokens, parent, alive [batch, nodes] */
+/* expansion (7); batch, nodes; rows, last; tokens, parent, alive, grade [batch, nodes] */
 static PyObject *py_draft(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[14];
-    if (!numbers(args, given, 14, n)) return NULL;
+    int64_t n[15];
+    if (!numbers(args, given, 15, n)) return NULL;
     const Growth g = GROWTH;
     const int64_t nodes = n[8], *rows = POINTER(n[9]), *last = POINTER(n[10]);
     memset(POINTER(n[13]), 1, (size_t)(n[7] * nodes));
@@ -315,16 +334,18 @@ static PyObject *py_draft(PyObject *self, PyObject *const *args, Py_ssize_t give
     for (int64_t b = 0; b < n[7]; b++) {
         const int64_t base = b * g.size;
         int64_t *tokens = (int64_t *)POINTER(n[11]) + b * nodes, *parent = (int64_t *)POINTER(n[12]) + b * nodes;
+        int64_t *grade = (int64_t *)POINTER(n[14]) + b * nodes;
         memset(place, 0, (size_t)g.size * 8);
         best_first(g.score + base, g.size, nodes - 1, best);
         for (int64_t i = 0; i < nodes - 1; i++) place[best[i]] = 1;
         *tokens++ = last[rows[b]];
-        *parent++ = 0;
+        *parent++ = *grade++ = 0;
         for (int64_t i = 0, node = 1; i < g.size; i++) /* in order of the candidates: parents before children */
             if (place[i]) {
                 const int64_t above = g.above[base + i];
                 *tokens++ = g.ids[base + i];
                 *parent++ = above < 0 ? 0 : place[above];
+                *grade++ = LEVELS * MODEL + level_of(g.score[base + i] - (above < 0 ? 0 : g.score[base + above]));
                 place[i] = node++;
             }
     }
