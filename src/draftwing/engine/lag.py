@@ -21,7 +21,7 @@ from draftwing.ops.types import Unseen
 from draftwing.spec.drafter import Drafter
 
 ROOM = LAG + 1  # page-table entries past those of a step that a pass over unseen text may name
-WIDTHS = (2, 8, LAG)  # positions of a row in one pass: kernels are compiled for each
+WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass: kernels are compiled for each
 MOST_QUERIES = 4096  # of one pass
 
 

@@ -1,7 +1,7 @@
 """When a drafter with KV catches up with what it has not seen (`engine.lag`): the host knows bounds of its lag.
 
 Before a step that drafts with the model all rows of the step do. Else a row does before it is too far behind, together
-with others that are half as far, and when it is released: what it gave to the radix tree must be complete for whoever
+with others that are nearly as far, and when it is released: what it gave to the radix tree must be complete for whoever
 uses it first, and that is a plan to come. A plan's catch-up runs before its uploads, so slots and page tables are those
 of the plan before.
 """
@@ -63,9 +63,9 @@ class CatchUps:
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
         some begin early, so that they do not all have to at once."""
-        half = max(commit, self._most // 2)
+        near = max(commit, self._most // 4)
         must = sum(req.behind + commit > self._most for req in reqs)
-        far = sorted((req for req in reqs if req.behind + half > self._most), key=lambda req: -req.behind)
+        far = sorted((req for req in reqs if req.behind + near > self._most), key=lambda req: -req.behind)
         return far[: max(must, ROWS)] if must or self._next or len(far) > ROWS else []
 
     def _add(self, req: Req) -> None:

@@ -1,0 +1,131 @@
+"""A drafter that catches up is where one is that saw every step: the same bits of KV, features and drafts, and nobody
+else's KV is touched on the way."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftwing.core import LAG, PLAIN, CatchUp, TreeShape
+from draftwing.engine.device import Device
+from draftwing.engine.lag import ROOM, Lag
+from draftwing.engine.row_table import RowTable
+from draftwing.ops import make_ops
+from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.train.heads import new_eagle3_head, new_eagle_head
+
+TREE = TreeShape(3, 2, 5)
+WIDTH = 6
+
+
+class Scripted:
+    """Plain steps, and from time to time one that drafts."""
+
+    sees_predictions = True
+
+    def __init__(self) -> None:
+        self.menu = (TREE, PLAIN)
+        self._next = itertools.cycle([PLAIN] * 2 + [TREE] + [PLAIN] * (LAG + 7) + [TREE] * 2)
+
+    def choose(self, confidences: Any) -> TreeShape:
+        return next(self._next)
+
+    def record(self, *args: Any) -> None:
+        pass
+
+
+def drafts_of(harness: Any, kind: str, lagging: bool, lag: int) -> list[torch.Tensor]:
+    """Every draft of a run, with the state that it was made from."""
+    ops, model = make_ops(torch.device("cpu")), harness.tiny_model(dtype=torch.bfloat16)
+    model.pack(ops)
+    head = new_eagle_head(model, 96, seed=3) if kind == "EAGLE" else new_eagle3_head(model, None, (1, 2), 96, 3)
+    head = head.to(torch.bfloat16).eval().requires_grad_(False)
+    head.pack(ops)
+    drafter = make_model_drafter(head, 7, TREE.topk, torch.bfloat16, ops)
+    if not lagging:
+        drafter.lags = lambda shape: False
+    rig = harness.Rig(model, drafter=drafter, policy=Scripted(), lag=lag, attn=ops.attention)
+    found, propose = [], drafter.propose
+    layer = model.config.num_layers
+
+    def spy(table: Any, rows: Any, shape: Any, max_kv_len: int, noisy: Any) -> Any:
+        for row in rows.tolist():
+            slots = table.page_table[row, : int(table.kv_len[row])]
+            found.extend((rig.pool.kv[layer][slots].clone(), drafter._first.feature[row].clone()))
+        draft = propose(table, rows, shape, max_kv_len, noisy)
+        found.extend((draft.tokens.clone(), draft.parent.clone()))
+        return draft
+
+    drafter.propose = spy
+    rig.executor.graphs.key = lambda shape, size: None
+    params = [harness.seeded(70, seed=i) if i % 2 else harness.greedy(70) for i in range(4)]
+    for i, (prompt, param) in enumerate(zip(harness.prompts_for(4), params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    rig.run()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_same_bits(harness: Any, kind: str, lag: int) -> None:
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    expected, found = (drafts_of(harness, kind, lagging, lag) for lagging in (False, True))
+    assert len(found) == len(expected) >= 40
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+class Watcher:
+    """In place of a drafter: keeps what it is shown, with what then stands in the page table."""
+
+    kv_layers, tail = (None,), 1
+
+    def __init__(self) -> None:
+        self.seen: list[SimpleNamespace] = []
+
+    def catch_up(self, table: Any, batch: Any, hidden: Any, next_ids: Any, count: Any, noisy: Any) -> None:
+        pages = table.page_table.clone()
+        self.seen.append(
+            SimpleNamespace(batch=batch, hidden=hidden, ids=next_ids, count=count, noisy=noisy, pages=pages)
+        )
+
+
+@pytest.mark.parametrize("behind", [1, 2, 7, LAG])
+def test_what_is_shown(harness: Any, behind: int) -> None:
+    device = Device(torch.device(harness.device), make_ops(torch.device(harness.device)))
+    g, drafter = torch.Generator().manual_seed(behind), Watcher()
+    table = RowTable(4, 2 * LAG + ROOM + 1, device)
+    pages = torch.randperm(5 * table.length, generator=g).view(5, -1) + 1
+    tokens = torch.randint(0, 90, (5, table.length), generator=g)
+    kv_len, rows = torch.tensor([LAG, 50, 40, 2 * LAG, 0]), [3, 1]
+    table.page_table[:], table.tokens[:], table.kv_len[:] = pages, tokens, kv_len
+    lag = Lag(drafter, table, device.ops, WIDTH, torch.float32)
+    # Row 1 is one position behind less than row 3, in steps of one position each.
+    known = {3: 2 * LAG - behind, 1: 50 - max(behind - 1, 1)}
+    truth = torch.randn(4, table.length, WIDTH, generator=g).to(device.device)
+    for row, start in known.items():
+        for p in range(start, int(kv_len[row])):
+            at, one = torch.tensor([row], device=device.device), torch.ones(1, dtype=torch.int64, device=device.device)
+            lag.keep(at, one * p, one, truth[row, p : p + 1], None)
+    lag.catch_up(CatchUp(np.asarray(rows), behind, 2 * LAG), np.asarray([0, 1]))
+    (seen,) = drafter.seen
+    width = len(seen.ids) // 2
+    assert seen.count.tolist() == [int(kv_len[row]) - known[row] for row in rows] and seen.noisy.tolist() == [1]
+    for b, row in enumerate(rows):
+        start, end = known[row], int(kv_len[row])
+        mine = slice(b * width, b * width + end - start)
+        assert seen.batch.prefix_len[b] == start and seen.batch.positions[mine].tolist() == [*range(start, end)]
+        assert seen.batch.ids[mine].tolist() == tokens[row, start:end].tolist()
+        assert seen.ids[mine].tolist() == tokens[row, start + 1 : end + 1].tolist()
+        assert seen.batch.write_slots[mine].tolist() == pages[row, start:end].tolist()
+        assert torch.equal(seen.hidden[mine], truth[row, start:end])
+        # What comes after the newest token, and the row of the drafter's tail, is nobody's.
+        beyond = seen.batch.write_slots.view(2, -1)[b, end - start + drafter.tail :]
+        assert not beyond.any() and not seen.pages[row, end + drafter.tail : start + width + 1].any()
+    assert torch.equal(table.page_table.cpu(), pages), "the page table is what it was"
+    assert not lag._unseen.behind.any()

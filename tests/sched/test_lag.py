@@ -1,0 +1,85 @@
+"""When rows catch up: seldom, never too late, and few at once. (`test_scheduler_stateful.py` checks that nobody reads
+what is not there yet.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftwing.core import LAG, PLAIN, TreeShape
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.lag import ROWS, CatchUps
+from draftwing.sched.req import Req
+
+TREE, LOOKUP = TreeShape(3, 2, 6), TreeShape(5, 1, 6)
+
+
+def req(row: int) -> Req:
+    one = Req(GenerationRequest(str(row), [1], SamplingParams()), 0, 100, frozenset())
+    one.row, one.bound = row, 10 + row
+    return one
+
+
+def run(catch_ups: CatchUps, reqs: list[Req], shapes: list[TreeShape], first: int = 0) -> list[int]:
+    """Rows that catch up in each step."""
+    found = []
+    for step, shape in enumerate(shapes, first):
+        catch_ups.plan(step, shape, reqs)
+        plan = catch_ups.take()
+        found.append(0 if plan is None else len(plan.rows))
+        assert plan is None or 0 < plan.behind <= LAG
+        assert all(one.behind <= LAG for one in reqs)
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 4, ROWS])
+def test_few_rows_catch_up_together_and_seldom(rows: int) -> None:
+    found = run(CatchUps([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * LAG)
+    assert set(found) == {0, rows} and sum(map(bool, found)) == 9
+
+
+@pytest.mark.parametrize("rows", [2 * ROWS, 5 * ROWS, 8 * ROWS])
+def test_many_rows_take_turns(rows: int) -> None:
+    found = run(CatchUps([PLAIN]), [req(row) for row in range(rows)], [PLAIN] * 10 * LAG)
+    assert max(found) <= ROWS and sum(found) < 1.4 * rows * 10
+
+
+def test_before_a_step_that_drafts_everybody_does() -> None:
+    reqs, catch_ups = [req(row) for row in range(40)], CatchUps([PLAIN])
+    assert run(catch_ups, reqs, [TREE, PLAIN, PLAIN, TREE, TREE]) == [0, 0, 0, 40, 0]
+    catch_ups.plan(9, PLAIN, reqs[:3])
+    catch_ups.plan(10, TREE, reqs)
+    plan = catch_ups.take()
+    assert plan is not None and plan.rows.tolist() == [0, 1, 2] and (plan.behind, plan.max_kv_len) == (1, 12)
+
+
+def test_a_result_tells_how_far_it_really_is() -> None:
+    one, catch_ups = req(0), CatchUps([PLAIN, LOOKUP])
+    run(catch_ups, [one], [LOOKUP] * 2)
+    assert one.behind == 12
+    catch_ups.commit(0, LOOKUP, one, 2)
+    assert one.behind == 8
+    run(catch_ups, [one], [TREE, LOOKUP], first=2)
+    catch_ups.commit(1, LOOKUP, one, 1)  # it has caught up with that
+    assert one.behind == 6
+    catch_ups.commit(3, LOOKUP, one, 1)
+    assert one.behind == 1
+
+
+def test_who_is_released_catches_up_for_the_cache_alone() -> None:
+    reqs, catch_ups = [req(row) for row in range(3)], CatchUps([PLAIN])
+    run(catch_ups, reqs, [PLAIN] * 5)
+    catch_ups.release(reqs[0], cached=False)
+    catch_ups.release(reqs[1], cached=True)
+    assert [one.behind for one in reqs] == [0, 0, 5]
+    plan: Any = catch_ups.take()
+    assert plan.rows.tolist() == [1] and plan.behind == 5
+    catch_ups.release(reqs[2], cached=True)
+    catch_ups.clear()
+    assert catch_ups.take() is None
+
+
+def test_a_drafter_that_sees_every_step_has_nothing_to_catch_up_with() -> None:
+    assert not any(run(CatchUps([]), [req(0)], [PLAIN, TREE] * 40))
