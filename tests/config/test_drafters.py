@@ -46,6 +46,25 @@ def test_each_kind_of_head_has_a_drafter_and_a_training() -> None:
         recipe("NGRAM")
 
 
+@pytest.mark.parametrize("asked", ["EAGLE3+NGRAM", "ngram + eagle3"])
+def test_a_pair_is_the_drafter_with_a_model_and_a_lookup(asked: str) -> None:
+    pair, eagle3, ngram = find_drafter(asked), find_drafter("EAGLE3"), find_drafter("NGRAM")
+    assert pair.name == "EAGLE3+NGRAM" and pair.parts == (eagle3, ngram)
+    assert pair.options == (*eagle3.options, *ngram.options)
+    differing = {"name", "build", "options", "training", "parts"}
+    for field in dataclasses.fields(pair):
+        assert field.name in differing or getattr(pair, field.name) == getattr(eagle3, field.name)
+    assert find_drafter("NGRAM+MTP").name == "NEXTN+NGRAM" and not pair.own
+
+
+@pytest.mark.parametrize(
+    "asked", ["EAGLE3+EAGLE", "NGRAM+NGRAM", "none+NGRAM", "EAGLE3+", "EAGLE3+magic", "EAGLE3+NGRAM+NGRAM", "a:B+NGRAM"]
+)
+def test_other_pairs_are_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match="a pair is a drafter with a model .*EAGLE3.* and a lookup .*NGRAM.*found"):
+        find_drafter(asked)
+
+
 def test_help_lists_them() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

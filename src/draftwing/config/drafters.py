@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from draftwing.config.trees import checked_shape, most_nodes
-from draftwing.core import TreeShape
+from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.plugins import import_attribute
 
@@ -25,6 +25,7 @@ CHAIN, LLAMA_TREE = TreeShape(3, 1, 4), TreeShape(5, 4, 8)
 MATCHES = TreeShape(11, 10, 12)
 DRAFT_MODEL, TOKEN_MAP = "speculative_draft_model_path", "speculative_token_map"
 _OPTION = "speculative_algorithm"
+PAIR = "EAGLE3+NGRAM"  # an example of one
 
 
 class Training(NamedTuple):
@@ -54,6 +55,7 @@ class DrafterSpec:
     matched: whether its trees come from matches, and so have any number of nodes; else they grow level by level.
     heads: kinds of heads that it loads (`models.heads.loader`), its own first; their configs may ask for a tree.
     training: how its own kind of head is trained.
+    parts: of a pair, such as EAGLE3+NGRAM, the drafter with a model and the lookup; what is said above is the former's.
     """
 
     name: str
@@ -67,11 +69,20 @@ class DrafterSpec:
     matched: bool = False
     heads: tuple[str, ...] = ()
     training: Training | None = None
+    parts: tuple[DrafterSpec, ...] = ()
 
     @property
     def own(self) -> bool:
         """Whether it is a user's class."""
         return callable(self.build)
+
+    @property
+    def credited(self) -> tuple[tuple[str, ...], ...]:
+        """Whom a draft counts for, by its source (`core.SOURCES`)."""
+        if self.own:
+            return ((self.name,),) * len(SOURCES)
+        names = tuple(part.name for part in self.parts or (self,) if part.build is not None)
+        return ("prediction",), names[:1], names[-1:], names
 
     def make(self, context: Any) -> Any:
         """Returns the `Drafter` for a `DraftContext`. Not for what has no `build`."""
@@ -135,19 +146,50 @@ TRAINED = {spec.training.name: spec for spec in DRAFTERS if spec.training is not
 
 
 def find_drafter(asked: str | type[Any]) -> DrafterSpec:
-    """The drafter of this name, or the user's own: `module:Class`, or the class itself.
+    """The drafter of this name, a pair of them (`EAGLE3+NGRAM`), or the user's own: `module:Class`, or the class itself.
 
-    Raises ConfigError for a name that nobody has, for a class that cannot be imported, and for one that is no drafter.
+    Raises ConfigError for a name that nobody has, for drafters that make no pair, for a class that cannot be imported,
+    and for one that is no drafter.
     """
     if isinstance(asked, type):
         return _own(asked, f"{asked.__module__}:{asked.__qualname__}")
+    if "+" in asked:
+        return _pair(asked)
     if ":" in asked:
         return _own(import_attribute(asked, _OPTION), asked)
-    for spec in DRAFTERS:
-        if asked.lower() in (name.lower() for name in (spec.name, *spec.aliases)):
-            return spec
-    raise ConfigError(
-        f"{_OPTION} must be one of {', '.join(NAMES)}, or module:Class of a drafter of your own; found {asked!r}"
+    found = _named(asked)
+    if found is None:
+        raise ConfigError(
+            f"{_OPTION} must be one of {', '.join(NAMES)}, two of them as in {PAIR}, or module:Class of a drafter of "
+            f"your own; found {asked!r}"
+        )
+    return found
+
+
+def _named(asked: str) -> DrafterSpec | None:
+    return next((spec for spec in DRAFTERS if asked.lower() in (n.lower() for n in (spec.name, *spec.aliases))), None)
+
+
+def _pair(asked: str) -> DrafterSpec:
+    """A drafter with a model and a lookup, which draft one tree together; in either order."""
+    parts = [_named(name.strip()) for name in asked.split("+")]
+    models = [spec for spec in parts if spec is not None and spec.draft_model]
+    lookups = [spec for spec in parts if spec is not None and spec.matched]
+    if (len(parts), len(models), len(lookups)) != (2, 1, 1):
+        able = [", ".join(spec.name for spec in DRAFTERS if getattr(spec, key)) for key in ("draft_model", "matched")]
+        raise ConfigError(
+            f"{_OPTION}: a pair is a drafter with a model ({able[0]}) and a lookup ({able[1]}), as in {PAIR}; found "
+            f"{asked!r}"
+        )
+    model, lookup = models[0], lookups[0]
+    return replace(
+        model,
+        name=f"{model.name}+{lookup.name}",
+        build="draftwing.spec.build:pair",
+        aliases=(),
+        options=(*model.options, *lookup.options),
+        training=None,
+        parts=(model, lookup),
     )
 
 

@@ -147,8 +147,8 @@ class Options:
     speculative_algorithm: str | type[Any] | None = option(  # noqa: RUF009
         None,
         SPECULATION,
-        "the drafter; module:Class is one of your own (default: EAGLE3 for smollm2, whose head is bundled, none for "
-        "other models)",
+        "the drafter; EAGLE3+NGRAM or another one with a model and a lookup draft together, module:Class is one of "
+        "your own (default: EAGLE3 for smollm2, whose head is bundled, none for other models)",
         aliases=("speculative_algo",),
         metavar=_ALGORITHMS,
     )

@@ -157,6 +157,8 @@ def _with_tree(
     """Options with the numbers of a tree, and whether every step has it."""
     if drafter.build is not None:
         given, llama = _given(options), drafter.llama_tree if architecture == "LlamaForCausalLM" else None
+        if drafter.parts:
+            _breadth(options)  # its check
         if drafter.matched:
             default = drafter.tree._replace(topk=_breadth(options))
             shape = matched_shape(given, default)

@@ -79,7 +79,8 @@ class Engine:
         if simulated:
             log.warning("SIMULATED: %s. Step times are real, texts and accept lengths are not", simulated)
         times = parts.executor.device.step_times()
-        self.reporter = Reporter(parts.sched, simulated=simulated, drafter=self.options.drafter, times=times)
+        credited = self.options.drafter_spec.credited
+        self.reporter = Reporter(parts.sched, simulated=simulated, credited=credited, times=times)
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()

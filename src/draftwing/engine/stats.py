@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from draftwing.config.drafters import NO_DRAFTER
 from draftwing.core import PLAIN, IntArray, Plan, StepResult
-from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler
 
 log = logging.getLogger("draftwing")
@@ -79,10 +79,10 @@ class StepTimes:
 
 @dataclass
 class DraftCounts:
-    """Totals of one drafter; the lists are indexed by depth below the root, from 0."""
+    """Totals of a drafter, or of all; the lists are indexed by depth below the root, from 0."""
 
     drafts: int = 0  # drafts of at least one token: one for a row and step
-    proposed: int = 0  # live nodes
+    proposed: int = 0  # nodes that were verified
     accepted: int = 0
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -91,27 +91,20 @@ class DraftCounts:
         for counts in (self.proposed_at, self.accepted_at):
             counts.extend([0] * (depth - len(counts)))
 
-    def add(self, depth: IntArray, accepted: IntArray, deepest: int) -> int:
-        """Adds a step of a shape with `deepest` levels; returns how many nodes were proposed.
+    def add(self, depth: IntArray, accepted: IntArray, deepest: int) -> None:
+        """Adds a step of a shape with `deepest` levels.
 
-        depth: [B, N] of the nodes, 0 for those that were not proposed.  accepted: [B] drafts.
+        depth: [B, N] of the nodes, 0 for those that do not count.  accepted: [B, D], the same of the accepted drafts.
         """
         drafts = int(np.count_nonzero(depth.max(axis=1)))
         if not drafts:
-            return 0
+            return
         self.grow(deepest)
-        at_depth = np.bincount(depth.ravel(), minlength=deepest + 1).tolist()
-        ended = np.bincount(accepted, minlength=deepest + 1).tolist()  # rows that accepted 0, 1, ...
-        reached = 0
-        for level in range(deepest, 0, -1):
-            reached += ended[level]
-            self.proposed_at[level - 1] += at_depth[level]
-            self.accepted_at[level - 1] += reached
-            self.accepted += reached
-        proposed: int = sum(at_depth[1:])
         self.drafts += drafts
-        self.proposed += proposed
-        return proposed
+        for counts, depths in ((self.proposed_at, depth), (self.accepted_at, accepted)):
+            for level, nodes in enumerate(np.bincount(depths.ravel(), minlength=deepest + 1).tolist()[1:]):
+                counts[level] += nodes
+        self.proposed, self.accepted = sum(self.proposed_at), sum(self.accepted_at)
 
 
 @dataclass
@@ -137,12 +130,12 @@ class Reporter:
         sched: Scheduler,
         interval: int = 40,
         simulated: str = "",
-        drafter: str = "none",
+        credited: Sequence[Sequence[str]] = NO_DRAFTER.credited,
         times: StepTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """simulated: says what of the run is not real.  drafter: the algorithm, "none" without one.  times: that
-        the executor fills."""
+        """simulated: says what of the run is not real.  credited: see `DrafterSpec`.  times: that the executor
+        fills."""
         self._sched = sched
         self._mark = f" (SIMULATED: {simulated})" if simulated else ""
         self._every = interval
@@ -154,10 +147,14 @@ class Reporter:
         self.seconds = dict.fromkeys(KINDS, 0.0)  # from a step's launch, or the end of the one before, to its result
         self.host_seconds = 0.0  # between a step's result and the launch of the next one
         self.queried_tokens = self.hit_tokens = self.prefilled_tokens = 0
+        self.drafted = DraftCounts()  # by whomever
         self.drafters: dict[str, DraftCounts] = {}
-        self._drafter = drafter
-        if drafter != "none":  # so that its totals are there before its first draft
-            self._counts(drafter).grow(max(shape.depth for shape in sched.policy.menu))
+        names = [name for names in credited for name in names]
+        # By name: of each source, whether its nodes count.
+        self._credited = {name: np.asarray([name in names for names in credited]) for name in names}
+        self._usual = {name for names in credited[1:] for name in names}  # who drafts for every request
+        for name in self._usual:  # so that totals are there before the first draft
+            self._counts(name).grow(max(shape.depth for shape in sched.policy.menu))
         self._watched: float | None = None  # when the last result was there; None after a pause
         # Plain steps and their average seconds, by bit length of the batch size.
         self._plain: dict[int, tuple[int, float]] = {}
@@ -186,6 +183,7 @@ class Reporter:
             "prefilled_tokens": self.prefilled_tokens,
             "retractions": sched.retractions,
             "stale_rows": sched.stale_results,
+            "drafted": asdict(self.drafted),
             "drafters": {name: asdict(counts) for name, counts in list(self.drafters.items())},
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
             "plain_seconds": self.plain_seconds,
@@ -241,21 +239,23 @@ class Reporter:
         self.total_rows += len(live)
         self.total_tokens += tokens
         if plan.shape != PLAIN:
-            by_drafter: dict[str, list[int]] = {}  # rows that each drafted for
-            for i in live:
-                by_drafter.setdefault(self._drafter_of(reqs[i]), []).append(i)
-            for name, rows in by_drafter.items():
-                at = rows if len(rows) < len(reqs) else slice(None)
-                depth, accepted = result.depth[at], result.count[at] - 1
-                self._interval.proposed += self._counts(name).add(depth, accepted, plan.shape.depth)
+            self._count_drafts(plan, result, live, len(live) == len(reqs))
         return tokens / len(live)
 
-    def _drafter_of(self, req: Req | None) -> str:
-        """Returns who drafts for a request. With a prediction only the device knows whether it was used."""
-        assert req is not None
-        if not req.request.prediction:
-            return self._drafter
-        return "prediction" if self._drafter == "none" else f"{self._drafter}+prediction"
+    def _count_drafts(self, plan: Plan, result: StepResult, live: Sequence[int], all_live: bool) -> None:
+        at = slice(None) if all_live else live
+        deepest, depth, count = plan.shape.depth, result.depth * result.verified, result.count[at]
+        depth, source = depth[at], result.source[at]
+        level = np.arange(1, deepest + 1)
+        accepted = np.where(level < count[:, None], level, 0)  # [B, D]
+        self.drafted.add(depth, accepted, deepest)
+        self._interval.proposed += int(np.count_nonzero(depth))
+        accepted_source = result.accepted_source[at]
+        for name, credited in self._credited.items():
+            own = credited[source] * depth
+            if name in self._usual or own.any():
+                taken = accepted[:, : accepted_source.shape[1]] * credited[accepted_source]
+                self._counts(name).add(own, taken, deepest)
 
     def _counts(self, name: str) -> DraftCounts:
         return self.drafters.setdefault(name, DraftCounts())

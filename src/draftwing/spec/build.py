@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import cast
 
 from draftwing.models.heads.base import FeatureHead
@@ -13,6 +14,7 @@ from draftwing.spec.heads import DraftHead, DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.pair_drafter import PairDrafter
 
 log = logging.getLogger("draftwing")
 
@@ -59,6 +61,14 @@ def draft_head(context: DraftContext) -> ModelDrafter:
         )  # fmt: skip
     head.pack(context.ops)
     return _drafter(context, head)
+
+
+def pair(context: DraftContext) -> PairDrafter:
+    """A drafter with a model and a lookup, one tree."""
+    model, lookup = context.options.drafter_spec.parts
+    return PairDrafter(
+        model.make(context), lookup.make(replace(context, shape=lookup.tree)), grown=context.shape
+    )
 
 
 def _drafter(context: DraftContext, head: DraftHead) -> ModelDrafter:

@@ -101,6 +101,10 @@ class ModelDrafter(Drafter):
         logits = logits.float().masked_fill(banned, _BANNED)
         self._constrained = rows, self.ops.continuations(logits, table, rows, 1, self.topk, ids, noisy)
 
+    def unconstrain(self) -> None:
+        """There is no `propose` after `constrain`."""
+        self._constrained = None
+
     # -- committed text ---------------------------------------------------------------------------------------------
 
     def extend(

@@ -12,13 +12,16 @@ from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.expansion import CpuExpansionOps
 from draftwing.ops.cpu.extension import DTYPES, chosen_isa, load_extension
 from draftwing.ops.cpu.layer_ops import CpuLayerOps
+from draftwing.ops.cpu.merge import CpuMergeOps
 from draftwing.ops.cpu.ngram import CpuNGramOps
 from draftwing.ops.cpu.sampling import CpuSamplingOps
 from draftwing.ops.cpu.tree import CpuTreeOps
 from draftwing.ops.torch.ops import TorchOps
 
 
-class CpuOps(CpuTreeOps, CpuAssignOps, CpuExpansionOps, CpuSamplingOps, CpuNGramOps, CpuLayerOps, TorchOps):
+class CpuOps(
+    CpuTreeOps, CpuAssignOps, CpuMergeOps, CpuExpansionOps, CpuSamplingOps, CpuNGramOps, CpuLayerOps, TorchOps
+):
     """Made where the extension was built and the device is a CPU. Takes tensors with data only."""
 
     name = "cpu"

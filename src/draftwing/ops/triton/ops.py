@@ -11,13 +11,21 @@ from draftwing.ops.triton.attention_backend import PagedAttention
 from draftwing.ops.triton.common import launch_options
 from draftwing.ops.triton.draft_extend import TritonExpansionOps
 from draftwing.ops.triton.layer_ops import TritonLayerOps
+from draftwing.ops.triton.merge import TritonMergeOps
 from draftwing.ops.triton.ngram import TritonNGramOps
 from draftwing.ops.triton.sampling import TritonSamplingOps
 from draftwing.ops.triton.tree import TritonTreeOps
 
 
 class TritonOps(
-    TritonTreeOps, TritonAssignOps, TritonExpansionOps, TritonSamplingOps, TritonNGramOps, TritonLayerOps, TorchOps
+    TritonTreeOps,
+    TritonAssignOps,
+    TritonMergeOps,
+    TritonExpansionOps,
+    TritonSamplingOps,
+    TritonNGramOps,
+    TritonLayerOps,
+    TorchOps,
 ):
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
 

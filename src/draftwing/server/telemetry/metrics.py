@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate
@@ -90,7 +89,8 @@ draftwing:aborts_total -: requests that were aborted, by client or server
 draftwing:retractions_total retractions: times that a running request went back to the queue because memory was short
 draftwing:stale_rows_total stale_rows: rows of steps whose request had ended when the result came
 draftwing:spec_drafts_total{drafter} drafts_by: drafts, one for each row and step in which any token was proposed
-draftwing:spec_proposed_tokens_total{drafter} proposed_by: proposed tokens: all live nodes of the trees
+draftwing:spec_proposed_tokens_total{drafter} proposed_by: proposed tokens: all live nodes of the trees; \
+of a pair, what both proposed counts for both
 draftwing:spec_accepted_tokens_total{drafter} accepted_by: accepted drafts
 draftwing:spec_proposed_tokens_per_pos_total{drafter,position} proposed_at_by: proposed tokens by depth, from 0
 draftwing:spec_accepted_tokens_per_pos_total{drafter,position} accepted_at_by: accepted drafts by depth, from 0
@@ -241,17 +241,14 @@ def engine_numbers(stats: Mapping[str, Any], capacity: int) -> dict[str, Number]
     numbers: dict[str, Number] = {**stats, **last, "used": used, "usage": used / capacity, "capacity": capacity}
     if not drafters:
         return numbers
+    drafted: dict[str, Any] = stats["drafted"]  # here once what several drafters have proposed
     for key in ("drafts", "proposed", "accepted"):
-        by_drafter = {name: counts[key] for name, counts in drafters.items()}
-        numbers |= {f"{key}_by": by_drafter, key: sum(by_drafter.values())}
+        numbers |= {f"{key}_by": {name: counts[key] for name, counts in drafters.items()}, key: drafted[key]}
     # A drafter whose trees' depths are not known says so by counts that do not add up.
     known = {name: counts for name, counts in drafters.items() if sum(counts["proposed_at"]) == counts["proposed"]}
     numbers["proposed_at_by"] = _by_depth(known, "proposed_at")
-    accepted = numbers["accepted_at_by"] = _by_depth(drafters, "accepted_at")
-    total: dict[str, float] = defaultdict(float)
-    for (_, depth), count in accepted.items():
-        total[depth] += count
-    numbers["accepted_at"] = total
+    numbers["accepted_at_by"] = _by_depth(drafters, "accepted_at")
+    numbers["accepted_at"] = {str(depth): count for depth, count in enumerate(drafted["accepted_at"])}
     return numbers
 
 

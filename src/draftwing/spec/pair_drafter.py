@@ -1,0 +1,82 @@
+"""A drafter with a model and a lookup, which draft one tree together."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from draftwing.config.trees import most_nodes
+from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, TreeShape
+from draftwing.ops.attention import AttnBackend, Batch
+from draftwing.ops.torch.assign import new_calibration
+from draftwing.ops.types import Draft, RowTensors
+from draftwing.spec.drafter import Drafter
+from draftwing.spec.heads import DraftHead
+from draftwing.spec.model_drafter import ModelDrafter
+
+
+class PairDrafter(Drafter):
+    """Both see the text. `TreeShape.by` says who proposes; of two trees the nodes that are expected to be accepted
+    most often are taken, by the calibration that the executor keeps."""
+
+    fixed_confidence = False
+    initial_confidence = 1
+
+    def __init__(self, model: ModelDrafter, lookup: Drafter, grown: TreeShape) -> None:
+        """lookup: a drafter without KV layers, with a confidence of its own; grown: the model's largest tree."""
+        assert not lookup.kv_layers and not lookup.aux_layers and not lookup.fixed_confidence
+        self.model, self.lookup, self.grown = model, lookup, grown
+        self.aux_layers, self.lookahead = model.aux_layers, model.lookahead
+        self.kv_layers, self.tail = model.kv_layers, model.tail
+        self.calibration = new_calibration(model.ops.device)
+
+    @property
+    def head(self) -> DraftHead:
+        """The model's."""
+        return self.model.head
+
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+        self.model.attach(attn, first_layer, positions)
+
+    def span(self, shape: TreeShape) -> int:
+        """The most that either writes, or that the model writes after the step."""
+        grown = 0 if shape.by == LOOKUP_ALONE else self.model.span(self._grown(shape))
+        return max(grown, self.lookup.span(shape), shape.max_commit + self.tail)
+
+    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+        """Where both propose, the lookup may do so for deeper trees than the model grows."""
+        if shape.by == MODEL_ALONE:
+            return self.model.propose(table, rows, shape, max_kv_len, noisy)
+        found = self.lookup.propose(table, rows, shape, max_kv_len, noisy)
+        if shape.by == LOOKUP_ALONE:
+            self.model.unconstrain()
+            return found
+        grown = self.model.propose(table, rows, self._grown(shape), max_kv_len, noisy)
+        return self.model.ops.merge(grown, found, shape, self.calibration)
+
+    def _grown(self, shape: TreeShape) -> TreeShape:
+        """The model's part in a tree."""
+        depth, topk = min(shape.depth, self.grown.depth), min(shape.topk, self.grown.topk)
+        return TreeShape(depth, topk, min(shape.nodes, most_nodes(depth, topk)))
+
+    def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+        self.model.constrain(table, rows, banned, noisy)
+
+    def extend(
+        self,
+        table: RowTensors,
+        batch: Batch,
+        aux_hidden: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor | None,
+        noisy: Tensor,
+    ) -> None:
+        self.lookup.extend(table, batch, None, next_ids, count, noisy)
+        self.model.extend(table, batch, aux_hidden, next_ids, count, noisy)
+
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+        """One more than the lookup's, for the model can always propose."""
+        return self.model.ops.raise_confidence(self.lookup.confidence(table, rows, max_kv_len, out))
+
+    def flush(self) -> None:
+        self.model.flush()
+        self.lookup.flush()

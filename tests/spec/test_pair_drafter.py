@@ -1,0 +1,107 @@
+"""A pair of drafters, of parts that only note what is asked of them: who proposes, and what the pair says of itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.core import BOTH, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, TreeShape
+from draftwing.kv.pool import LayerSpec
+from draftwing.ops.torch.assign import LEVELS
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Draft
+from draftwing.spec.pair_drafter import PairDrafter
+
+GROWN, DEEP = TreeShape(3, 2, 7), TreeShape(8, 2, 12)
+ROWS = torch.tensor([0, 1])
+
+
+class Part:
+    """Proposes chains of 100, 101, ... or of 100, 201, 202, ...; a dead node where the shape has more."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self.asked: list[Any] = []
+        self.ops = TorchOps(torch.device("cpu"))
+        self.aux_layers, self.lookahead, self.tail = ((1, 2), 1, 1) if source == MODEL else ((), 0, 0)
+        self.kv_layers = (LayerSpec(1, 2),) if source == MODEL else ()
+        self.fixed_confidence = source == MODEL
+        self.head = "head"
+
+    def propose(self, table: Any, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+        self.asked.append(shape)
+        node = torch.arange(shape.nodes)
+        other = 100 * (self.source == LOOKUP) * (node > 1)
+        tokens = torch.where(node > 0, 99 + node + other, 9).expand(len(rows), -1)
+        grade = torch.where(node > 0, LEVELS * self.source + 10 + self.source, 0).expand_as(tokens)
+        alive = (node <= shape.depth).expand_as(tokens)
+        return Draft(tokens, (node - 1).clamp(min=0).expand_as(tokens), alive, grade)
+
+    def span(self, shape: TreeShape) -> int:
+        return 20 if self.source == MODEL else shape.nodes
+
+    def confidence(self, table: Any, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+        assert out is not None
+        return out.copy_(torch.tensor([0, MAX_CONFIDENCE]))
+
+    def extend(self, *args: Any) -> None:
+        self.asked.append(args)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.asked.append((name, *args))
+
+
+@pytest.fixture
+def pair() -> PairDrafter:
+    return PairDrafter(Part(MODEL), Part(LOOKUP), GROWN)  # type: ignore[arg-type]
+
+
+def tokens_of(pair: PairDrafter, shape: TreeShape) -> list[int]:
+    draft = pair.propose(SimpleNamespace(), ROWS, shape, 5, ROWS[:0])  # type: ignore[arg-type]
+    assert draft.tokens.shape == (2, shape.nodes) and torch.equal(draft.tokens[0], draft.tokens[1])
+    return draft.tokens[0][draft.alive[0]].tolist()
+
+
+def test_both_propose_and_the_best_stay(pair: PairDrafter) -> None:
+    # The lookup is surer, 100 is both's. The model's third level is expected least.
+    assert tokens_of(pair, TreeShape(3, 2, 5)) == [9, 100, 101, 201, 202]
+    assert tokens_of(pair, TreeShape(3, 2, 7)) == [9, 100, 101, 102, 201, 202]
+    assert pair.model.asked == [TreeShape(3, 2, 5), GROWN]  # type: ignore[attr-defined]
+
+
+def test_the_lookup_may_be_deeper_than_the_model(pair: PairDrafter) -> None:
+    assert tokens_of(pair, DEEP) == [9, 100, 101, 102, *range(201, 208)]
+    assert pair.model.asked == [TreeShape(3, 2, 11)] and pair.lookup.asked == [DEEP]  # type: ignore[attr-defined]
+
+
+def test_one_alone(pair: PairDrafter) -> None:
+    assert tokens_of(pair, GROWN._replace(by=MODEL_ALONE)) == [9, 100, 101, 102] and not pair.lookup.asked  # type: ignore[attr-defined]
+    pair.model.asked.clear()  # type: ignore[attr-defined]
+    assert tokens_of(pair, DEEP._replace(by=LOOKUP_ALONE)) == [9, 100, *range(201, 208)]
+    assert pair.model.asked == [("unconstrain",)], "what the model was told of this step is over"  # type: ignore[attr-defined]
+
+
+def test_what_it_says_of_itself(pair: PairDrafter) -> None:
+    assert (pair.aux_layers, pair.lookahead, pair.tail, pair.kv_layers) == ((1, 2), 1, 1, (LayerSpec(1, 2),))
+    assert not pair.fixed_confidence and pair.initial_confidence == 1 and pair.head == "head"
+    assert pair.span(GROWN) == pair.span(DEEP) == 20
+    assert pair.span(DEEP._replace(by=LOOKUP_ALONE)) == 12
+    assert pair.span(TreeShape(13, 1, 14, by=LOOKUP_ALONE)) == 15, "the model writes the root again"
+    out = torch.full((2, 3), 7)
+    assert pair.confidence(SimpleNamespace(), ROWS, 5, out[:, 1]).tolist() == [1, MAX_CONFIDENCE]  # type: ignore[arg-type]
+    assert out.tolist() == [[7, 1, 7], [7, MAX_CONFIDENCE, 7]]
+
+
+def test_both_see_the_text(pair: PairDrafter) -> None:
+    given: list[Any] = ["table", "batch", "hidden", "ids", "count", "noisy"]
+    pair.extend(*given)
+    pair.flush()
+    assert pair.model.asked == [tuple(given), ("flush",)]  # type: ignore[attr-defined]
+    assert pair.lookup.asked == [("table", "batch", None, "ids", "count", "noisy"), ("flush",)]  # type: ignore[attr-defined]
+    pair.constrain("table", "rows", "banned", "noisy")  # type: ignore[arg-type]
+    assert pair.model.asked[-1] == ("constrain", "table", "rows", "banned", "noisy")  # type: ignore[attr-defined]
+    assert BOTH == TreeShape(1, 1, 2).by
