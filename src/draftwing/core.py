@@ -200,6 +200,18 @@ class StepResult:
         return (self.mark >> MARK_SOURCE) & 3
 
     @cached_property
+    def accepted_source(self) -> IntArray:
+        """[B, depth]: who proposed the accepted drafts, in their order; any numbers past them."""
+        return np.take_along_axis(self.source, self.order[:, 1 : self.tokens.shape[1]], 1)
+
+    @cached_property
+    def proposed_by(self) -> IntArray:
+        """[B, 4]: draft nodes that were verified, by source."""
+        rows = len(self.mark)
+        cell = self.source + len(SOURCES) * np.arange(rows)[:, None]
+        return np.bincount(cell[self.verified], minlength=rows * len(SOURCES)).reshape(rows, -1)
+
+    @cached_property
     def survival(self) -> npt.NDArray[np.float64]:
         """[B, nodes]: the probability that it would be accepted, as it was estimated before; verified or not."""
         return np.asarray((self.mark >> MARK_SURVIVAL) / MARK_ONE, np.float64)

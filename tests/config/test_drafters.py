@@ -61,7 +61,7 @@ def test_a_pair_is_the_drafter_with_a_model_and_a_lookup(asked: str) -> None:
     "asked", ["EAGLE3+EAGLE", "NGRAM+NGRAM", "none+NGRAM", "EAGLE3+", "EAGLE3+magic", "EAGLE3+NGRAM+NGRAM", "a:B+NGRAM"]
 )
 def test_other_pairs_are_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match="a pair is a drafter with a model .*EAGLE3.* and a lookup .*NGRAM.*found"):
+    with pytest.raises(ConfigError, match=r"a pair is a drafter with a model .*EAGLE3.* and a lookup .*NGRAM.*found"):
         find_drafter(asked)
 
 

@@ -13,12 +13,14 @@ from reference import exact_heads
 from reference.checkpoints import Checkpoint, Maker
 from toy_grammar import ToyGrammar
 
-from draftwing.core import TreeShape
+from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.pair_drafter import PairDrafter
 
 pytestmark = pytest.mark.slow
 
@@ -53,19 +55,23 @@ class Case:
         self.params = [harness.greedy(36) if i % 3 else harness.seeded(36, seed=i) for i in range(9)]
         self.expected = harness.plain_answers(self.target, self.prompts, self.params)
 
-    def rig(self, shape, rows=5, **kw):
+    def rig(self, shape, rows=5, lookup=False, **kw):
         if self.head_path is None:
             head = load_mtp_head(self.target_path, self.target, torch.float32, self.device)
         else:
             head = load_draft_head(self.head_path, self.target, self.kind, torch.float32, self.device)
-        drafter = make_model_drafter(head, rows + 1, shape.topk, torch.float32, make_ops(torch.device(self.device)))
+        ops = make_ops(torch.device(self.device))
+        drafter = make_model_drafter(head, rows + 1, shape.topk, torch.float32, ops)
+        if lookup:
+            drafter = PairDrafter(drafter, NGramDrafter(rows + 1, ops, capacity=4096), shape)
         return self.h.Rig(self.target, shapes=(shape,), drafter=drafter, rows=rows, **kw)
 
     def answer(self, rig):
-        for i, (prompt, param) in enumerate(zip(self.prompts, self.params, strict=True)):
-            rig.submit(str(i), prompt, param)
+        pairs = enumerate(zip(self.prompts, self.params, strict=True))
+        reqs = [rig.submit(str(i), prompt, param) for i, (prompt, param) in pairs]
         got = rig.run()
         assert got.tokens == self.expected.tokens
+        got.reqs = reqs
         return got
 
 
@@ -96,6 +102,34 @@ def test_with_chunks_preemption_and_prefix_hits(case, lag):
     again = case.answer(rig)
     assert sum(out.meta["cached_tokens"] for out in again.final.values()) > 50
     assert rig.accept_length > 1.5
+
+
+class Turns:
+    """Both of a pair draft, then the lookup alone, deeper, then the model alone, then nobody."""
+
+    sees_predictions = True
+    menu = (TREE, TreeShape(7, 3, 10, by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9), PLAIN)
+
+    def __init__(self):
+        self.steps = 0
+
+    def choose(self, confidences):
+        assert all(confidences), "the model can always propose"
+        self.steps += 1
+        return self.menu[self.steps % len(self.menu)]
+
+    def record(self, shape, confidences, accepted, seconds):
+        pass
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_pair_changes_no_token(case, lag):
+    rig = case.rig(TREE, lag=lag, lookup=True, policy=Turns(), chunk=5)
+    case.answer(rig)
+    got = case.answer(rig)  # the lookup knows these answers now
+    assert rig.accept_length > 1.5 and rig.stats.moved > 10
+    by_source = torch.tensor([req.accepted_by for req in got.reqs]).sum(0)
+    assert by_source.sum() > 10
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

@@ -24,6 +24,8 @@ from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLim
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.pair_drafter import PairDrafter
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +87,14 @@ def plans(shape, params, catch_up=False):
 
 @pytest.mark.parametrize(
     ("drafter", "shape"),
-    [(None, PLAIN), *((drafter, shape) for drafter in ("ngram", "oracle", "STANDALONE", *HEADS) for shape in SHAPES)],
+    [
+        (None, PLAIN),
+        *(
+            (drafter, shape)
+            for drafter in ("ngram", "oracle", "STANDALONE", "EAGLE3+NGRAM", *HEADS)
+            for shape in SHAPES
+        ),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -102,13 +111,14 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         pytest.skip("tensors without data are the same everywhere")
     mode = FakeTensorMode()
     model, head = harness.tiny_model(), None
-    if drafter in HEADS:
-        exact = HEADS[drafter]()
+    name, _, lookup = (drafter or "").partition("+")
+    if name in HEADS:
+        exact = HEADS[name]()
         model = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
         if exact.head is None:
             head = load_mtp_head(tmp_path / "target", model, torch.float32, "cpu")
         else:
-            head = load_draft_head(exact.head.write(tmp_path / "head"), model, drafter, torch.float32, "cpu")
+            head = load_draft_head(exact.head.write(tmp_path / "head"), model, name, torch.float32, "cpu")
         without_data(head, mode)
     elif drafter == "STANDALONE":
         head = DraftLM(model, harness.VOCAB)
@@ -118,6 +128,8 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
         if head is not None:
             drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.ops)
+            if lookup:
+                drafter = PairDrafter(drafter, NGramDrafter(7, device.ops, capacity=4096), shape)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, Admission, Chunk, Plan, StepResult, TreeShape, marks_of
+from draftwing.config.drafters import find_drafter
+from draftwing.core import LOOKUP, MARK_SOURCE, MODEL, PLAIN, Admission, Chunk, Plan, StepResult, TreeShape, marks_of
 from draftwing.engine.stats import Reporter, StepTimes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -42,8 +43,9 @@ def plan(shape, *admission, kind="tree", admits=(), chunks=()):
     return Plan(0, kind, numbers, numbers, shape, 9, tuple(admits), (), tuple(chunks))
 
 
-def result(count, proposed, seconds=0.0, depth=3, levels=None):
-    """levels [B][D]: how many nodes each depth has, as in a chain where that is left out."""
+def result(count, proposed, seconds=0.0, depth=3, levels=None, sources=LOOKUP):
+    """levels [B][D]: how many nodes each depth has, as in a chain where that is left out. sources: who proposed the
+    nodes, [B][N] or all of them. The accepted path comes first."""
     rows = len(count)
     if levels is None:
         levels = [[int(d < number) for d in range(depth)] for number in proposed]
@@ -53,15 +55,20 @@ def result(count, proposed, seconds=0.0, depth=3, levels=None):
     return StepResult(
         tokens=np.zeros((rows, depth + 1), np.int64),
         count=np.asarray(count, np.int64),
-        order=np.zeros((rows, 1), np.int64),
-        mark=marks_of([[0] + row + [0] * (width - 1 - len(row)) for row in nodes]),
+        order=np.tile(np.arange(width), (rows, 1)),
+        mark=marks_of([[0] + row + [0] * (width - 1 - len(row)) for row in nodes])
+        + (np.asarray(sources) << MARK_SOURCE),
         confidence=np.zeros(rows, np.int64),
         seconds=seconds,
     )
 
 
+def credited(name):
+    return find_drafter(name).credited
+
+
 def test_a_chain_by_depth():
-    reporter = Reporter(scheduler(0, 1, 2), drafter="NGRAM")
+    reporter = Reporter(scheduler(0, 1, 2), credited=credited("NGRAM"))
     before = reporter.stats()["drafters"]["NGRAM"]
     assert before == {"drafts": 0, "proposed": 0, "accepted": 0, "proposed_at": [0, 0, 0], "accepted_at": [0, 0, 0]}
     reporter.watch(plan(CHAIN, 0, 1, 2), result(count=[4, 1, 1], proposed=[3, 2, 0]))
@@ -81,30 +88,38 @@ def test_a_chain_by_depth():
 
 
 def test_a_tree_by_depth():
-    reporter = Reporter(scheduler(0, 1, 2, shape=TREE), drafter="EAGLE")
+    reporter = Reporter(scheduler(0, 1, 2, shape=TREE), credited=credited("EAGLE"))
     levels = [[2, 2], [2, 1], [0, 0]]
-    reporter.watch(plan(TREE, 0, 1, 2), result(count=[3, 1, 1], proposed=[4, 3, 0], depth=2, levels=levels))
+    reporter.watch(
+        plan(TREE, 0, 1, 2), result(count=[3, 1, 1], proposed=[4, 3, 0], depth=2, levels=levels, sources=MODEL)
+    )
     counts = reporter.drafters["EAGLE"]
     assert (counts.drafts, counts.proposed, counts.accepted) == (2, 7, 2)
     assert (counts.proposed_at, counts.accepted_at) == ([4, 3], [1, 1])
 
 
 def test_drafters_are_told_apart():
-    sched = scheduler(0, 1, 2)
-    sched.running[1].request.prediction = (5, 6)
-    reporter = Reporter(sched, drafter="NGRAM")
-    reporter.watch(plan(CHAIN, 0, 1, 2), result(count=[2, 4, 1], proposed=[3, 3, 1]))
-    ngram, prediction = reporter.drafters["NGRAM"], reporter.drafters["NGRAM+prediction"]
-    assert (ngram.drafts, ngram.proposed, ngram.accepted, ngram.accepted_at) == (2, 4, 1, [1, 0, 0])
-    assert (prediction.drafts, prediction.proposed, prediction.accepted_at) == (1, 3, [1, 1, 1])
-    alone = Reporter(sched)
+    """A pair and a predicted output; what two proposed counts for both, and once in all."""
+    reporter = Reporter(scheduler(0, 1, 2), credited=credited("EAGLE3+NGRAM"))
+    assert list(reporter.drafters) == ["EAGLE3", "NGRAM"]
+    sources = [[0, 1, 3, 2], [0, 0, 0, 0], [0, 2, 0, 0]]
+    step = result(count=[3, 4, 1], proposed=[3, 3, 1], sources=sources)
+    assert step.proposed_by.tolist() == [[0, 1, 1, 1], [3, 0, 0, 0], [0, 0, 1, 0]]
+    assert step.accepted_source.tolist() == [row[1:] for row in sources]
+    reporter.watch(plan(CHAIN, 0, 1, 2), step)
+    eagle, ngram, prediction = (reporter.drafters[name] for name in ("EAGLE3", "NGRAM", "prediction"))
+    assert (eagle.drafts, eagle.proposed_at, eagle.accepted_at) == (1, [1, 1, 0], [1, 1, 0])
+    assert (ngram.drafts, ngram.proposed_at, ngram.accepted_at) == (2, [1, 1, 1], [0, 1, 0])
+    assert (prediction.drafts, prediction.proposed_at, prediction.accepted_at) == (1, [1, 1, 1], [1, 1, 1])
+    assert (reporter.drafted.drafts, reporter.drafted.proposed, reporter.drafted.accepted) == (3, 7, 5)
+    alone = Reporter(scheduler(1))
     assert not alone.drafters, "nobody drafts for everybody"
-    alone.watch(plan(CHAIN, 1), result(count=[4], proposed=[3]))
+    alone.watch(plan(CHAIN, 1), result(count=[4], proposed=[3], sources=0))
     assert list(alone.drafters) == ["prediction"]
 
 
 def test_rows_of_requests_that_have_ended_do_not_count():
-    reporter = Reporter(scheduler(1), drafter="NGRAM")
+    reporter = Reporter(scheduler(1), credited=credited("NGRAM"))
     reporter.watch(plan(CHAIN, 0, 1), result(count=[4, 2], proposed=[3, 3]))
     reporter.watch(plan(CHAIN, 0), result(count=[4], proposed=[3]))
     assert (reporter.total_rows, reporter.total_tokens, reporter.drafters["NGRAM"].proposed) == (1, 2, 3)
@@ -280,7 +295,7 @@ def test_totals_are_those_of_the_requests(harness, lag, shape):
     params = [harness.greedy(20 + 3 * i) for i in range(5)]
     book = harness.make_book(prompts, harness.plain_answers(model, prompts, params))
     rig = harness.Rig(model, (shape, PLAIN), drafter="oracle", lag=lag, rows=3, book=book, miss=2)
-    reporter = Reporter(rig.sched, drafter="oracle")
+    reporter = Reporter(rig.sched, credited=(("oracle",),) * 4)
     rig.loop._watch = reporter.watch
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         rig.submit(str(i), prompt, param)

@@ -77,7 +77,9 @@ def test_the_best_of_both(ops: TorchOps, one: int, two: int, nodes: int, depth: 
         vocab, lively = rng.choice([2, 3, 6]), rng.choice([0.7, 0.95, 1.0])
         shape, calibration = TreeShape(depth, 4, nodes), random_calibration(ops.device, turn)
         share = (calibration.accepted.double() / calibration.seen.double()).tolist()
-        trees = [[random_draft(rng, size, source, vocab, lively) for _ in range(5)] for size, source in ((one, 1), (two, 2))]
+        trees = [
+            [random_draft(rng, size, source, vocab, lively) for _ in range(5)] for size, source in ((one, 1), (two, 2))
+        ]
         got = ops.merge(*(as_draft(part, ops.device) for part in trees), shape, calibration)
         assert got.grade is not None and [part.shape for part in got] == [(5, nodes)] * 4
         assert got.alive.dtype == torch.bool and got.alive[:, 0].all()
@@ -105,13 +107,17 @@ def test_of_equals_the_first(ops: TorchOps) -> None:
         tree["grade"] = [0] + [LEVELS * (tree["grade"][1] // LEVELS) + 9] * 5
         tree["parent"] = [0, 0, 0, 0, 0, 0]
         tree["tokens"] = [7, *(10 * tree["grade"][1] + i for i in range(5))]
-    got = ops.merge(as_draft(first, ops.device), as_draft(second, ops.device), TreeShape(2, 6, 6), new_calibration(ops.device))
+    got = ops.merge(
+        as_draft(first, ops.device), as_draft(second, ops.device), TreeShape(2, 6, 6), new_calibration(ops.device)
+    )
     assert got.tokens.tolist() == [first[0]["tokens"]]
 
 
 def test_the_batch_does_not_matter(ops: TorchOps) -> None:
     rng = random.Random(5)
-    first, second = (as_draft([random_draft(rng, 9, source, 3, 0.9) for _ in range(4)], ops.device) for source in (1, 2))
+    first, second = (
+        as_draft([random_draft(rng, 9, source, 3, 0.9) for _ in range(4)], ops.device) for source in (1, 2)
+    )
     shape, calibration = TreeShape(4, 4, 10), random_calibration(ops.device, 1)
     whole = ops.merge(first, second, shape, calibration)
     for b in range(4):
@@ -132,5 +138,7 @@ def test_needs_no_data() -> None:
             Draft(*(torch.zeros(2, size, dtype=d) for d in (torch.int64, torch.int64, torch.bool, torch.int64)))
             for size in (5, 8)
         ]
-        got = ops.merge(*drafts, TreeShape(4, 2, 9), Calibration(torch.ones(GRADES, DEPTHS), torch.ones(GRADES, DEPTHS)))
+        got = ops.merge(
+            *drafts, TreeShape(4, 2, 9), Calibration(torch.ones(GRADES, DEPTHS), torch.ones(GRADES, DEPTHS))
+        )
         assert got.tokens.shape == (2, 9)

@@ -37,7 +37,7 @@ class Part:
         node = torch.arange(shape.nodes)
         other = 100 * (self.source == LOOKUP) * (node > 1)
         tokens = torch.where(node > 0, 99 + node + other, 9).expand(len(rows), -1)
-        grade = torch.where(node > 0, LEVELS * self.source + 10 + self.source, 0).expand_as(tokens)
+        grade = torch.where(node > 0, LEVELS * self.source + 7 + self.source, 0).expand_as(tokens)
         alive = (node <= shape.depth).expand_as(tokens)
         return Draft(tokens, (node - 1).clamp(min=0).expand_as(tokens), alive, grade)
 
@@ -104,4 +104,4 @@ def test_both_see_the_text(pair: PairDrafter) -> None:
     assert pair.lookup.asked == [("table", "batch", None, "ids", "count", "noisy"), ("flush",)]  # type: ignore[attr-defined]
     pair.constrain("table", "rows", "banned", "noisy")  # type: ignore[arg-type]
     assert pair.model.asked[-1] == ("constrain", "table", "rows", "banned", "noisy")  # type: ignore[attr-defined]
-    assert BOTH == TreeShape(1, 1, 2).by
+    assert TreeShape(1, 1, 2).by == BOTH

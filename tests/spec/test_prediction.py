@@ -1,16 +1,18 @@
 """Chains from predictions against a search in Python lists, and acceptance when an answer follows its prediction."""
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftwing.core import TreeShape
+from draftwing.ops.torch.assign import new_calibration
+from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.torch.tree import accept, derive
 from draftwing.spec.drafter import Draft
-from draftwing.spec.prediction import WINDOW, PredictedOutput
+from draftwing.spec.prediction import LEVEL, WINDOW, PredictedOutput
 
 LENGTH = 200
 
@@ -25,6 +27,11 @@ def slots_of(histories: list[list[int]]) -> Slots:
     for r, history in enumerate(histories):
         tokens[r, : len(history)] = torch.tensor(history)
     return Slots(tokens, torch.tensor([len(h) - 1 for h in histories]))
+
+
+def merged(predicted: PredictedOutput, inner: Draft, *args: Any) -> Draft:
+    cpu = torch.device("cpu")
+    return predicted.merge(inner, *args, ops=TorchOps(cpu), calibration=new_calibration(cpu))
 
 
 def roots(slots: Slots, rows: Tensor, nodes: int) -> Draft:
@@ -63,16 +70,19 @@ class Follower:
         return self.ids[end + 1 :], length + (WINDOW if end == expected else 0)
 
 
-def chain_of(draft: Draft, b: int) -> list[int]:
+def chain_of(draft: Draft, b: int, others: int = 0) -> list[int]:
+    """The tokens of a chain, behind which come so many other nodes under the root."""
     live = [n for n in range(draft.tokens.shape[1]) if draft.alive[b, n]]
-    assert live == list(range(len(live))) and [int(draft.parent[b, n]) for n in live[1:]] == live[:-1]
-    return draft.tokens[b, 1 : len(live)].tolist()
+    chain = len(live) - others
+    above = [*range(chain - 1), *([0] * others)]
+    assert live == list(range(len(live))) and [int(draft.parent[b, n]) for n in live[1:]] == above
+    return draft.tokens[b, 1:chain].tolist()
 
 
 def test_random_predictions_step_by_step() -> None:
-    """Few tokens, so that most suffixes occur often; rows without a prediction keep their own draft."""
+    """Few tokens, so that most suffixes occur often; rows without a prediction keep their own draft, of one node."""
     rng = random.Random(0)
-    found = missed = steady = 0
+    found = missed = steady = kept = 0
     for _ in range(30):
         shape = TreeShape(rng.randint(1, 6), 2, rng.randint(2, 9))
         vocab = rng.choice([1, 2, 4, 40])  # 1: every place matches alike
@@ -93,7 +103,7 @@ def test_random_predictions_step_by_step() -> None:
             inner.alive[:, 1] = True
             before = [x.clone() for x in inner[:3]]
             confidence = predicted.confidence(slots, rows[which], bound)
-            draft = predicted.overlay(inner, slots, rows, which, shape, bound)
+            draft = merged(predicted, inner, slots, rows, which, shape, bound)
             assert all(torch.equal(a, b) for a, b in zip(inner[:3], before, strict=True))
             confidences = dict(zip(which.tolist(), confidence.tolist(), strict=True))
             for b, row in enumerate(rows.tolist()):
@@ -105,13 +115,17 @@ def test_random_predictions_step_by_step() -> None:
                     assert all(torch.equal(x[b], y[b]) for x, y in zip(draft[:3], inner[:3], strict=True))
                     missed += row in followers
                 else:
-                    assert chain_of(draft, b) == following[: min(shape.depth, shape.nodes - 1)]
+                    want = following[: min(shape.depth, shape.nodes - 1)]
+                    own = len(want) < shape.nodes - 1 and histories[row][-1] != want[0]
+                    assert chain_of(draft, b, own) == want
+                    assert draft.grade is not None and (draft.grade[b, 1 : len(want) + 1] == LEVEL).all()
+                    kept += own
                     found += 1
                 assert draft.tokens[b, 0] == histories[row][-1]
                 histories[row] += [rng.randrange(vocab) for _ in range(rng.randint(1, 3))]
                 if following and rng.random() < 0.6:  # the answer follows
                     histories[row] = histories[row][: int(slots.kv_len[row]) + 1] + following[: rng.randint(1, 4)]
-    assert found > 200 and missed > 50 and steady > 50
+    assert found > 200 and missed > 50 and steady > 50 and kept > 50
 
 
 def test_an_answer_that_follows_is_accepted_whole() -> None:
@@ -127,7 +141,7 @@ def test_an_answer_that_follows_is_accepted_whole() -> None:
     history, steps, row = prompt + answer[:1], 0, torch.tensor([0])
     while len(history) < len(prompt) + len(answer):
         slots = slots_of([history, [0]])
-        draft = predicted.overlay(roots(slots, row, shape.nodes), slots, row, row, shape, predicted.longest([0]))
+        draft = merged(predicted, roots(slots, row, shape.nodes), slots, row, row, shape, predicted.longest([0]))
         tree = derive(draft.parent, draft.alive, shape.depth)
         done = len(history) - len(prompt)
         left = answer[done:] + [0] * shape.nodes
@@ -145,7 +159,7 @@ def test_before_the_first_token_the_prediction_begins() -> None:
     predicted = PredictedOutput(1, 16, torch.device("cpu"))
     predicted.write(0, [6, 7], 3)
     row, shape = torch.tensor([0]), TreeShape(4, 1, 5)
-    draft = predicted.overlay(roots(slots, row, 5), slots, row, row, shape, 2)
+    draft = merged(predicted, roots(slots, row, 5), slots, row, row, shape, 2)
     assert chain_of(draft, 0) == [6, 7]
 
 
@@ -153,7 +167,7 @@ def test_nothing_to_do() -> None:
     slots, row = slots_of([[1, 2, 3]]), torch.tensor([0])
     predicted = PredictedOutput(1, 4, torch.device("cpu"))
     inner = roots(slots, row, 1)
-    assert predicted.overlay(inner, slots, row, row, TreeShape(0, 1, 1), 0) is inner
+    assert merged(predicted, inner, slots, row, row, TreeShape(0, 1, 1), 0) is inner
     assert predicted.confidence(slots, row, predicted.longest([0])).tolist() == [0]
     predicted.write(0, range(9), 1)
     assert predicted.longest([0]) == 4 and predicted.tokens.shape == (1, 4)
@@ -166,6 +180,6 @@ def test_runs_on_fake_tensors() -> None:
         slots = Slots(torch.zeros(3, 50, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
         rows, which = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         inner = Draft(*(torch.zeros(2, 5, dtype=d) for d in (torch.int64, torch.int64, torch.bool)))
-        draft = predicted.overlay(inner, slots, rows, which, TreeShape(4, 1, 5), 20)
+        draft = merged(predicted, inner, slots, rows, which, TreeShape(4, 1, 5), 20)
         assert [x.shape for x in draft[:3]] == [(2, 5)] * 3
         assert predicted.confidence(slots, which, 20).shape == (1,)

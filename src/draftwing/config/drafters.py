@@ -146,7 +146,7 @@ TRAINED = {spec.training.name: spec for spec in DRAFTERS if spec.training is not
 
 
 def find_drafter(asked: str | type[Any]) -> DrafterSpec:
-    """The drafter of this name, a pair of them (`EAGLE3+NGRAM`), or the user's own: `module:Class`, or the class itself.
+    """The drafter of this name, two of them (`EAGLE3+NGRAM`), or the user's own: `module:Class`, or the class itself.
 
     Raises ConfigError for a name that nobody has, for drafters that make no pair, for a class that cannot be imported,
     and for one that is no drafter.

@@ -195,6 +195,7 @@ def assemble(
             initial_confidence=drafter.initial_confidence if drafter is not None else 0,
             ahead=SLOTS_AHEAD,
             lagging=frozenset(filter(drafter.lags, policy.menu)) if drafter is not None else frozenset(),
+            credited=options.drafter_spec.credited,
         ),
         policy,
         spans,

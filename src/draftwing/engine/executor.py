@@ -133,9 +133,11 @@ class Executor:
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
         self._batches = Batches(table, device.ops)
         self.calibration = new_calibration(device.device)
+        if drafter is not None:
+            drafter.calibration = self.calibration
         self._steps = 0  # with drafts
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
-        self._special = SpecialRows(model, drafter, table, device)
+        self._special = SpecialRows(model, drafter, table, device, self.calibration)
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
 
     @torch.inference_mode()

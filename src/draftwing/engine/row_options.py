@@ -19,7 +19,7 @@ from draftwing.core import PLAIN, IntArray, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.types import Draft
+from draftwing.ops.types import Calibration, Draft
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
@@ -60,8 +60,11 @@ class Logprobs(NamedTuple):
 
 
 class SpecialRows:
-    def __init__(self, model: DecoderModel, drafter: Drafter | None, table: RowTable, device: Device) -> None:
+    def __init__(
+        self, model: DecoderModel, drafter: Drafter | None, table: RowTable, device: Device, calibration: Calibration
+    ) -> None:
         self.model, self.drafter, self.table, self.device = model, drafter, table, device
+        self._calibration = calibration
         rows, vocab = table.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device, device.upload)
         self.predicted = PredictedOutput(rows, min(table.length, MAX_PREDICTED), device.device, device.upload)
@@ -93,7 +96,10 @@ class SpecialRows:
         shape = plan.shape
         if len(plan.predicted):
             longest = self.predicted.longest(plan.rows[plan.predicted].tolist())
-            draft = self.predicted.overlay(draft, self.table, rows, self._rows_of(plan.predicted), shape, longest)
+            draft = self.predicted.merge(
+                draft, self.table, rows, self._rows_of(plan.predicted), shape, longest, self.device.ops,
+                self._calibration,
+            )  # fmt: skip
         if len(plan.limited):
             limits = self.device.upload(self._limits[plan.rows].ravel()).view(-1, 3)
             draft = limit(draft, shape.depth, *limits.unbind(1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
 
-from draftwing.core import IntArray, TokenLogprobs
+from draftwing.core import SOURCES, IntArray, TokenLogprobs
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState
 from draftwing.requests.request import GenerationRequest
@@ -81,7 +82,8 @@ class Req:
     cached_tokens: int = 0
     retractions: int = 0
     verify_steps: int = 0
-    proposed: int = 0
+    proposed_by: list[int] = field(default_factory=lambda: [0] * len(SOURCES))  # drafts that were verified, by source
+    accepted_by: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
     accepted: list[int] = field(default_factory=list)  # [d] = steps in which d drafts were accepted
     confidence: int = 0  # the drafter's confidence, as of the last commit
     allowed: frozenset[int] | None = None  # the only tokens of the answer, if it names any
@@ -166,6 +168,18 @@ class Req:
         self.owned[self.covered : end] = True
         self.covered = end
 
-    def note_accepted(self, drafts: int) -> None:
-        self.accepted.extend([0] * (drafts + 1 - len(self.accepted)))
-        self.accepted[drafts] += 1
+    @property
+    def proposed(self) -> int:
+        """Drafts that were verified."""
+        return sum(self.proposed_by)
+
+    def note_proposed(self, by_source: Sequence[int]) -> None:
+        for source, drafts in enumerate(by_source):
+            self.proposed_by[source] += drafts
+
+    def note_accepted(self, sources: Sequence[int]) -> None:
+        """Takes note of a step's accepted drafts."""
+        self.accepted.extend([0] * (len(sources) + 1 - len(self.accepted)))
+        self.accepted[len(sources)] += 1
+        for source in sources:
+            self.accepted_by[source] += 1

@@ -42,6 +42,7 @@ class SchedulerConfig:
     vocab: int = 0  # width of the target's logits
     lagging: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
     lag: int = LAG  # most positions of a row that it may lack then
+    credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
 
 
 class Scheduler:
@@ -330,7 +331,7 @@ class Scheduler:
             else:
                 self._catch_ups.commit(plan.step, plan.shape, req, count)
                 self._commit_path(req, plan.shape, result, i, count)
-                self._emit(req, new, logprobs.get(i, []), drafts=count - 1)
+                self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i, : count - 1].tolist())
             if failure is not None and req.running:
                 self._finish(req, [], {"type": "abort", "message": failure})
 
@@ -386,15 +387,17 @@ class Scheduler:
         if shape.nodes > 1:
             window = slice(req.kv, req.kv + shape.nodes)
             req.slots[window] = req.slots[window][result.order[i]]  # as the device permuted its page table
-            req.proposed += int(result.proposed[i])
+            req.note_proposed(result.proposed_by[i].tolist())
         req.kv += count
         req.bound -= shape.max_commit - count
         req.inflight -= 1
         req.verify_steps += 1
 
-    def _emit(self, req: Req, new: list[int], logprobs: list[TokenLogprobs], drafts: int | None = None) -> None:
-        """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: how many of the
-        first tokens are accepted drafts; None for the token of a prefill."""
+    def _emit(
+        self, req: Req, new: list[int], logprobs: list[TokenLogprobs], drafts: Sequence[int] | None = None
+    ) -> None:
+        """Appends tokens up to the first stop; what the device committed past it is dropped. drafts: the sources of the
+        first tokens, which are accepted drafts; None for the token of a prefill."""
         reason = None
         kept: list[int] = []
         for token in new:
@@ -407,7 +410,7 @@ class Scheduler:
             req.tokens.pop()
             kept.pop()
         if drafts is not None:
-            req.note_accepted(min(drafts, len(kept)))
+            req.note_accepted(drafts[: len(kept)])
         first = req.completion_tokens == len(kept)
         output = Output(
             req.uid, kept, logprobs=logprobs[: len(kept)], prompt_logprobs=req.prompt_logprobs if first else []
@@ -467,7 +470,18 @@ class Scheduler:
             "spec_accept_length": 1 + correct / req.verify_steps if req.verify_steps else 1.0,
             "spec_accept_rate": correct / req.proposed if req.proposed else 0.0,
             "spec_correct_drafts_histogram": list(req.accepted),
+            "spec_drafters": self._by_drafter(req),
         }
+
+    def _by_drafter(self, req: Req) -> dict[str, dict[str, int]]:
+        """What each drafter has proposed, and what of it was accepted; drafts of two drafters count for both."""
+        found: dict[str, dict[str, int]] = {}
+        for source, names in enumerate(self.config.credited):
+            for name in names if source or req.proposed_by[0] else ():
+                counts = found.setdefault(name, {"proposed": 0, "accepted": 0})
+                counts["proposed"] += req.proposed_by[source]
+                counts["accepted"] += req.accepted_by[source]
+        return found
 
     # -- small things -------------------------------------------------------------------------------------------
 

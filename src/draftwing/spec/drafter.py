@@ -18,7 +18,7 @@ from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Draft, RowTensors
+from draftwing.ops.types import Calibration, Draft, RowTensors
 from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Drafter(ABC):
     kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
     initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result tells it
+    calibration: Calibration  # of all drafts by grade and depth, kept by the executor, which tells it
     fixed_confidence: bool = True  # whether that is what it always is, so that `confidence` need not be called
 
     @classmethod

@@ -1,7 +1,7 @@
 """Drafts copied from the text that a request expects its answer to resemble (OpenAI's `prediction`).
 
-`write` takes a prediction when its request is admitted. In a step, `overlay` puts the copied chain over what the
-drafter proposed, or over bare roots where there is no drafter. At the end of a step, `confidence` says how promising
+`write` takes a prediction when its request is admitted. In a step, `merge` puts the copied chain into the tree that the
+drafter proposed, or under bare roots where there is no drafter. At the end of a step, `confidence` says how promising
 the next copy is, so that the policy chooses a shape with room for it.
 """
 
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import IntArray, TreeShape
-from draftwing.ops.types import Draft, RowTensors
+from draftwing.core import OTHER, IntArray, TreeShape
+from draftwing.ops.torch.assign import LEVELS
+from draftwing.ops.torch.merge import MergeOps, graded
+from draftwing.ops.types import Calibration, Draft, RowTensors
 
 WINDOW: Final = 8  # newest tokens that are looked for; a longer match counts as this long
+LEVEL: Final = 12  # of a predicted token's grade, until it is known how often answers follow predictions
 
 
 class _Match(NamedTuple):
@@ -87,11 +90,13 @@ class PredictedOutput:
         match = self._match(table, rows, bound)
         return torch.where(match.expected, match.length + WINDOW, match.length).mul_(match.found)
 
-    def overlay(
-        self, draft: Draft, table: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int
-    ) -> Draft:
-        """The draft [B, N = shape.nodes] with the rows `which` that are found in their predictions replaced by a chain
-        of what follows there, at most shape.depth tokens; its other rows, and other nodes of these, as they were.
+    def merge(
+        self, draft: Draft, table: RowTensors, rows: Tensor, which: Tensor, shape: TreeShape, bound: int, ops: MergeOps,
+        calibration: Calibration,
+    ) -> Draft:  # fmt: skip
+        """The draft [B, N = shape.nodes] with a chain of what follows in their predictions, at most shape.depth tokens,
+        for the rows `which` that are found there. The chain comes first; of the other nodes those stay for which there
+        is room, see `MergeOps.merge`.
 
         rows [B] int64, of the table; which [b] int64, batch indices of rows with a prediction, none twice; bound:
         `longest` of them, or more. The longest suffix of the row's tokens (up to `WINDOW`) that the prediction has
@@ -114,19 +119,16 @@ class PredictedOutput:
         place = match.end[:, None] + node  # [b, N]; the root's own at node 0
         on = (node <= depth) & (place < self.count.index_select(0, table_rows)[:, None])
         predicted = self.tokens[:, :bound].index_select(0, table_rows).gather(1, place.clamp(0, bound - 1))
-        inner = Draft(*(x.index_select(0, which) for x in draft[:3]))
+        draft = graded(draft)
+        inner = Draft(*(x.index_select(0, which) for x in draft if x is not None))
         chain = Draft(
             tokens=torch.where(on & (node > 0), predicted, inner.tokens[:, :1]),
             parent=((node - 1).clamp_(min=0) * (node <= depth)).expand_as(place),
-            alive=on | (node == 0),
+            alive=(on & match.found[:, None]) | (node == 0),
+            grade=((node > 0) * (LEVELS * OTHER + LEVEL)).expand_as(place),
         )
-        found = match.found[:, None]
-        replaced = (torch.where(found, x, y) for x, y in zip(chain[:3], inner[:3], strict=True))
-        tokens, parent, alive = (x.index_copy(0, which, y) for x, y in zip(draft[:3], replaced, strict=True))
-        grade = draft.grade
-        if grade is not None:
-            grade = grade.index_copy(0, which, torch.where(found, 0, grade.index_select(0, which)))
-        return Draft(tokens, parent, alive, grade)
+        merged = ops.merge(chain, inner, shape, calibration)
+        return Draft(*(x.index_copy(0, which, y) for x, y in zip(draft, merged, strict=True) if x is not None))  # type: ignore[arg-type]
 
     def _match(self, table: RowTensors, rows: Tensor, bound: int) -> _Match:
         assert 0 < bound <= self.tokens.shape[1]

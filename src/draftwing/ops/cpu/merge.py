@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.ops.cpu.tree import addresses, ints
-from draftwing.ops.torch.merge import MergeOps
+from draftwing.ops.torch.merge import MergeOps, graded
 from draftwing.ops.types import Calibration, Draft
 
 
@@ -20,8 +20,7 @@ class CpuMergeOps(MergeOps):
 
     def merge(self, first: Draft, second: Draft, shape: TreeShape, calibration: Calibration) -> Draft:
         batch, nodes = first.tokens.shape[0], shape.nodes
-        held = [part.contiguous() for part in (*first, *second) if part is not None]
-        assert len(held) == 8, "both are graded"
+        held = [part.contiguous() for part in (*graded(first), *graded(second)) if part is not None]
         seen, accepted = calibration
         assert seen.is_contiguous() and accepted.is_contiguous() and seen.dtype == accepted.dtype == torch.float32
         draft = Draft(
@@ -34,7 +33,5 @@ class CpuMergeOps(MergeOps):
         return draft
 
     def raise_confidence(self, confidence: Tensor) -> Tensor:
-        self.raw.raise_confidence(
-            confidence.data_ptr(), confidence.stride(0), confidence.shape[0], MAX_CONFIDENCE
-        )
+        self.raw.raise_confidence(confidence.data_ptr(), confidence.stride(0), confidence.shape[0], MAX_CONFIDENCE)
         return confidence

@@ -21,8 +21,9 @@ class MergeOps:
 
         Nodes with the same path are one, graded by the better level, with the sources of both. Of all nodes no deeper
         than shape.depth those with the highest survival stay, of equals those of `first`, and the earlier ones. Nodes
-        keep this order, dead ones come last. Both must be graded; survival is what `AssignOps.rank` expects.
+        keep this order, dead ones come last. Survival is what `AssignOps.rank` expects.
         """
+        first, second = graded(first), graded(second)
         assert first.grade is not None and second.grade is not None
         agree = _agree(first, second, shape.depth)  # [B, N1, N2]
         twin, place = agree.any(1), agree.long().argmax(1)  # of the second's nodes, [B, N2]
@@ -51,6 +52,11 @@ class MergeOps:
     def raise_confidence(self, confidence: Tensor) -> Tensor:
         """confidence [B] int64 of any stride, in place: one more, for there is another drafter."""
         return confidence.add_(1).clamp_(max=MAX_CONFIDENCE)
+
+
+def graded(draft: Draft) -> Draft:
+    """With grades; of a drafter that does not say, those of nobody."""
+    return draft if draft.grade is not None else draft._replace(grade=torch.zeros_like(draft.parent))
 
 
 def _agree(first: Draft, second: Draft, depth: int) -> Tensor:

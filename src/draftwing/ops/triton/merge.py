@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.core import MAX_CONFIDENCE, TreeShape
 from draftwing.ops.torch.assign import DEPTHS, LEVELS, SURE
-from draftwing.ops.torch.merge import MergeOps
+from draftwing.ops.torch.merge import MergeOps, graded
 from draftwing.ops.triton.common import lanes, launch_options, start
 from draftwing.ops.types import Calibration, Draft
 
@@ -139,11 +139,10 @@ class TritonMergeOps(MergeOps):
         (batch, one), two, nodes = first.tokens.shape, second.tokens.shape[1], shape.nodes
         if max(one, two) > _MOST:
             return super().merge(first, second, shape, calibration)
-        assert first.grade is not None and second.grade is not None
         assert calibration.seen.is_contiguous() and calibration.accepted.is_contiguous()
         new = first.tokens.new_empty
         draft = Draft(new(batch, nodes), new(batch, nodes), new(batch, nodes, dtype=torch.bool), new(batch, nodes))
-        parts = [part for tree in (first, second) for part in _parts(tree)]
+        parts = [part for tree in (graded(first), graded(second)) for part in _parts(tree)]
         wide = lanes(one + two)
         _merge_kernel[(batch,)](
             *parts, *calibration, new(batch, 4, one + two), *_parts(draft),
