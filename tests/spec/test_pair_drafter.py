@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.core import BOTH, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, TreeShape
+from draftwing.core import BOTH, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.kv.pool import LayerSpec
 from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.ops import TorchOps
@@ -94,6 +94,16 @@ def test_what_it_says_of_itself(pair: PairDrafter) -> None:
     out = torch.full((2, 3), 7)
     assert pair.confidence(SimpleNamespace(), ROWS, 5, out[:, 1]).tolist() == [1, MAX_CONFIDENCE]  # type: ignore[arg-type]
     assert out.tolist() == [[7, 1, 7], [7, MAX_CONFIDENCE, 7]]
+
+
+def test_only_the_model_lags(pair: PairDrafter) -> None:
+    shapes = (PLAIN, GROWN, DEEP._replace(by=LOOKUP_ALONE), GROWN._replace(by=MODEL_ALONE))
+    assert [pair.lags(shape) for shape in shapes] == [True, False, True, False]
+    given: list[Any] = ["table", "batch", "ids", "count", "noisy"]
+    pair.watch(*given)
+    pair.catch_up(*given[:2], "hidden", *given[2:])
+    assert pair.lookup.asked == [("table", "batch", None, "ids", "count", "noisy")]  # type: ignore[attr-defined]
+    assert pair.model.asked == [("catch_up", "table", "batch", "hidden", "ids", "count", "noisy")]  # type: ignore[attr-defined]
 
 
 def test_both_see_the_text(pair: PairDrafter) -> None:

@@ -42,6 +42,9 @@ class PairDrafter(Drafter):
         grown = 0 if shape.by == LOOKUP_ALONE else self.model.span(self._grown(shape))
         return max(grown, self.lookup.span(shape), shape.max_commit + self.tail)
 
+    def lags(self, shape: TreeShape) -> bool:
+        return super().lags(shape) or shape.by == LOOKUP_ALONE
+
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         """Where both propose, the lookup may do so for deeper trees than the model grows."""
         if shape.by == MODEL_ALONE:
@@ -72,6 +75,22 @@ class PairDrafter(Drafter):
     ) -> None:
         self.lookup.extend(table, batch, None, next_ids, count, noisy)
         self.model.extend(table, batch, aux_hidden, next_ids, count, noisy)
+
+    def watch(self, table: RowTensors, batch: Batch, next_ids: Tensor, count: Tensor, noisy: Tensor) -> None:
+        """The lookup sees every step."""
+        self.lookup.extend(table, batch, None, next_ids, count, noisy)
+
+    def catch_up(
+        self,
+        table: RowTensors,
+        batch: Batch,
+        aux_hidden: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor,
+        noisy: Tensor,
+    ) -> None:
+        """Only the model ever lags."""
+        self.model.catch_up(table, batch, aux_hidden, next_ids, count, noisy)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """One more than the lookup's, for the model can always propose."""
