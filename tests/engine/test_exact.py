@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.ops.torch.assign import new_calibration
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
+PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
 
 
 pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", CUDA], indirect=True, scope="session")
@@ -87,6 +89,22 @@ def test_oracle_drafts(harness, case, shape, lag):
     assert rig.accept_length > 1.5
     if shape != CHAIN:
         assert rig.stats.moved > 50, "no later child was accepted"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram"])
+def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
+    """What is verified changes with every step and every batch, and no text does."""
+    model, prompts, _, _, book = case
+    params = [harness.greedy(40) for _ in prompts]
+    expected = harness.plain_answers(model, prompts, params)
+    rig, _ = answer(
+        harness, (model, prompts, params, expected, book), drafter=drafter, policy=Cycle(PART, PART, TREE), miss=1,
+        lag=lag,
+    )  # fmt: skip
+    assert rig.stats.shapes == {PART, TREE, PLAIN} and rig.accept_length > 1.2
+    seen = rig.executor.calibration.seen
+    assert seen.sum() > new_calibration(seen.device).seen.sum() + 20  # more than the first guesses
 
 
 @pytest.mark.parametrize("lag", [0, 1])

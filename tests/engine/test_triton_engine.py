@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
 TREE = TreeShape(3, 2, 5)
+PART = TreeShape(3, 2, 7, 3)  # of whose nodes the batch verifies 3 for each row
 
 
 @pytest.fixture
@@ -39,8 +40,10 @@ def interpreted(harness, monkeypatch):
     return Device(torch.device("cpu"), TritonOps(torch.device("cpu")))
 
 
-@pytest.mark.parametrize(("drafter", "graph_size"), [(None, 1), ("ngram", 0), ("model", 0)])
-def test_the_text_is_the_same(harness, request, drafter, graph_size):
+@pytest.mark.parametrize(
+    ("drafter", "graph_size", "tree"), [(None, 1, TREE), ("ngram", 0, TREE), ("model", 0, TREE), ("model", 0, PART)]
+)
+def test_the_text_is_the_same(harness, request, drafter, graph_size, tree):
     model = harness.tiny_model()
     prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]]
     params = [harness.greedy(5), harness.seeded(3, top_k=20, top_p=0.9)]
@@ -49,7 +52,7 @@ def test_the_text_is_the_same(harness, request, drafter, graph_size):
     if drafter == "model":
         head = DraftLM(harness.tiny_model(), harness.VOCAB)  # the target itself: all is accepted
         drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
-    shapes = (TREE, PLAIN) if drafter else (PLAIN,)
+    shapes = (tree, PLAIN) if drafter else (PLAIN,)
     rig = harness.Rig(
         model, shapes=shapes, drafter=drafter, rows=2, lag=1, graph_size=graph_size,
         attn=partial(device.ops.attention, exact=True), fake_device=device,
@@ -61,4 +64,4 @@ def test_the_text_is_the_same(harness, request, drafter, graph_size):
     assert rig.run().tokens == expected.tokens
     assert any(key is None for key in calls) and any(key is not None for key in calls) == (graph_size > 0)
     if rig.drafter is not None:
-        assert TREE in rig.stats.shapes
+        assert tree in rig.stats.shapes

@@ -71,7 +71,11 @@ def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
     return rig.run().tokens, stages
 
 
-@pytest.mark.parametrize(("drafter", "shape"), [(None, PLAIN), ("ngram", TREE)], ids=["none", "ngram"])
+@pytest.mark.parametrize(
+    ("drafter", "shape"),
+    [(None, PLAIN), ("ngram", TREE), ("ngram", TREE._replace(nodes=12, verified=3))],
+    ids=["none", "ngram", "some nodes"],
+)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_text_is_the_same(harness, case, drafter, shape, rows, lag):
@@ -93,7 +97,7 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
     if seeded:  # a row that draws makes a step one that is not recorded
         params = [harness.seeded(24, seed=i) if i % 3 == 0 else param for i, param in enumerate(params)]
     expected = harness.plain_answers(model, prompts, params, attn=native)
-    lengths, shape = [], TreeShape(3, 2, 4)
+    lengths, shape = [], TreeShape(3, 2, 8, 4)
     for unrecorded in (False, True):
         if kind == "EAGLE":
             head = new_eagle_head(model, 192, seed=3)
