@@ -30,6 +30,7 @@ from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.sched.shapes import FixedShape
 from draftwing.spec.drafter import Draft
 from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.suffix_drafter import SuffixDrafter
 
 VOCAB = 48
 CONTEXT = 128
@@ -164,6 +165,8 @@ class Rig:
             drafter = OracleDrafter(book.to(dev.device), miss)
         elif drafter == "ngram":
             drafter = NGramDrafter(capacity=4096, rows=rows + 1, ops=dev.ops)
+        elif drafter == "suffix":
+            drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops)
         self.drafter = drafter
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)

@@ -108,13 +108,14 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_ngram_drafts(harness, repetitive, lag):
-    rig, _ = answer(harness, repetitive, shapes=(TreeShape(7, 4, 8),), drafter="ngram", lag=lag)
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_matched_drafts(harness, repetitive, drafter, lag):
+    rig, _ = answer(harness, repetitive, shapes=(TreeShape(7, 4, 8),), drafter=drafter, lag=lag)
     assert rig.accept_length > 1.5
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("drafter", ["oracle", "ngram"])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_changing_shapes(harness, case, drafter, lag):
     rig, _ = answer(harness, case, drafter=drafter, policy=Cycle(CHAIN, TREE, BUSHY), miss=1, lag=lag)
     assert rig.stats.shapes == {CHAIN, TREE, BUSHY, PLAIN}
@@ -153,7 +154,7 @@ def test_prefix_hits(harness, case, lag):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("drafter", ["oracle", "ngram"])
+@pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_preemption(harness, case, drafter, lag):
     """A pool for less than two requests, six rows: requests are retracted and resume exactly."""
     rig, got = answer(harness, case, shapes=(TREE,), drafter=drafter, lag=lag, slots=120, chunk=8)

@@ -91,7 +91,7 @@ def plans(shape, params, catch_up=False):
         (None, PLAIN),
         *(
             (drafter, shape)
-            for drafter in ("ngram", "oracle", "STANDALONE", "EAGLE3+NGRAM", *HEADS)
+            for drafter in ("ngram", "suffix", "oracle", "STANDALONE", "EAGLE3+NGRAM", *HEADS)
             for shape in SHAPES
         ),
     ],

@@ -205,6 +205,16 @@ class Options:
         10_000_000, SPECULATION, "tokens that the shared memory keeps", minimum=1024, maximum=2**31 - 1
     )
 
+    speculative_suffix_max_depth: int = option(
+        24, SPECULATION, "most last tokens that SUFFIX matches", minimum=1, maximum=32
+    )
+    speculative_suffix_min_prob: float = option(
+        0.02, SPECULATION, "least estimated probability of what SUFFIX proposes", minimum=0.0001, maximum=1
+    )
+    speculative_suffix_capacity: int = option(
+        1_000_000, SPECULATION, "tokens of prompts and answers that SUFFIX remembers", minimum=1024, maximum=2**28
+    )
+
     simulate_accept_length: float | None = option(
         None, SPECULATION,
         "for timing: accept drafts at random, this many tokens per step on average, the target's own included, with a "

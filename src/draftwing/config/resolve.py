@@ -160,7 +160,9 @@ def _with_tree(
         if drafter.parts:
             _breadth(options)  # its check
         if drafter.matched:
-            default = drafter.tree._replace(topk=_breadth(options))
+            default = drafter.tree
+            if "speculative_ngram_max_bfs_breadth" in drafter.options:
+                default = default._replace(topk=_breadth(options))
             shape = matched_shape(given, default)
         else:
             shape = grown_shape(given, carried or llama or drafter.tree)

@@ -15,6 +15,7 @@ from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
+from draftwing.spec.suffix_drafter import SuffixDrafter
 
 log = logging.getLogger("draftwing")
 
@@ -32,6 +33,20 @@ def ngram(context: DraftContext) -> NGramDrafter:
         capacity=options.speculative_ngram_capacity,
         rows=context.rows,
         ops=context.ops,
+    )
+
+
+def suffix(context: DraftContext) -> SuffixDrafter:
+    """Drafts of what most often followed."""
+    options = context.options
+    assert context.target.config.vocab_size <= 2**22, "the suffix trie packs token ids into 22 bits"
+    return SuffixDrafter(
+        rows=context.rows,
+        ops=context.ops,
+        shape=context.shape,
+        max_context=options.speculative_suffix_max_depth,
+        min_prob=options.speculative_suffix_min_prob,
+        capacity=options.speculative_suffix_capacity,
     )
 
 

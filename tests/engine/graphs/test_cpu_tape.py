@@ -73,8 +73,8 @@ def answers(harness, case, drafter, shape, unrecorded=False, params=None, **kw):
 
 @pytest.mark.parametrize(
     ("drafter", "shape"),
-    [(None, PLAIN), ("ngram", TREE), ("ngram", TREE._replace(nodes=12, verified=3))],
-    ids=["none", "ngram", "some nodes"],
+    [(None, PLAIN), ("ngram", TREE), ("suffix", TREE), ("ngram", TREE._replace(nodes=12, verified=3))],
+    ids=["none", "ngram", "suffix", "some nodes"],
 )
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lag", [0, 1])

@@ -15,12 +15,21 @@ from draftwing.ops.cpu.layer_ops import CpuLayerOps
 from draftwing.ops.cpu.merge import CpuMergeOps
 from draftwing.ops.cpu.ngram import CpuNGramOps
 from draftwing.ops.cpu.sampling import CpuSamplingOps
+from draftwing.ops.cpu.suffix import CpuSuffixOps
 from draftwing.ops.cpu.tree import CpuTreeOps
 from draftwing.ops.torch.ops import TorchOps
 
 
 class CpuOps(
-    CpuTreeOps, CpuAssignOps, CpuMergeOps, CpuExpansionOps, CpuSamplingOps, CpuNGramOps, CpuLayerOps, TorchOps
+    CpuTreeOps,
+    CpuAssignOps,
+    CpuMergeOps,
+    CpuExpansionOps,
+    CpuSamplingOps,
+    CpuNGramOps,
+    CpuSuffixOps,
+    CpuLayerOps,
+    TorchOps,
 ):
     """Made where the extension was built and the device is a CPU. Takes tensors with data only."""
 

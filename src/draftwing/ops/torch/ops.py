@@ -11,10 +11,11 @@ from draftwing.ops.torch.expansion import ExpansionOps
 from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.ops.torch.merge import MergeOps
 from draftwing.ops.torch.ngram import NGramOps
+from draftwing.ops.torch.suffix import SuffixOps
 from draftwing.ops.torch.tree import TreeOps
 
 
-class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, LayerOps):
+class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, LayerOps):
     """The operations of one device, made once; see docs/architecture.md."""
 
     name = "torch"

@@ -14,6 +14,7 @@ from draftwing.ops.triton.layer_ops import TritonLayerOps
 from draftwing.ops.triton.merge import TritonMergeOps
 from draftwing.ops.triton.ngram import TritonNGramOps
 from draftwing.ops.triton.sampling import TritonSamplingOps
+from draftwing.ops.triton.suffix import TritonSuffixOps
 from draftwing.ops.triton.tree import TritonTreeOps
 
 
@@ -24,6 +25,7 @@ class TritonOps(
     TritonExpansionOps,
     TritonSamplingOps,
     TritonNGramOps,
+    TritonSuffixOps,
     TritonLayerOps,
     TorchOps,
 ):

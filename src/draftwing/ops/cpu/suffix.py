@@ -1,0 +1,71 @@
+"""The suffix drafter in C (ops/cpu/csrc/suffix.c): the same table, confidences and trees as in torch. Lengths are read
+from the tensors: no bounds of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.core import LOOKUP, MAX_CONFIDENCE
+from draftwing.ops.cpu.tree import addresses, ints
+from draftwing.ops.torch.assign import LEVELS
+from draftwing.ops.torch.suffix import BACK, LENGTHS, SCORE_BITS, WAYS, SuffixIndex, SuffixOps
+from draftwing.ops.types import Draft, RowTensors
+
+_CONSTANTS = BACK, len(LENGTHS), LENGTHS[-1], LEVELS, LOOKUP, SCORE_BITS, WAYS
+assert _CONSTANTS == (3, 11, 32, 16, 2, 12, 8), "as in ops/cpu/csrc/suffix.c"
+
+
+class CpuSuffixIndex(SuffixIndex):
+    """The trie in C."""
+
+    raw: Any = None  # the extension module
+
+    def insert(
+        self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
+    ) -> None:
+        rows, prefix_len, count = rows.contiguous(), prefix_len.contiguous(), count.contiguous()
+        self.raw.suffix_insert(
+            *self._trie(table), rows.data_ptr(), rows.shape[0], prefix_len.data_ptr(), count.data_ptr(), int(shared)
+        )
+
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(rows) if out is None else out
+        rows, kv_len = rows.contiguous(), table.kv_len.contiguous()
+        self.raw.suffix_grow(
+            *self._trie(table), rows.data_ptr(), rows.shape[0], *addresses((kv_len, self.escape, self.starts)),
+            self.depth, self.nodes, self.width, self.least.data_ptr(), MAX_CONFIDENCE, self.grown.data_ptr(),
+            out.data_ptr(), out.stride(0),
+        )  # fmt: skip
+        return out
+
+    def emit(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
+        rows, last, batch = rows.contiguous(), table.last.contiguous(), rows.shape[0]
+        alive = torch.empty(batch, nodes, dtype=torch.bool)
+        draft = Draft(ints(batch, nodes), ints(batch, nodes), alive, ints(batch, nodes))
+        self.raw.suffix_emit(
+            rows.data_ptr(), batch, self.grown.data_ptr(), self.rows + 1, self.nodes, last.data_ptr(), depth, nodes,
+            *addresses(draft),
+        )  # fmt: skip
+        return draft
+
+    def _trie(self, table: RowTensors) -> tuple[int, ...]:
+        tokens = table.tokens
+        assert tokens.is_contiguous()
+        return (
+            tokens.data_ptr(), tokens.shape[1], self.owner.data_ptr(), self.length.data_ptr(), len(self.lengths),
+            self.table.data_ptr(), self.buckets, self.rows,
+        )  # fmt: skip
+
+
+class CpuSuffixOps(SuffixOps):
+    """Overrides the index."""
+
+    raw: Any
+
+    def suffix_index(self, rows: int, **settings: float) -> SuffixIndex:
+        index = CpuSuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]
+        index.raw = self.raw
+        return index

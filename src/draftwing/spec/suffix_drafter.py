@@ -1,0 +1,74 @@
+"""Drafts from a suffix trie: what most often followed the newest tokens, here and in earlier answers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from draftwing.config.drafters import SUFFIXES
+from draftwing.core import TreeShape
+from draftwing.errors import ConfigError
+from draftwing.ops.attention import Batch
+from draftwing.ops.torch.suffix import LENGTHS, SuffixOps
+from draftwing.ops.types import Draft, RowTensors
+from draftwing.spec.drafter import Drafter
+
+
+class SuffixDrafter(Drafter):
+    """Trees from counts of what followed; a `Drafter` without weights and without KV around a `SuffixIndex`."""
+
+    initial_confidence = 0
+    fixed_confidence = False
+
+    def __init__(
+        self,
+        rows: int,
+        ops: SuffixOps,
+        shape: TreeShape = SUFFIXES,
+        max_context: int = 24,
+        min_prob: float = 0.02,
+        capacity: int = 1_000_000,
+    ) -> None:
+        """rows: R + 1, the rows of the row table with its dummy. shape: the largest tree that will be asked for.
+        max_context: tokens of the longest context; min_prob: of a node's path, or it is not proposed; capacity: tokens
+        that the trie remembers."""
+        if not 1 <= max_context <= LENGTHS[-1]:
+            raise ConfigError(f"suffix contexts: expected 1 to {LENGTHS[-1]} tokens, found {max_context}")
+        if not 0 < min_prob <= 1:
+            raise ConfigError(f"suffix probability: expected above 0 and at most 1, found {min_prob:g}")
+        if capacity < 1:
+            raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
+        self.index = ops.suffix_index(
+            rows, depth=shape.depth, nodes=shape.nodes, max_context=max_context, min_prob=min_prob, capacity=capacity
+        )
+
+    def flush(self) -> None:
+        self.index.flush()
+
+    def extend(
+        self,
+        table: RowTensors,
+        batch: Batch,
+        aux_hidden: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor | None,
+        noisy: Tensor | None = None,
+    ) -> None:
+        """Decoding: the trie learns the count[b] newest tokens of each row. The end of a prefill: all tokens of the
+        row, for that row alone."""
+        rows = batch.rows
+        if count is not None:
+            self.index.insert(table, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
+            return
+        final = [chunk for chunk in batch.chunks if chunk.final]  # the first ones
+        if final:
+            longest = max(chunk.start + chunk.length for chunk in final)
+            self.index.begin(table, rows[: len(final)], longest)
+
+    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
+        """How many drafts are expected to be accepted, rounded: see `SuffixIndex.confidence`."""
+        return self.index.confidence(table, rows, max_kv_len, out)
+
+    def propose(
+        self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor | None = None
+    ) -> Draft:
+        return self.index.propose(table, rows, shape)
