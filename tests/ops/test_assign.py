@@ -110,6 +110,7 @@ def test_the_best_nodes_of_the_batch_are_verified(
     starts = done.trees.starts.tolist()
     assert starts[: batch + 1] == counted and starts[-1] == total
     assert all(0 <= end - begin <= nodes == done.trees.cap for begin, end in itertools.pairwise(starts))
+    assert done.trees.mean == math.ceil(total / batch)
     spare = len(starts) - 1 - batch
     assert done.trees.rows.tolist() == rows.tolist() + [table.rows] * spare
     assert done.trees.prefix_len.tolist() == inputs.prefix_len.tolist() + [0] * spare

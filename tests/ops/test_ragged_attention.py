@@ -40,7 +40,7 @@ class Whole(NamedTuple):
             write_slots=batch.write_slots[query],
             path=batch.path.flatten(0, 1)[query].unsqueeze(1),
             path_len=batch.path_len.flatten()[query].unsqueeze(1),
-            ragged=Ragged(batch.rows, batch.prefix_len, starts, nodes) if told else None,
+            ragged=Ragged(batch.rows, batch.prefix_len, starts, nodes, 3) if told else None,
         )
         return batch, query
 

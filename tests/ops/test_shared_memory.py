@@ -44,7 +44,7 @@ for batch, nodes, depth, exact in cases:
     )
 half = torch.bfloat16
 for exact in (True, False):  # 16 trees of 4 nodes on average
-    ragged = Ragged(empty(16), empty(16), empty(17), 32)
+    ragged = Ragged(empty(16), empty(16), empty(17), 32, 4)
     attention.tree_attention(
         empty(64, 32, 128, dtype=half), empty(4096, 8, 2, 128, dtype=half), empty(17, 8192), empty(64), empty(64),
         empty(64, 1, 6), empty(64, 1), empty(64, 4096, dtype=half), attention.Workspace(torch.device("meta")), exact,

@@ -85,6 +85,7 @@ class Ragged(NamedTuple):
     prefix_len: Tensor  # [T] int64
     starts: Tensor  # [T + 1] int64, ascending from 0 to the number of queries
     cap: int
+    mean: int  # about as many queries has a tree that has any: for tiles of a good size
 
 
 class Batch(NamedTuple):

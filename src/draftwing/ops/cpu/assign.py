@@ -46,4 +46,4 @@ class CpuAssignOps(AssignOps):
             *addresses(held), batch, nodes, width, total, spare, table.rows, *addresses(chosen),
             *addresses((*queries, *trees)),
         )  # fmt: skip
-        return Assigned(*chosen, Ragged(*trees, nodes), queries)
+        return Assigned(*chosen, Ragged(*trees, nodes, -(-total // batch)), queries)

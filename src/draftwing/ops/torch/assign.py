@@ -110,6 +110,7 @@ class AssignOps:
             prefix_len=pad(inputs.prefix_len, (0, spare)),
             starts=torch.cat((starts, more.clamp_(max=total))),
             cap=nodes,
+            mean=-(-total // batch),
         )
         owner = rows.repeat_interleave(nodes)
         queries = Queries(

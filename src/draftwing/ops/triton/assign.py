@@ -189,4 +189,4 @@ class TritonAssignOps(AssignOps):
             num_warps=min(16, block // 256), **launch_options(rows.device),
         )  # fmt: skip
         queries = Queries(ids, positions, slots, owners, prefix, path, path_len.unsqueeze(1))
-        return Assigned(alive, mark, place, Ragged(tree_rows, tree_prefix, starts, nodes), queries)
+        return Assigned(alive, mark, place, Ragged(tree_rows, tree_prefix, starts, nodes, -(-total // batch)), queries)

@@ -132,19 +132,18 @@ def tree_attention(
     batch, queries, depth = path.shape
     total = batch * queries
     window = window or queries
-    typical, starts = queries, None
+    mean, starts = queries, None
     if ragged is not None:
         assert queries == 1 and ragged.starts.is_contiguous()
-        rows, prefix_len, starts, queries = ragged
+        rows, prefix_len, starts, queries, mean = ragged
         batch = rows.shape[0]
-        typical = min(triton.cdiv(total, batch), queries)
     _, kv_heads, _, dim = kv.shape
     heads = out.shape[1] // dim
     group = heads // kv_heads
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and q.dtype == kv.dtype
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
-    how = plan(batch, typical, depth, heads, kv, table.shape[1], window, exact, tiling)
+    how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling)
     front, step, steps = _own_tiling(queries, depth, group, tiling) if how.exact else (padded(window), 1, 1)
     partials = total * heads * how.parts
     parts = workspace.take("parts", max(1, partials * dim), torch.float32)
