@@ -1,0 +1,220 @@
+"""What the policy chooses, on machines and texts that are made up: expected tokens per second are known here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
+from draftwing.sched.policy import FixedShape, Load, MostTokens, chain_menu, gains_by_row, match_menu, tree_menu
+from draftwing.sched.prices import Prices
+
+TREE = TreeShape(5, 4, 16)
+
+
+class World:
+    """A machine on which a step costs (base + per query + per level), and requests whose drafts survive by `hit`
+    to the power of their depth, spread over a tree of `topk` nodes a level."""
+
+    def __init__(self, menu: Sequence[TreeShape], base: float, query: float, level: float, seed: int = 0) -> None:
+        self.menu, self.base, self.query, self.level = menu, base, query, level
+        self.rng = random.Random(seed)
+
+    def seconds(self, shape: TreeShape, batch: int) -> float:
+        return 1e-3 * (self.base + self.query * batch * shape.queries + self.level * shape.depth)
+
+    def prices(self, sizes: Sequence[int] = (1, 4, 16, 64)) -> Prices:
+        prices = Prices(self.menu, False)
+        for shape in self.menu:
+            for size in sizes:
+                prices.measured(shape, size, 0, self.seconds(shape, size))
+        return prices
+
+    def survivals(self, shape: TreeShape, hit: float) -> list[tuple[float, int]]:
+        """Survival and depth of the nodes of a tree, the root first: at each level the best child takes most of it."""
+        nodes = [(1.0, 0)]
+        share = [0.75, 0.15, 0.07, 0.03][: shape.topk]
+        for node in nodes:
+            if node[1] < shape.depth and len(nodes) < 200:
+                nodes += [(node[0] * hit * s, node[1] + 1) for s in share]
+        best = sorted(nodes[1:], key=lambda n: -n[0])[: shape.nodes - 1]
+        return [nodes[0], *best, *[(0.0, 0)] * (shape.nodes - 1 - len(best))]
+
+    def step(self, shape: TreeShape, hits: Sequence[float], noise: float = 0.1) -> StepResult:
+        trees = [self.survivals(shape, hit) for hit in hits]
+        drafts = sorted((n[0] for tree in trees for n in tree[1:]), reverse=True)
+        spare = len(hits) * (shape.queries - 1)
+        least = drafts[min(spare, len(drafts)) - 1] if spare and drafts else 2.0
+        mark, count = np.zeros((len(hits), shape.nodes), np.int64), []
+        for b, tree in enumerate(trees):
+            accepted = 1
+            for n, (survival, depth) in enumerate(tree):
+                verified = depth > 0 and survival >= least
+                told = min(1.0, survival * (1 + noise * (self.rng.random() - 0.5)))
+                mark[b, n] = depth + verified * MARK_VERIFIED + (int(told * MARK_ONE) << MARK_SURVIVAL)
+                accepted += verified and self.rng.random() < survival
+            count.append(min(accepted, shape.depth + 1))
+        seconds = self.seconds(shape, len(hits)) * self.rng.uniform(0.97, 1.05)
+        zeros = np.zeros((len(hits), shape.nodes), np.int64)
+        return StepResult(zeros, np.asarray(count), zeros, mark, np.full(len(hits), MAX_CONFIDENCE), seconds)
+
+    def tokens(self, shape: TreeShape, hits: Sequence[float]) -> float:
+        """Expected."""
+        drafts = sorted((n[0] for hit in hits for n in self.survivals(shape, hit)[1:]), reverse=True)
+        return len(hits) + sum(drafts[: len(hits) * (shape.queries - 1)])
+
+    def rate(self, shape: TreeShape, hits: Sequence[float]) -> float:
+        return self.tokens(shape, hits) / self.seconds(shape, len(hits))
+
+    def run(self, policy: MostTokens, hits: Sequence[float], steps: int) -> tuple[float, list[TreeShape]]:
+        """-> tokens per second, and what was chosen"""
+        load, tokens, seconds, chosen = Load([MAX_CONFIDENCE] * len(hits), 0), 0.0, 0.0, []
+        for _ in range(steps):
+            shape = policy.choose(load)
+            policy.record(shape, load, self.step(shape, hits))
+            tokens, seconds = tokens + self.tokens(shape, hits), seconds + self.seconds(shape, len(hits))
+            chosen.append(shape)
+        return tokens / seconds, chosen
+
+
+MACHINES = {
+    "gpu": lambda menu: World(menu, 4.0, 0.012, 0.25),
+    "small machine": lambda menu: World(menu, 2.0, 0.5, 0.6),
+    "drafts cost nothing": lambda menu: World(menu, 4.0, 0.02, 0.0),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("hit", [0.05, 0.5, 0.95])
+def test_never_slower_than_none_and_near_the_best(machine: str, batch: int, hit: float) -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES[machine](menu)
+    policy = MostTokens(menu, world.prices())
+    hits = [hit] * batch
+    world.run(policy, hits, 60)
+    rate, _ = world.run(policy, hits, 1000)
+    possible = [shape for shape in menu if batch * shape.queries <= policy.MOST or not shape.depth]
+    assert rate > 0.985 * world.rate(PLAIN, hits)
+    assert rate > 0.97 * max(world.rate(shape, hits) for shape in possible)
+
+
+def settle(make: Callable[[Sequence[TreeShape]], World], before: Sequence[float], after: Sequence[float]) -> int:
+    """Steps until most of ten choices in a row are within 3% of the best, after the load has changed."""
+    menu = tree_menu(TREE)
+    world = make(menu)
+    policy = MostTokens(menu, world.prices())
+    world.run(policy, before, 400)
+    _, chosen = world.run(policy, after, 200)
+    best = max(world.rate(shape, after) for shape in menu if len(after) * shape.queries <= policy.MOST)
+    good = [world.rate(shape, after) > 0.97 * best for shape in chosen]
+    return next(i for i in range(len(good) - 10) if sum(good[i : i + 10]) >= 8)
+
+
+@pytest.mark.parametrize("machine", ["gpu", "small machine"])
+def test_a_change_is_followed_within_50_steps(machine: str) -> None:
+    make = MACHINES[machine]
+    assert settle(make, [0.8], [0.8] * 64) <= 50
+    assert settle(make, [0.8] * 64, [0.8]) <= 50
+    for batch in (1, 8):
+        assert settle(make, [0.95] * batch, [0.1] * batch) <= 50
+        assert settle(make, [0.1] * batch, [0.95] * batch) <= 50
+
+
+def test_what_was_not_measured_is_tried_for_little() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["gpu"](menu)
+    prices = Prices(menu, False)
+    prices.measured(PLAIN, 1, 0, world.seconds(PLAIN, 1))
+    policy = MostTokens(menu, prices)
+    hits = [0.9] * 2
+    world.run(policy, hits, 400)
+    rate, _ = world.run(policy, hits, 200)
+    assert rate > 0.95 * max(world.rate(shape, hits) for shape in menu)
+
+
+def test_requests_that_cannot_be_drafted_for() -> None:
+    menu = tree_menu(TREE)
+    policy = MostTokens(menu, World(menu, 4.0, 0.01, 0.1).prices())
+    assert policy.choose(Load([0, 0, 0])) == PLAIN
+    # One of many: the batch would pay for it.
+    world = World(menu, 4.0, 0.5, 0.6)
+    policy = MostTokens(menu, world.prices())
+    found = [policy.choose(Load([MAX_CONFIDENCE] + [0] * 63)) for _ in range(20)]
+    assert found.count(PLAIN) >= 18
+
+
+def test_confidences_tell_steps_apart() -> None:
+    menu = match_menu(TreeShape(11, 10, 12))
+    world = World(menu, 4.0, 0.3, 0.0)
+    policy = MostTokens(menu, world.prices(), sees_predictions=True)
+    for turn in range(300):
+        good = turn % 2 == 0
+        load = Load([20 if good else 3])
+        shape = policy.choose(load)
+        if shape.depth:
+            policy.record(shape, load, world.step(shape, [0.99 if good else 0.05]))
+    found: dict[int, list[TreeShape]] = {3: [], 20: []}
+    for turn in range(100):
+        confidence, hit = [(3, 0.05), (20, 0.99)][turn % 2]
+        shape = policy.choose(Load([confidence]))
+        policy.record(shape, Load([confidence]), world.step(shape, [hit]))
+        found[confidence].append(shape)
+    assert found[3].count(PLAIN) > 40 and found[20].count(PLAIN) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_parts_of_a_tree_are_read_off_it(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    survival = np.sort(rng.random((rows, 16)), axis=1)[:, ::-1]
+    depth = np.minimum(np.arange(16), 5) * np.ones((rows, 1), int)
+    mark = depth + ((survival * MARK_ONE).astype(np.int64) << MARK_SURVIVAL)
+    result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows))
+    survival = result.survival
+    for part in tree_menu(TREE)[:-1]:
+        found = gains_by_row(result, [part])[0]
+        nodes = sorted(
+            ((survival[b, n], b) for b in range(rows) for n in range(1, 16) if depth[b, n] <= part.depth), reverse=True
+        )
+        expected = [0.0] * rows
+        for value, b in nodes[: rows * (part.queries - 1)]:
+            expected[b] += value
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_menus() -> None:
+    for shape in (
+        TREE,
+        TreeShape(3, 1, 4),
+        TreeShape(4, 2, 8),
+        TreeShape(1, 1, 2),
+        TreeShape(2, 2, 5),
+        TreeShape(6, 8, 64),
+    ):
+        for menu in (tree_menu(shape), chain_menu(shape), match_menu(shape)):
+            assert menu[0] == shape and menu[-1] == PLAIN and len(set(menu)) == len(menu)
+            for one in menu[:-1]:
+                assert 1 < one.queries <= one.nodes <= max(shape.nodes, shape.topk + 1) and 0 < one.depth <= shape.depth
+                assert one.nodes > one.depth and one.topk <= shape.topk
+
+
+def test_a_fixed_shape_is_fixed() -> None:
+    policy = FixedShape(TREE)
+    assert policy.choose(Load([0, 3])) == TREE and policy.choose(Load([0, 0])) == PLAIN
+    assert [row["chosen"] for row in policy.explain(Load([1]))] == [True, False]
+
+
+def test_it_can_be_explained() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["gpu"](menu)
+    policy = MostTokens(menu, world.prices())
+    world.run(policy, [0.9], 200)
+    rows = policy.explain(Load([MAX_CONFIDENCE]))
+    assert [row["shape"] for row in rows] == list(menu) and sum(row["chosen"] for row in rows) == 1
+    best = next(row for row in rows if row["chosen"])
+    assert best["rate"] == max(row["rate"] for row in rows)
+    assert best["rate"] == pytest.approx(world.rate(best["shape"], [0.9]), rel=0.05)
+    assert rows[-1]["gain"] == 0 and rows[-1]["price_ms"] == pytest.approx(4.012, rel=0.05)
