@@ -25,9 +25,9 @@ from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy import FixedShape
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import FixedShape
 from draftwing.spec.drafter import Draft
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.suffix_drafter import SuffixDrafter

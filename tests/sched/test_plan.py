@@ -14,9 +14,9 @@ from draftwing.core import Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy import FixedShape
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import FixedShape
 
 SHAPE = TreeShape(2, 2, 4)
 

@@ -6,9 +6,9 @@ import pytest
 from draftwing.core import PLAIN, StepResult, TreeShape, marks_of
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy import FixedShape
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import ExpectedGain, FixedShape, WorthDrafting, chain_menu, shape_menu, tree_menu
 
 
 def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0):
@@ -204,142 +204,6 @@ def test_spec_counters_count_what_was_really_proposed_and_accepted():
     assert (meta["spec_verify_ct"], meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]) == (3, 9, 5)
     assert meta["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
     assert meta["spec_accept_length"] == pytest.approx(8 / 3) and meta["spec_accept_rate"] == pytest.approx(5 / 9)
-
-
-# -- shapes -----------------------------------------------------------------------------------------------------------
-
-
-def test_menu_holds_the_shape_smaller_ones_and_plain():
-    assert shape_menu(TreeShape(11, 10, 12)) == (
-        TreeShape(11, 10, 12), TreeShape(5, 5, 6), TreeShape(2, 2, 3), PLAIN,
-    )  # fmt: skip
-    assert shape_menu(PLAIN) == (PLAIN,)
-
-
-def test_rows_without_a_match_run_plain():
-    policy = ExpectedGain(shape_menu(TreeShape(11, 10, 12)))
-    assert all(policy.choose([0, 0]) == PLAIN for _ in range(500))
-
-
-def test_policy_learns_which_confidences_pay():
-    """Confidence 3 never accepts anything, confidence 9 always the whole depth; a node costs 4% of a plain step."""
-    rng = np.random.default_rng(0)
-    policy = ExpectedGain(shape_menu(TreeShape(11, 10, 12)))
-    seen = {3: [], 9: []}
-    for _ in range(600):
-        confidence = int(rng.choice([3, 9]))
-        shape = policy.choose([confidence])
-        seen[confidence].append(shape)
-        accepted = shape.depth if confidence == 9 else 0
-        seconds = 0.010 * (1 + 0.04 * (shape.nodes - 1)) * rng.uniform(0.9, 1.1)
-        policy.record(shape, np.asarray([confidence]), np.asarray([accepted]), seconds)
-    assert seen[9][-100:].count(TreeShape(11, 10, 12)) == 100
-    assert seen[3][-100:].count(PLAIN) >= 95
-    assert set(seen[3][-200:]) != {PLAIN}, "a wrong estimate would never be found out"
-
-
-class Steps:
-    """Drafts that are accepted with the same chance each, and steps that cost `node` of a plain one for every draft and
-    request, and `draft` for every level."""
-
-    def __init__(self, shape, chance, node=0.01, draft=0.05):
-        self.policy, self.rng = WorthDrafting(chain_menu(shape)), np.random.default_rng(1)
-        self.chance, self.node, self.draft = chance, node, draft
-        self.tick = 0.01  # seconds of a plain step
-
-    def run(self, steps, batch=1):
-        """The shapes of so many steps."""
-        confidences, seen = np.full(batch, 5), []
-        for _ in range(steps):
-            shape = self.policy.choose(confidences.tolist())
-            seen.append(shape)
-            alive = self.rng.random((batch, shape.depth)) < self.chance
-            accepted = np.cumprod(alive, axis=1).sum(axis=1) if shape.depth else np.zeros(batch, int)
-            cost = 1 + self.node * batch * (shape.nodes - 1) + self.draft * shape.depth
-            self.policy.record(shape, confidences, accepted, self.tick * cost * self.rng.uniform(0.95, 1.2))
-        return seen
-
-
-CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(5, 4, 16)
-
-
-@pytest.mark.parametrize("shape", [CHAIN, TREE])
-def test_drafts_are_made_while_they_pay(shape):
-    good = Steps(shape, 0.7)
-    assert good.run(1000)[-900:].count(shape) > 870
-    bad = Steps(shape, 0.05)
-    seen = bad.run(2048)[-1024:]
-    assert seen.count(PLAIN) > 950
-    assert seen.count(shape) >= 2 * WorthDrafting.PROBE, "that drafts pay again would never be found out"
-    bad.chance = 0.95
-    assert bad.run(5000)[-1000:].count(shape) > 960
-
-
-def test_what_was_timed_on_a_busy_machine_is_timed_again():
-    steps = Steps(CHAIN, 0.0)
-    fast, steps.tick = steps.tick, 0.02
-    steps.run(6)
-    steps.tick = fast
-    assert steps.run(4000)[-1000:].count(PLAIN) > 950
-
-
-def test_a_dear_tree_is_seldom_tried():
-    """Six times a plain step; trying it may cost 3% of the time."""
-    seen = Steps(TREE, 0.3, node=1 / 3, draft=0.0).run(6000)[1000:]
-    assert 0 < seen.count(TREE) < 0.03 / 6 * 5000
-
-
-@pytest.mark.parametrize(("chance", "best"), [(0.99, TREE), (0.3, PLAIN)])
-def test_the_first_rows_say_more_than_the_first_guess(chance, best):
-    """A dear tree, 3.5 times a plain step, that gives six tokens, or one and a half."""
-    seen = Steps(TREE, chance, node=0.1, draft=0.2).run(120)
-    assert seen[20:].count(best) > 80
-
-
-def test_what_pays_depends_on_the_batch():
-    """Three tokens a step, for a quarter more than a plain step's time alone, and five times it beside 60 others."""
-    steps = Steps(CHAIN, 0.75, node=0.015)
-    for batch, best in ((1, CHAIN), (60, PLAIN), (1, CHAIN)):
-        assert steps.run(600, batch)[-200:].count(best) > 180
-
-
-def test_a_shorter_chain_where_the_end_of_a_long_one_is_in_vain():
-    steps = Steps(CHAIN, 0.55, draft=0.22)
-    # 1.85 tokens at 1.46 of a plain step, 2.1 at 1.92
-    assert steps.run(1500)[-500:].count(TreeShape(2, 1, 3)) > 450
-    assert chain_menu(TreeShape(1, 1, 2)) == (TreeShape(1, 1, 2), PLAIN) and chain_menu(TREE) == (TREE, PLAIN)
-
-
-def test_a_tree_comes_with_the_chains_of_its_depth():
-    assert tree_menu(TreeShape(4, 2, 8)) == (TreeShape(4, 2, 8), TreeShape(4, 1, 5), TreeShape(2, 1, 3), PLAIN)
-    assert tree_menu(CHAIN) == chain_menu(CHAIN)
-
-
-@pytest.mark.parametrize(("node", "best"), [(0.0, TreeShape(4, 2, 8)), (0.1, TreeShape(4, 1, 5)), (0.9, PLAIN)])
-def test_which_tree_pays_is_what_the_machine_says(node, best):
-    """A node costs a share of a plain step; a second candidate at each level is taken where the first is wrong."""
-    steps = Steps(CHAIN, 0.65, node=node, draft=0.0)
-    steps.policy = WorthDrafting(tree_menu(TreeShape(4, 2, 8)))
-    seen = []
-    for _ in range(1500):
-        shape = steps.policy.choose([5])
-        seen.append(shape)
-        alive = steps.rng.random((1, shape.depth)) < (0.72 if shape.topk == 2 else 0.65)
-        accepted = np.cumprod(alive, axis=1).sum(axis=1) if shape.depth else np.zeros(1, int)
-        steps.policy.record(shape, np.array([5]), accepted, 0.01 * (1 + node * (shape.nodes - 1)))
-    assert seen[-500:].count(best) > 440
-
-
-def test_rows_that_are_not_to_be_drafted_for_change_nothing():
-    policy = WorthDrafting(chain_menu(CHAIN))
-    assert policy.choose([0, 0, 0]) == PLAIN
-    before = [part.copy() for part in policy._survival]
-    policy.record(CHAIN, np.array([0, 0]), np.array([0, 0]), 0.01)
-    assert before == policy._survival
-    policy.record(CHAIN, np.array([5, 0]), np.array([4, 0]), 0.01)
-    assert all(
-        a > b for new, old in zip(policy._survival[:2], before[:2], strict=True) for a, b in zip(new, old, strict=True)
-    )
 
 
 def uploads(ahead, slots=400, rows=3, new=60):

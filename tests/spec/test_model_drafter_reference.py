@@ -30,9 +30,9 @@ from draftwing.ops.torch.attention import TorchAttention
 from draftwing.ops.torch.noise import gumbel
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import FixedShape, ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter, make_model_drafter

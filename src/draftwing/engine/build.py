@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -33,9 +32,9 @@ from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
+from draftwing.sched.policy import FixedShape, MostTokens, ShapePolicy
 from draftwing.sched.prices import Prices
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
-from draftwing.sched.shapes import FixedShape, ShapePolicy
 from draftwing.spec.drafter import Draft, DraftContext, Drafter
 from draftwing.spec.simulate import Simulation
 from draftwing.spec.token_map import load_token_map
@@ -177,11 +176,10 @@ def assemble(
         capture(executor, pool, policy.menu, None if known else prices)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
-    for shape, batch, tokens, seconds in prices.points() if prices is not None else ():
-        if not tokens:
-            policy.record(shape, np.zeros(batch, np.int64), np.zeros(batch, np.int64), seconds)
-    if prices is not None and not known and file is not None:
-        file.write(prices)
+    if prices is not None:
+        policy.prices = prices
+        if not known and file is not None:
+            file.write(prices)
     sched = Scheduler(
         SchedulerConfig(
             slots=pool_tokens,
@@ -242,7 +240,10 @@ def make_drafter(
     )  # fmt: skip
     if options.drafter_spec.own and not drafter.kv_layers:
         check_draft(drafter, options.drafter, shape, device)
-    return drafter, drafter.policy(shape, not options.speculative_fixed_shape)
+    if options.speculative_fixed_shape:
+        return drafter, FixedShape(shape)
+    menu = drafter.menu(shape)
+    return drafter, MostTokens(menu, Prices(menu, False), sees_predictions=not drafter.fixed_confidence)
 
 
 @torch.inference_mode()

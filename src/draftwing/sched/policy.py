@@ -1,9 +1,9 @@
 """Which tree a step drafts, and how much of it is verified: the choice that gives the most tokens per second.
 
 One policy for all drafters. What an option brings is learnt from the trees that were drafted: every node comes back
-with its calibrated survival (`core.StepResult.survival`), so one tree tells what all smaller options would have brought,
-verified or not. What an option costs is known from measurements (`sched.prices`). Plain decoding is an option like any
-other, and is chosen before anything is drafted.
+with its calibrated survival (`core.StepResult.survival`), so one tree tells what all smaller options would have
+brought, verified or not. What an option costs is known from measurements (`sched.prices`). Plain decoding is an option
+like any other, and is chosen before anything is drafted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ShapePolicy(Protocol):
         ...
 
     def explain(self, load: Load) -> list[dict[str, Any]]:
-        """Returns for each option: `shape`, `price_ms`, `gain` (expected accepted drafts of the batch), `rate` (expected
-        tokens per second) and whether it is `chosen`."""
+        """Returns for each option: `shape`, `price_ms`, `gain` (expected accepted drafts of the batch), `rate`
+        (expected tokens per second) and whether it is `chosen`."""
         ...
 
 
@@ -98,7 +98,7 @@ def tree_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
 
 
 def chain_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
-    """The same where every row of a level costs: the whole tree, the chain as deep, half of that, one level, nothing."""
+    """The same where every row of a level costs: the whole tree, the chain as deep, half of it, one level, nothing."""
     chains = []
     depth = shape.depth
     while depth:

@@ -11,7 +11,7 @@ import bisect
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,9 @@ from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.lag import CatchUps
 from draftwing.sched.planning import make_plan
+from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
-from draftwing.sched.shapes import ShapePolicy
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,12 @@ class Scheduler:
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
         if not self.policy.sees_predictions and any(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose([req.confidence if req.may_draft else 0 for req in ready])
+        return self.policy.choose(Load([req.confidence if req.may_draft else 0 for req in ready], _context(ready)))
+
+    def load(self) -> Load:
+        """Of a step that ran now; for whoever explains."""
+        ready = [req for req in self.running if req.state is ReqState.DECODE]
+        return Load([req.confidence if req.may_draft else 0 for req in ready], _context(ready))
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         admits = tuple(self._admits.values())
@@ -309,7 +314,7 @@ class Scheduler:
         live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
         self.stale_results += live.count(None)
         if plan.kind == "tree":
-            self.policy.record(plan.shape, self._confidences_before(live), result.count - 1, result.seconds)
+            self.policy.record(plan.shape, self._load_before(live), result, not plan.special)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:
@@ -339,16 +344,13 @@ class Scheduler:
         req = self._by_row.get(row)
         return req if req is not None and req.admission == admission else None
 
-    def _confidences_before(self, live: Sequence[Req | None]) -> IntArray:
+    def _load_before(self, live: Sequence[Req | None]) -> Load:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
         sees = self.policy.sees_predictions
-        return np.asarray(
-            [
-                0 if req is None or req.limited or (req.request.prediction and not sees) else req.confidence
-                for req in live
-            ],
-            np.int64,
-        )
+        confidences = [
+            0 if req is None or req.limited or (req.request.prediction and not sees) else req.confidence for req in live
+        ]
+        return Load(confidences, _context(req for req in live if req is not None))
 
     def _commit_chunk(self, req: Req, chunk: Chunk, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         req.kv = chunk.start + chunk.length
@@ -516,3 +518,8 @@ class Scheduler:
         assert set(self._by_row.values()) == set(self.running)
         if not self.running:
             assert self.radix.locked == 0, "a lock outlived its request"
+
+
+def _context(reqs: Iterable[Req]) -> int:
+    """Tokens in their KV, as far as the host knows."""
+    return sum(req.kv for req in reqs)

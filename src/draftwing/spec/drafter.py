@@ -19,7 +19,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Calibration, Draft, RowTensors
-from draftwing.sched.shapes import ExpectedGain, FixedShape, ShapePolicy, WorthDrafting, chain_menu, shape_menu
+from draftwing.sched.policy import match_menu
 
 if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel
@@ -109,11 +109,9 @@ class Drafter(ABC):
             torch.cat((torch.ones_like(root, dtype=torch.bool), alive, alive.new_zeros(root.shape[0], missing)), 1),
         )
 
-    def policy(self, shape: TreeShape, adaptive: bool) -> ShapePolicy:
-        """Returns what chooses the tree of each step. adaptive: whether it may be smaller than `shape`, or none."""
-        if not adaptive:
-            return FixedShape(shape)
-        return WorthDrafting(chain_menu(shape)) if self.fixed_confidence else ExpectedGain(shape_menu(shape))
+    def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
+        """Returns what a step may draft, the largest first, which is `shape`, and nothing last."""
+        return match_menu(shape)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:  # noqa: B027
         """Called once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its

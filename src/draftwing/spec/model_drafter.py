@@ -16,7 +16,7 @@ from draftwing.ops.attention import AttnBackend, Batch, ChunkSpan
 from draftwing.ops.torch.layer_ops import FEW_ROWS, HeadTopK
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, Expansion, First, RowTensors
-from draftwing.sched.shapes import ShapePolicy, WorthDrafting, tree_menu
+from draftwing.sched.policy import chain_menu, tree_menu
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead
 
@@ -50,12 +50,9 @@ class ModelDrafter(Drafter):
         self._attn: AttnBackend | None = None
         self._first_layer = 0
 
-    def policy(self, shape: TreeShape, adaptive: bool) -> ShapePolicy:
-        """On a CPU chains, too, which are cheaper to draft: what pays is another tree on every machine. On a GPU each
-        shape would have graphs of its own."""
-        if adaptive and self.ops.records_calls:
-            return WorthDrafting(tree_menu(shape))
-        return super().policy(shape, adaptive)
+    def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
+        """On a CPU chains, which are cheaper to draft."""
+        return chain_menu(shape) if self.ops.records_calls else tree_menu(shape)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
         self._attn, self._first_layer = attn, first_layer
