@@ -7,7 +7,7 @@ of plain decoding, and everything that was submitted ends. The last test breaks 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +30,8 @@ from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.lag import CatchUps
+from draftwing.sched.policy import Load, ShapePolicy
+from draftwing.sched.prices import Prices
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
@@ -42,20 +44,24 @@ MENUS = {"plain": (PLAIN,), "chains": CHAINS, "trees": TREES}
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 7, 7, 7, 7, 7, 7, 7], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]]
 
 
-class AnyShape:
+class AnyShape(ShapePolicy):
     """The policy: whatever shape the test says."""
 
     sees_predictions = True
 
     def __init__(self, menu: tuple[TreeShape, ...]) -> None:
         self.menu = menu
+        self.prices = Prices(menu, False)
         self.next = 0
 
-    def choose(self, confidences: Sequence[int]) -> TreeShape:
+    def choose(self, load: Load) -> TreeShape:
         return self.menu[self.next % len(self.menu)]
 
-    def record(self, shape: TreeShape, confidences: Any, accepted: Any, seconds: float) -> None:
-        assert len(confidences) == len(accepted) and (accepted <= shape.depth).all()
+    def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
+        assert len(load.confidences) == len(result.count) and (result.count - 1 <= shape.depth).all()
+
+    def explain(self, load: Load) -> list[dict[str, Any]]:
+        return []
 
 
 class Asked:
