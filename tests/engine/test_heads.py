@@ -63,7 +63,7 @@ class Case:
         ops = make_ops(torch.device(self.device))
         drafter = make_model_drafter(head, rows + 1, shape.topk, torch.float32, ops)
         if lookup:
-            drafter = PairDrafter(drafter, NGramDrafter(rows + 1, ops, capacity=4096), shape)
+            drafter = PairDrafter(drafter, NGramDrafter(rows + 1, ops, capacity=4096), shape, shape)
         return self.h.Rig(self.target, shapes=(shape,), drafter=drafter, rows=rows, **kw)
 
     def answer(self, rig):

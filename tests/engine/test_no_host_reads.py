@@ -129,7 +129,7 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         if head is not None:
             drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.ops)
             if lookup:
-                drafter = PairDrafter(drafter, NGramDrafter(7, device.ops, capacity=4096), shape)
+                drafter = PairDrafter(drafter, NGramDrafter(7, device.ops, capacity=4096), shape, shape)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)

@@ -150,7 +150,7 @@ def test_requests_that_cannot_be_drafted_for() -> None:
 def test_confidences_tell_steps_apart() -> None:
     menu = match_menu(TreeShape(11, 10, 12))
     world = World(menu, 4.0, 0.3, 0.0)
-    policy = MostTokens(menu, world.prices(), sees_predictions=True)
+    policy = MostTokens(menu, world.prices(), sees_predictions=True, least=0)
     for turn in range(300):
         good = turn % 2 == 0
         load = Load([20 if good else 3])

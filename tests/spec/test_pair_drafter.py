@@ -57,7 +57,7 @@ class Part:
 
 @pytest.fixture
 def pair() -> PairDrafter:
-    return PairDrafter(Part(MODEL), Part(LOOKUP), GROWN)  # type: ignore[arg-type]
+    return PairDrafter(Part(MODEL), Part(LOOKUP), GROWN, GROWN)  # type: ignore[arg-type]
 
 
 def tokens_of(pair: PairDrafter, shape: TreeShape) -> list[int]:

@@ -243,7 +243,7 @@ def make_drafter(
     if options.speculative_fixed_shape:
         return drafter, FixedShape(shape)
     menu = drafter.menu(shape)
-    return drafter, MostTokens(menu, Prices(menu, False), sees_predictions=not drafter.fixed_confidence)
+    return drafter, MostTokens(menu, Prices(menu, False), not drafter.fixed_confidence, drafter.initial_confidence)
 
 
 @torch.inference_mode()

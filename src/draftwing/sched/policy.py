@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from draftwing.core import MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
+from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
 from draftwing.sched.prices import Prices
 
 
@@ -132,11 +132,14 @@ class MostTokens:
     MARGIN = 1.02  # by which drafting has to be better to begin, for the drafter must catch up
     MOST = 1024  # queries of a step; more never pay
 
-    def __init__(self, menu: Sequence[TreeShape], prices: Prices, sees_predictions: bool = False) -> None:
-        """sees_predictions: as in `ShapePolicy`; whether confidences tell steps apart."""
+    def __init__(
+        self, menu: Sequence[TreeShape], prices: Prices, sees_predictions: bool = False, least: int = MAX_CONFIDENCE
+    ) -> None:
+        """sees_predictions: as in `ShapePolicy`; whether confidences tell steps apart. least: confidence of a drafter
+        that can always propose something, 0 of one that only copies; what is above it speaks of copies."""
         self.menu, self.prices, self.sees_predictions = tuple(menu), prices, sees_predictions
         # gains[option][confidence]: drafts that are accepted of a row, and the rows that this is known from.
-        self._gains = [[_first_guess(shape, c, sees_predictions) for c in range(MAX_CONFIDENCE + 1)] for shape in menu]
+        self._gains = [[_first_guess(shape, c, least) for c in range(MAX_CONFIDENCE + 1)] for shape in menu]
         self._rows = [[0] * (MAX_CONFIDENCE + 1) for _ in menu]
         self._told = [[0] * (MAX_CONFIDENCE + 1) for _ in menu]  # the step that last told of an option and confidence
         self._smaller = [[i for i, other in enumerate(self.menu) if _is_part(other, shape)] for shape in self.menu]
@@ -288,8 +291,8 @@ def _is_part(part: TreeShape, whole: TreeShape) -> bool:
     return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes
 
 
-def _first_guess(shape: TreeShape, confidence: int, classes: bool) -> float:
-    """Drafts of a row that are accepted, before anything is known."""
-    if classes:
-        return min(shape.depth, shape.queries - 1, 0.25 * confidence)
-    return min(sum(0.7 ** (level + 1) for level in range(shape.depth)), shape.queries - 1)
+def _first_guess(shape: TreeShape, confidence: int, least: int) -> float:
+    """Drafts of a row that are accepted, before anything is known; least: as of `MostTokens`."""
+    copied = 0.25 * max(confidence - least, 0)
+    grown = sum(0.7 ** (level + 1) for level in range(shape.depth)) if least and shape.by != LOOKUP_ALONE else 0.0
+    return min(shape.depth, shape.queries - 1, max(copied, grown))

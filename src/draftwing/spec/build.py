@@ -81,7 +81,9 @@ def draft_head(context: DraftContext) -> ModelDrafter:
 def pair(context: DraftContext) -> PairDrafter:
     """A drafter with a model and a lookup, one tree."""
     model, lookup = context.options.drafter_spec.parts
-    return PairDrafter(model.make(context), lookup.make(replace(context, shape=lookup.tree)), grown=context.shape)
+    return PairDrafter(
+        model.make(context), lookup.make(replace(context, shape=lookup.tree)), grown=context.shape, copied=lookup.tree
+    )
 
 
 def _drafter(context: DraftContext, head: DraftHead) -> ModelDrafter:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwing.config.trees import most_nodes
-from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, TreeShape
+from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.assign import new_calibration
 from draftwing.ops.types import Draft, RowTensors
+from draftwing.sched.policy import match_menu
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
@@ -21,10 +22,11 @@ class PairDrafter(Drafter):
     fixed_confidence = False
     initial_confidence = 1
 
-    def __init__(self, model: ModelDrafter, lookup: Drafter, grown: TreeShape) -> None:
-        """lookup: a drafter without KV layers, with a confidence of its own; grown: the model's largest tree."""
+    def __init__(self, model: ModelDrafter, lookup: Drafter, grown: TreeShape, copied: TreeShape) -> None:
+        """lookup: a drafter without KV layers, with a confidence of its own; grown, copied: the largest tree of the
+        model and of the lookup."""
         assert not lookup.kv_layers and not lookup.aux_layers and not lookup.fixed_confidence
-        self.model, self.lookup, self.grown = model, lookup, grown
+        self.model, self.lookup, self.grown, self.copied = model, lookup, grown, copied
         self.aux_layers, self.lookahead = model.aux_layers, model.lookahead
         self.kv_layers, self.tail = model.kv_layers, model.tail
         self.calibration = new_calibration(model.ops.device)
@@ -33,6 +35,13 @@ class PairDrafter(Drafter):
     def head(self) -> DraftHead:
         """The model's."""
         return self.model.head
+
+    def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
+        """Trees of both, which may be as deep as the lookup's, and trees of the lookup alone."""
+        grown, copied = self.model.menu(shape), match_menu(self.copied)
+        deep = TreeShape(max(shape.depth, self.copied.depth), shape.topk, max(shape.nodes, self.copied.nodes))
+        alone = (one._replace(by=LOOKUP_ALONE) for one in copied[:-1])
+        return (*dict.fromkeys((deep, *grown[:-1], *alone)), PLAIN)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
         self.model.attach(attn, first_layer, positions)
