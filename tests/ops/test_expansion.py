@@ -321,6 +321,8 @@ class PathHead:
 
     def set_max_positions(self, positions: int) -> None: ...
 
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Batch) -> None: ...
+
     def features(self, aux_hidden: Tensor) -> Tensor:
         return aux_hidden * 0.5
 

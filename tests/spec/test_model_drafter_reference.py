@@ -277,8 +277,8 @@ class Rig:
                 self.seen.append(Seen(*state, mine, drafted, shape, []))
             return draft
 
-        def spy_verify(rows, draft, shape, max_kv_len):
-            drafted = verify(rows, draft, shape, max_kv_len)
+        def spy_verify(rows, draft, shape, *more):
+            drafted = verify(rows, draft, shape, *more)
             at_nodes = drafted.batch.positions.view(len(rows), -1)
             for seen, at in zip(self.seen[-len(rows) :], at_nodes, strict=True):
                 seen.verified_at.extend(at.tolist())
@@ -354,7 +354,7 @@ def check(case: Case, seen: Seen) -> bool:
             drawn = gumbel(torch.tensor([seed]), torch.tensor([[position]]), VOCAB)
             return temperature * drawn[0, 0].double()
 
-    tree = draft_heads.draft_tree(draft, *seen.shape, noise=noise)
+    tree = draft_heads.draft_tree(draft, *seen.shape[:3], noise=noise)
     topk = seen.shape.topk
     torch.testing.assert_close(
         seen.first[1].double(), torch.tensor(tree.flat_scores[:topk], dtype=torch.float64), rtol=0, atol=CLOSE

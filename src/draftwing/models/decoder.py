@@ -76,6 +76,10 @@ class DecoderLayer(nn.Module):
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
+    def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        """What `forward` leaves for later queries, without its result."""
+        self.attention.write(x if self.attn_norm is None else self.attn_norm(x), cos, sin, attend)
+
     def mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`forward` behind its first norm: normed [M, in_size], residual stream x [M, hidden] -> [M, hidden]"""
         outs = None if self._whole is None else self._whole(x, normed, cos, sin, attend)

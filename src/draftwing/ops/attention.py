@@ -42,6 +42,14 @@ class Attend:
         """
         return None
 
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """What a call does for later ones: the keys, rotated, and values of queries whose results nobody wants."""
+        raise NotImplementedError
+
+    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
+        """The same part of `fused`, with its arguments; False where the caller does it."""
+        return False
+
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:
         """All that some decoder layers do (`ops.whole_layers`), as `WholeLayers` has it, or None."""
         return None

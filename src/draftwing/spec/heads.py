@@ -44,6 +44,10 @@ class DraftHead(Protocol):
         level: 0 for committed text, 1, 2, ... in tree expansion (a head may have one layer per level)."""
         ...
 
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        """What `run` leaves in the pool of committed text, for rows whose output nobody wants."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden of `run` -> [M, vocab]"""
         ...
@@ -74,6 +78,9 @@ class DraftLM:
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         # The target may pad its vocabulary further than this model; what stands for such an id does not matter much.
         return self.model(ids.clamp(max=self.model.config.vocab_size - 1), positions, attend)[0]
+
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        self.run(ids, positions, features, 0, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)[:, : self.vocab]

@@ -8,6 +8,8 @@ devices read these when a tree is wanted (`ops.reads_root_late`), for a step wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -121,6 +123,44 @@ class ModelDrafter(Drafter):
         newest = self._newest(self._run(batch, feature, 0), batch.rows, count, self.lookahead)
         self._keep_first(table, batch.rows, newest, noisy)
 
+    def catch_up(
+        self,
+        table: RowTensors,
+        batch: Batch,
+        aux_hidden: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor,
+        noisy: Tensor,
+    ) -> None:
+        if self.lookahead != 1:
+            self.extend(table, batch, aux_hidden, next_ids, count, noisy)
+            return
+        assert aux_hidden is not None
+        width, size = next_ids.shape[0] // count.shape[0], next_ids.shape[0]
+        last = count + torch.arange(-1, size - 1, width, device=count.device)  # [B] which query is the newest
+        feature = self.head.features(aux_hidden)
+        self._write(table, batch._replace(ids=next_ids), feature, batch.rows, lambda x: x.index_select(0, last), noisy)
+
+    def _write(
+        self, table: RowTensors, batch: Batch, feature: Tensor, rows: Tensor, newest: Callable[[Tensor], Tensor],
+        noisy: Tensor,
+    ) -> None:  # fmt: skip
+        """Writes keys and values of all queries, and runs the head on the newest alone, whose output is all that is
+        wanted. newest: of the batch's queries [M, ...] those of rows [F]; noisy: among these."""
+        assert self._attn is not None
+        self.head.write(batch.ids, batch.positions, feature, self._attn.bind(batch, self._first_layer))
+        if not rows.shape[0]:
+            return
+        positions = newest(batch.positions)
+        zero = torch.zeros_like(positions).unsqueeze(1)
+        alone = Batch(
+            rows, newest(batch.ids), positions, newest(batch.write_slots), batch.table, positions, zero.unsqueeze(2),
+            zero + 1, window=1, bound=batch.bound,
+        )  # fmt: skip
+        hidden = self._run(alone, newest(feature), 0)
+        self._keep_feature(rows, hidden)
+        self._keep_first(table, rows, hidden, noisy)
+
     def _newest(self, hidden: Tensor, rows: Tensor, count: Tensor, lookahead: int) -> Tensor:
         """hidden [B * Q, H] -> [B, H]: per row, the query that the newest token is in; kept as the root's feature."""
         return self.ops.newest_rows(hidden, count, lookahead, rows, self._first.feature if self.head.width else None)
@@ -138,8 +178,18 @@ class ModelDrafter(Drafter):
     def _extend_chunks(
         self, table: RowTensors, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
     ) -> None:
-        chunks = batch._replace(ids=next_ids) if self.lookahead else _with_sampled(batch, next_ids)
-        self._keep_first_of_prompts(table, chunks, self._run(chunks, feature, 0), noisy)
+        if not self.lookahead:
+            chunks = _with_sampled(batch, next_ids)
+            self._keep_first_of_prompts(table, chunks, self._run(chunks, feature, 0), noisy)
+            return
+        assert feature is not None
+        final = [(span.row, span.offset + span.length - 1) for span in batch.chunks if span.final]
+        rows = torch.cat([batch.rows[:0], *(batch.rows[row : row + 1] for row, _ in final)])
+
+        def newest(x: Tensor) -> Tensor:
+            return torch.stack([x[i] for _, i in final])
+
+        self._write(table, batch._replace(ids=next_ids), feature, rows, newest, noisy)
 
     def _keep_first_of_prompts(self, table: RowTensors, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
         """hidden [M, H]; the last row of each last chunk is the one that the newest token is in."""

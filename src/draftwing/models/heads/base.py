@@ -15,6 +15,7 @@ from draftwing.layers.rope import rope_table
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.models.weight_map import stored_tensors
+from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, HeadTopK, LayerOps
 
 
@@ -41,6 +42,14 @@ class FeatureHead(nn.Module):
         self.top_k: HeadTopK | None = None  # once packed
         self.ops = PLAIN
         self.register_buffer("rope", torch.empty(0), persistent=False)
+
+    def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
+        """As in `DraftHead`."""
+        raise NotImplementedError
+
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        """As in `DraftHead`; heads of one layer need not run it."""
+        self.run(ids, positions, features, 0, attend)
 
     @property
     def target(self) -> DecoderModel:

@@ -38,12 +38,23 @@ class EagleHead(FeatureHead):
     def run(self, ids: Tensor, positions: Tensor, features: Tensor | None, level: int, attend: Attend) -> Tensor:
         """ids, positions [M], features [M, hidden] -> [M, hidden], an estimate of the next position's feature, which
         is a normed state and is not normed again."""
-        assert features is not None
         cos, sin = self._rotation(positions)
-        x = self.fc(self.ops.fuse_inputs(*self.target.embed.source(ids), features))  # [M, hidden]
+        x = self._join(ids, features)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return x
+
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        if len(self.layers) > 1:
+            return super().write(ids, positions, features, attend)
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        layer.write(self._join(ids, features), *self._rotation(positions), attend)
+
+    def _join(self, ids: Tensor, features: Tensor | None) -> Tensor:
+        """ids [M], features [M, hidden] -> [M, hidden]"""
+        assert features is not None
+        return self.fc(self.ops.fuse_inputs(*self.target.embed.source(ids), features))
 
     def names(self) -> dict[str, ParamSlice]:
         table = named(self.config.weight_format, "fc", "fc", 0, self.config.hidden_size)

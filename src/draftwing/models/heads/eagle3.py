@@ -70,11 +70,15 @@ class FusionLayer(DecoderLayer):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.from_normed = from_normed
 
-    def fuse(self, ids: Tensor, embed: Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """ids [M], feature [M, hidden] -> [M, hidden]"""
+    def join(self, ids: Tensor, embed: Embedding, feature: Tensor) -> Tensor:
+        """ids [M], feature [M, hidden] -> [M, 2 * hidden], what it attends with"""
         assert self.attn_norm is not None
         norms = self.attn_norm.weight, self.hidden_norm.weight
-        fused = self._ops.fuse_inputs(*embed.source(ids), feature, norms, self.hidden_norm.eps)  # [M, 2 * hidden]
+        return self._ops.fuse_inputs(*embed.source(ids), feature, norms, self.hidden_norm.eps)
+
+    def fuse(self, ids: Tensor, embed: Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """ids [M], feature [M, hidden] -> [M, hidden]"""
+        fused = self.join(ids, embed, feature)
         return self.mix(fused, fused[:, feature.shape[1] :] if self.from_normed else feature, cos, sin, attend)
 
 
@@ -121,11 +125,21 @@ class Eagle3Head(FeatureHead):
         to be fed what comes after it."""
         assert features is not None
         cos, sin = self._rotation(positions)
-        embed = self.target.embed if self.embed is None else self.embed
-        x = self.fusion.fuse(ids, embed, features, cos, sin, attend)
+        x = self.fusion.fuse(ids, self._embedding, features, cos, sin, attend)
         for layer in self.later:
             x = layer(x, cos, sin, attend)
         return self.norm(x) if self.eagle.norm_output else x
+
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        if len(self.later):
+            return super().write(ids, positions, features, attend)
+        assert features is not None
+        joined = self.fusion.join(ids, self._embedding, features)
+        self.fusion.attention.write(joined, *self._rotation(positions), attend)
+
+    @property
+    def _embedding(self) -> Embedding:
+        return self.target.embed if self.embed is None else self.embed
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
         shared = super().output_layer()[1]

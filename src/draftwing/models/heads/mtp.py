@@ -82,6 +82,13 @@ class MTPHead(FeatureHead):
             self.run_layer(ids, positions, features, i, attend)
         return out
 
+    def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
+        assert features is not None
+        cos, sin = self._rotation(positions)
+        for mtp in self.layers:
+            assert isinstance(mtp, MTPLayer)
+            mtp.layer.write(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
+
     def run_layer(self, ids: Tensor, positions: Tensor, features: Tensor, layer: int, attend: Attend) -> Tensor:
         """ids [M]: for layer j the token 1 + j after the row's; positions [M], features [M, hidden] -> [M, hidden]
         after the layer's final norm."""

@@ -94,14 +94,21 @@ class Bound(Attend):
         self._shape: tuple[int, int, int] | None = None  # heads, kv_heads, head_dim of what follows
         self._how: tuple[int, ...] = ()
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._backend.pool.write(self._first_layer + layer, self._slots, k, v)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.write(layer, k, v)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         return self._attend(layer, q, q.shape[1])
 
     def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """In place of q; takes no gradient."""
+        self.fused_write(layer, qkv, cos, sin, norms)
+        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._kv[self._first_layer + layer].shape[1])
+
+    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._kv[self._first_layer + layer]
         rows, all_heads, dim = qkv.shape
         kv_heads = kv.shape[1]
@@ -113,7 +120,7 @@ class Bound(Attend):
             kv_heads, dim, all_heads * dim, cos.stride(0), self._half(qkv), self._kv_half, *heads_at, self._threads,
             eps,
         )  # fmt: skip
-        return self._attend(layer, qkv, heads)
+        return True
 
     def run_layers(self, layers: NativeLayers, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         """Takes no gradient."""

@@ -114,9 +114,12 @@ class Bound(Attend):
         self._batch, self._first_layer = batch, first_layer
         self._prepared: tuple[Tensor, Work] | None = None  # in the first layer, which tells the number of heads
 
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self._pool.kv[self._first_layer + layer]
-        self._pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
+        self.write(layer, k, v)
         if self._prepared is None:
             self._prepared = self._prepare(kv, q)
         mean, work = self._prepared

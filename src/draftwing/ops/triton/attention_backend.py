@@ -56,17 +56,24 @@ class Bound(Attend):
         self._first_layer = first_layer
         self._tiles: dict[int, Tensor] = {}  # of the batch's chunks, by heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._backend.pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.write(layer, k, v)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         return self._attend(layer, q, q.shape[1])
 
     def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """In place of q; takes no gradient."""
+        self.fused_write(layer, qkv, cos, sin, norms)
+        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._backend.pool.kv[self._first_layer + layer].shape[1])
+
+    def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._backend.pool.kv[self._first_layer + layer]
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, *(norms or (None, None, 0.0)))
-        return self._attend(layer, qkv, qkv.shape[1] - 2 * kv.shape[1])
+        return True
 
     def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
         """q [M, heads or more, head_dim]"""
