@@ -92,6 +92,27 @@ class Work:
             self.layers,
         )  # fmt: skip
 
+    def part(self, mean: int, told: bool, exact: bool) -> float:
+        """Of each tree its first nodes, 1 to 2 * mean - 1 and `mean` on average; told: which of them are one tree, else
+        each is a row of its own."""
+        from draftwing.ops.attention import Ragged
+        from draftwing.ops.triton import attention
+
+        counts = (torch.arange(self.batch) + mean - 1) % (2 * mean - 1) + 1
+        picked = torch.cat([b * self.nodes + torch.arange(int(count)) for b, count in enumerate(counts)]).cuda()
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).cuda()
+        tree = picked // self.nodes
+        ragged = Ragged(self.rows, self.prefix, starts, self.nodes, -(-len(picked) // self.batch)) if told else None
+        path, path_len = self.path.flatten(0, 1)[picked].unsqueeze(1), self.path_len.flatten()[picked].unsqueeze(1)
+        q, out, rows, prefix = self.q[picked], torch.empty_like(self.out[picked]), self.rows[tree], self.prefix[tree]
+        workspace = attention.Workspace(q.device)
+        return replayed(
+            lambda i: attention.tree_attention(
+                q, self.kv[i], self.table, rows, prefix, path, path_len, out, workspace, exact, self.nodes, None, ragged
+            ),
+            self.layers,
+        )
+
     def torch(self) -> float:
         """Gather, then scaled_dot_product_attention under a mask; lengths known on the host, the mask ready."""
         longest = self.context + self.nodes
@@ -214,6 +235,18 @@ SHAPES = [
 ]  # fmt: skip
 
 
+PARTS = [(1, 400, 32, 6, 8), (16, 400, 32, 6, 4), (64, 400, 32, 6, 2), (64, 2000, 32, 6, 3)]  # nodes picked on average
+
+
+def parts() -> Iterator[tuple[str, float]]:
+    for *shape, mean in PARTS:
+        work = Work(*shape)
+        name = f"{shape[0]} x {shape[1]} keys, {mean} of {shape[2]} nodes"
+        yield f"{name}, exact", work.part(mean, True, True)
+        yield f"{name}, masked", work.part(mean, True, False)
+        yield f"{name}, a row each", work.part(mean, False, True)
+
+
 def bench(with_torch: bool, prompt_backends: tuple[str, ...]) -> Iterator[tuple[str, float]]:
     """prompt_backends: FlashInfer's for prefills; none where it is missing."""
     missing = without_flashinfer()
@@ -229,6 +262,7 @@ def bench(with_torch: bool, prompt_backends: tuple[str, ...]) -> Iterator[tuple[
             yield f"{name}, torch", work.torch()
         if not missing:
             yield from attempts(name, ("fa2",) if nodes > 1 else ("fa2", "plain"), work.flashinfer)
+    yield from parts()
     for length, start in CHUNKS:
         yield from chunk(length, start, with_torch, () if missing else prompt_backends)
     if with_torch:

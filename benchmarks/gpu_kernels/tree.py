@@ -8,6 +8,7 @@ from timing import replayed
 from draftwing.engine.device import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops import make_ops
+from draftwing.ops.torch.assign import new_calibration
 from draftwing.ops.types import Draft
 
 CONTEXT = 8192
@@ -34,6 +35,17 @@ def bench() -> list[tuple[str, float]]:
                 (f"commit without path, {shape}", replayed(lambda a=done: ops.commit(*a, False))),
                 (f"commit with path, {shape}", replayed(lambda a=done: ops.commit(*a, True))),
             ]
+            if nodes > 1:
+                counts = new_calibration(cuda)
+                rank = draft._replace(grade=16 + node.expand(batch, nodes) % 16), tree, rows, slots.rows, counts
+                ranked, total = ops.rank(*rank), batch * max(2, nodes // 4)
+                assign = slots, rows, draft, tree, inputs, ranked, total
+                learn = *done, True, ranked.mark, counts
+                found += [
+                    (f"rank, {shape}", replayed(lambda a=rank: ops.rank(*a))),
+                    (f"assign {total}, {shape}", replayed(lambda a=assign: ops.assign(*a))),
+                    (f"commit and learn, {shape}", replayed(lambda a=learn: ops.commit(*a))),
+                ]
             slots.kv_len.fill_(600)
     return found
 

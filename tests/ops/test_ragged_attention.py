@@ -45,9 +45,13 @@ class Whole(NamedTuple):
         return batch, query
 
 
-def make_whole(nodes: int, heads: tuple[int, int], device: torch.device, dtype: torch.dtype, dim: int = 16) -> Whole:
+def make_whole(
+    nodes: int, heads: tuple[int, int], device: torch.device, dtype: torch.dtype, dim: int = 16, stretch: int = 1
+) -> Whole:
     rng = torch.Generator().manual_seed(nodes)
-    size, longest = len(PREFIX), max(PREFIX) + nodes + 3
+    prefix = torch.tensor(PREFIX) * stretch
+    size, bound = len(PREFIX), max(PREFIX) * stretch + nodes
+    longest = bound + 3
     path = torch.zeros(size, nodes, DEPTH, dtype=torch.int64)
     path_len = torch.ones(size, nodes, dtype=torch.int64)
     for b in range(size):
@@ -59,11 +63,11 @@ def make_whole(nodes: int, heads: tuple[int, int], device: torch.device, dtype: 
             path[b, node, level:] = node
             path_len[b, node] = level + 1
     table = torch.randperm((size + 2) * longest, generator=rng).view(size + 2, longest) + 1
-    rows, prefix = torch.randperm(size + 2, generator=rng)[:size], torch.tensor(PREFIX)
+    rows = torch.randperm(size + 2, generator=rng)[:size]
     pool = KVPool([LayerSpec(heads[1], dim)], int(table.max()), dtype, device)
     pool.kv[0].copy_(torch.randn(pool.kv[0].shape, generator=rng))
     write = table[rows[:, None], prefix[:, None] + torch.arange(nodes)].flatten()
-    batch = Batch(rows, write, write, write, table, prefix, path, path_len, window=nodes, bound=max(PREFIX) + nodes)
+    batch = Batch(rows, write, write, write, table, prefix, path, path_len, window=nodes, bound=bound)
     batch = Batch(*(part.to(device) if isinstance(part, Tensor) else part for part in batch))
     q, k, v = (torch.randn(size * nodes, count, dim, generator=rng).to(device, dtype) for count in (*heads, heads[1]))
     return Whole(pool, batch, q, k, v)
@@ -83,11 +87,13 @@ def closed_parts(whole: Whole, counts: list[int]) -> list[Tensor]:
     return found
 
 
-def results(ops: TorchOps, whole: Whole, told: bool, exact: bool = True) -> tuple[Tensor, Tensor]:
+def results(
+    ops: TorchOps, whole: Whole, told: bool, exact: bool = True, picked: list[int] = PICKED
+) -> tuple[Tensor, Tensor]:
     """Of the picked queries: in their whole trees, and alone."""
     backend = ops.attention(whole.pool, exact)
     every = backend.bind(whole.batch, 0)(0, whole.q, whole.k, whole.v)
-    batch, query = whole.part(closed_parts(whole, PICKED), told)
+    batch, query = whole.part(closed_parts(whole, picked), told)
     alone = backend.bind(batch, 0)(0, *(part[query] for part in whole[2:]))
     return every[query], alone
 
@@ -145,6 +151,24 @@ def test_triton_tilings(
             assert torch.equal(alone, expected)
         else:
             torch.testing.assert_close(alone, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: too large for the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("picked", [PICKED, [32, 1, 20, 0, 7, 9], [1, 1, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((9, 3), 64), ((16, 16), 128)])
+def test_the_real_tiling(
+    heads: tuple[int, int], dim: int, picked: list[int], dtype: torch.dtype, kernels: Any, device: torch.device
+) -> None:
+    from draftwing.ops.triton.ops import TritonOps
+
+    whole = make_whole(32, heads, device, dtype, dim, stretch=23)
+    for told in (True, False):
+        expected, alone = results(TritonOps(device), whole, told, True, picked)
+        assert torch.equal(alone, expected)
+    expected, alone = results(TritonOps(device), whole, True, False, picked)
+    torch.testing.assert_close(alone, expected, atol=2e-2, rtol=2e-2)
 
 
 def test_every_tile_of_ragged_trees_has_a_number(kernels: Any) -> None:
