@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
+from draftwing.core import (
+    LOOKUP_ALONE,
+    MARK_ONE,
+    MARK_SURVIVAL,
+    MARK_VERIFIED,
+    MAX_CONFIDENCE,
+    PLAIN,
+    StepResult,
+    TreeShape,
+)
 from draftwing.sched.policy import FixedShape, Load, MostTokens, chain_menu, gains_by_row, match_menu, tree_menu
 from draftwing.sched.prices import Prices
 
@@ -164,6 +173,20 @@ def test_confidences_tell_steps_apart() -> None:
         policy.record(shape, Load([confidence]), world.step(shape, [hit]))
         found[confidence].append(shape)
     assert found[3].count(PLAIN) > 40 and found[20].count(PLAIN) == 0
+
+
+def test_what_a_lookup_finds_says_nothing_of_the_model() -> None:
+    """A pair whose lookup is always wrong where it has little to go by, and whose model is good."""
+    both, alone = TreeShape(4, 1, 5), TreeShape(8, 1, 9, by=LOOKUP_ALONE)
+    menu = (both, alone, PLAIN)
+    world = World(menu, 4.0, 0.1, 0.2)
+    policy = MostTokens(menu, world.prices(), sees_predictions=True, least=1)
+    load = Load([3])
+    for _ in range(40):
+        policy.record(alone, load, world.step(alone, [0.0]))
+    assert policy.choose(load) == both
+    gain = {row["shape"]: row["gain"] for row in policy.explain(load)}
+    assert gain[alone] < 0.05 and gain[both] > 1
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

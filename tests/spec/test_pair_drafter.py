@@ -14,6 +14,7 @@ from draftwing.kv.pool import LayerSpec
 from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
+from draftwing.sched.policy import match_menu, part_of
 from draftwing.spec.pair_drafter import PairDrafter
 
 GROWN, DEEP = TreeShape(3, 2, 7), TreeShape(8, 2, 12)
@@ -41,6 +42,9 @@ class Part:
         alive = (node <= shape.depth).expand_as(tokens)
         return Draft(tokens, (node - 1).clamp(min=0).expand_as(tokens), alive, grade)
 
+    def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
+        return shape, part_of(shape, 3), PLAIN
+
     def span(self, shape: TreeShape) -> int:
         return 20 if self.source == MODEL else shape.nodes
 
@@ -57,7 +61,7 @@ class Part:
 
 @pytest.fixture
 def pair() -> PairDrafter:
-    return PairDrafter(Part(MODEL), Part(LOOKUP), GROWN, GROWN)  # type: ignore[arg-type]
+    return PairDrafter(Part(MODEL), Part(LOOKUP), GROWN, DEEP)  # type: ignore[arg-type]
 
 
 def tokens_of(pair: PairDrafter, shape: TreeShape) -> list[int]:
@@ -94,6 +98,13 @@ def test_what_it_says_of_itself(pair: PairDrafter) -> None:
     out = torch.full((2, 3), 7)
     assert pair.confidence(SimpleNamespace(), ROWS, 5, out[:, 1]).tolist() == [1, MAX_CONFIDENCE]  # type: ignore[arg-type]
     assert out.tolist() == [[7, 1, 7], [7, MAX_CONFIDENCE, 7]]
+
+
+def test_the_menu_is_both_parts(pair: PairDrafter) -> None:
+    copied = [one._replace(by=LOOKUP_ALONE) for one in match_menu(DEEP)[:-1]]
+    assert pair.menu(GROWN) == (DEEP, GROWN, part_of(GROWN, 3), *copied, PLAIN)
+    wide = TreeShape(9, 1, 14)
+    assert pair.menu(wide) == (wide, part_of(wide, 3), *copied, PLAIN)
 
 
 def test_only_the_model_lags(pair: PairDrafter) -> None:

@@ -211,11 +211,11 @@ class MostTokens:
 
     def _carry_over(self, index: int, before: Sequence[float], confidences: set[int]) -> None:
         """Options that the step told nothing of change as the one that it was: text that is easy, or hard, is so for
-        all of them."""
+        all that the same drafters make. What a lookup finds says nothing of what a model guesses."""
         for confidence in confidences - {0}:
             ratio = (self._gains[index][confidence] + 0.01) / (before[confidence] + 0.01)
             for i, shape in enumerate(self.menu):
-                if shape.depth and i not in self._smaller[index]:
+                if shape.depth and shape.by == self.menu[index].by and i not in self._smaller[index]:
                     gains = self._gains[i]
                     gains[confidence] = min(ratio * gains[confidence], shape.depth, shape.queries * 1.0)
 

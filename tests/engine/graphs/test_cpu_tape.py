@@ -15,6 +15,8 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.layer_ops import FEW_ROWS
 from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.train.heads import new_eagle3_head, new_eagle_head
 
 KERNELS = load_extension()
@@ -86,7 +88,13 @@ def test_the_text_is_the_same(harness, case, drafter, shape, rows, lag):
     assert plain == found and not stages.replays
 
 
-HEADS = {"EAGLE3": (1, 2), "EAGLE3, a layer twice": (1, 2, 1), "EAGLE3, from the norm": (1, 2), "EAGLE": ()}
+HEADS = {
+    "EAGLE3": (1, 2),
+    "EAGLE3+NGRAM": (1, 2),
+    "EAGLE3, a layer twice": (1, 2, 1),
+    "EAGLE3, from the norm": (1, 2),
+    "EAGLE": (),
+}
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -106,7 +114,10 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
             head.fusion.from_normed = "norm" in kind
         head = head.to(torch.bfloat16).eval().requires_grad_(False)
         head.pack(make_ops(torch.device("cpu")))
-        drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, make_ops(torch.device("cpu")))
+        ops = make_ops(torch.device("cpu"))
+        drafter = make_model_drafter(head, 3, shape.topk, torch.bfloat16, ops)
+        if "NGRAM" in kind:
+            drafter = PairDrafter(drafter, NGramDrafter(3, ops, capacity=4096), shape, shape)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
         stages = rig.executor.graphs
         if unrecorded:
