@@ -157,13 +157,22 @@ def test_sweep(model: str, capsys: pytest.CaptureFixture[str]) -> None:
             "--concurrency", "1,2", "--steps", "2", "--topk", "1,2", "--draft-tokens", "3,4",
             "--num-prompts", "2", "--max-tokens", "8"]  # fmt: skip
     assert main(argv) == 0
-    *lines, best_one, best_two = capsys.readouterr().out.splitlines()
-    records = [json.loads(line) for line in lines]
+    lines = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    best_one, best_two, *chosen = lines[len(records) :]
+    assert [r.pop("fixed") for r in records[-4:]] == [True, True, False, False]
     shapes = [(r["batch_size"], r["steps"], r["topk"], r["num_draft_tokens"]) for r in records]
-    assert shapes == [(batch, *shape) for shape in [(0, 1, 1), (2, 1, 3), (2, 2, 3), (2, 2, 4)] for batch in (1, 2)]
+    fixed = [(0, 1, 1), (2, 1, 3), (2, 2, 3), (2, 2, 4)]
+    assert shapes == [(batch, *shape) for shape in (*fixed, (11, 10, 12)) for batch in (1, 2)]
+    records = records[:-2]
     assert best_one.startswith("best for 1 requests at once: ") and best_two.startswith("best for 2 requests")
     fastest = max((r for r in records if r["batch_size"] == 2), key=lambda r: r["throughput"])
     assert ("--speculative-algorithm none" in best_two) == (fastest["steps"] == 0)
+    starts = [i for i, line in enumerate(chosen) if line.startswith("chosen by the engine at ")]
+    assert len(starts) == 2 and "of the best fixed throughput" in chosen[0]
+    table = chosen[starts[1] + 2 :]
+    assert "ms a step" in table[0] and len([line for line in table[1:] if line.startswith("  > ")]) == 1
+    assert table[-1].split()[:2] in (["no", "drafts"], [">", "no"]) and table[-1].split()[-1] != "-"
 
 
 def test_points_leave_out_what_cannot_be() -> None:

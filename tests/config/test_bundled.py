@@ -207,8 +207,9 @@ def test_a_sweep_saves_the_best_tree(shipped: Path, capsys: pytest.CaptureFixtur
             "--max-tokens", "4"]  # fmt: skip
     try:
         assert main(argv) == 0
-        *lines, best, _, saved = capsys.readouterr().out.splitlines()
-        records = [json.loads(line) for line in lines]
+        lines = capsys.readouterr().out.splitlines()
+        *records, _, _ = [json.loads(line) for line in lines if line.startswith("{")]
+        best, saved = lines[len(records) + 2], lines[-1]
         assert [r["speculative_algorithm"] for r in records] == ["none"] * 2 + ["EAGLE3"] * 4
         rates = {(r["steps"], r["topk"], r["num_draft_tokens"]): 1.0 for r in records[2:]}
         for r in records[2:]:

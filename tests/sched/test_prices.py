@@ -146,6 +146,14 @@ def test_steps_in_operation_are_measurements_where_there_are_none() -> None:
     assert prices.seconds(PLAIN, 64, 100) == pytest.approx(9e-3) and prices.known(PLAIN, 64)
 
 
+def test_a_new_shape_is_not_corrected_for_what_it_has_seen_itself() -> None:
+    prices = measured(False, menu=(PLAIN,))
+    for _ in range(300):
+        prices.record(PLAIN, 1, 0, 2 * true_seconds(PLAIN, 1, 0))
+    prices.record(TREE, 1, 0, 5e-3)
+    assert prices.seconds(TREE, 1, 0) == pytest.approx(5e-3)
+
+
 def test_they_are_kept() -> None:
     prices = measured(True)
     for shape in MENU:

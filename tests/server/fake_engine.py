@@ -104,8 +104,9 @@ class FakeEngine:
         self.flushed += 1
         return not self.running
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         return {
+            "explain": {"requests": len(self.running), "summary": "nothing is drafted", "options": []},
             "running": len(self.running),
             "waiting": 0,
             "free_tokens": 4 * CONTEXT,

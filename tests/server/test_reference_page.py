@@ -111,6 +111,7 @@ def test_server_info_by_both_names(client: TestClient, engine: FakeEngine) -> No
               "speculative_algorithm", "speculative_num_steps", "mem_fraction_static", "random_seed"}  # fmt: skip
     assert wanted <= info.keys() and info["random_seed"] == 7 and info["dtype"] == "float32"
     (state,) = info["internal_states"]
+    assert info["speculative"]["explain"]["summary"] == "nothing is drafted"
     assert state["avg_spec_accept_length"] == 1.5 and state["memory_usage"]["token_capacity"] == 8000
 
 

@@ -65,8 +65,14 @@ def add_commands(commands: Any) -> dict[str, Run]:
         metavar="HEAD",
         help="instead, check that a head of `draftwing train` accepts what its eval.json says, on the same --prompts",
     )
-    sweep = bench.add_argument_group("sweep", "Measures trees, and no speculation, at each --concurrency.")
-    sweep.add_argument("--sweep", action="store_true", help="print the best flags; needs a drafter")
+    sweep = bench.add_argument_group(
+        "sweep", "Measures fixed trees, no speculation, and what the engine chooses by itself, at each --concurrency."
+    )
+    sweep.add_argument(
+        "--sweep",
+        action="store_true",
+        help="print the best flags, prices of steps, and what is chosen and why; needs a drafter",
+    )
     sweep.add_argument(
         "--save-shape",
         action="store_true",
@@ -193,6 +199,8 @@ def run_bench(arguments: dict[str, Any]) -> None:
             found = sweep(arguments, grid, prompts, params, emit)
             for batch, point in found.best.items():
                 print(f"best for {batch} requests at once: {flags(point)}")
+            for lines in found.choices.values():
+                print("\n".join(lines))
             if folder is not None:
                 save_shape(folder, found.device, found.tree)
                 print(f"{folder / 'config.json'} asks for {list(found.tree.tree)} on {found.device} from now on")

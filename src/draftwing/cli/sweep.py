@@ -1,6 +1,7 @@
-"""`draftwing bench --sweep`: measures speculative shapes against each other and against none, and names the best.
+"""`draftwing bench --sweep`: measures fixed shapes against each other, no drafts, and what the engine chooses.
 
-Every point has an engine of its own, one after the other, on the same prompts.
+Every point has an engine of its own, one after the other, on the same prompts. The last one chooses by itself. Before
+it runs it measures prices of steps, longer than a start does, and keeps them for the next start.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftwing.config.drafters import DRAFTERS, NO_DRAFTER, shipped_head, token_map_in
 from draftwing.config.fields import flag
@@ -23,6 +24,12 @@ from draftwing.config.trees import TREE
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.measure import Local, measure
 from draftwing.errors import ConfigError
+from draftwing.sched.explain import table
+
+if TYPE_CHECKING:
+    from draftwing.engine.engine import Engine
+
+PRICE_SECONDS = 20.0  # to measure prices; a start has less time
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -37,10 +44,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Found:
-    """best: options by batch size.  tree: of those that draft, the one with the highest geometric mean of throughputs
+    """best: options by batch size.  choices: what the engine chose by itself, and its prices: lines of text by batch
+    size.  tree: of those that draft, the one with the highest geometric mean of throughputs
     over the batch sizes.  device: "cpu" or "cuda"."""
 
     best: dict[int, Options]
+    choices: dict[int, list[str]]
     tree: TreeShape
     device: str
 
@@ -75,26 +84,44 @@ def sweep(options: dict[str, Any], grid: Grid, prompts: Sequence[str], params: d
     best: dict[int, tuple[float, Options]] = {}
     overall: tuple[float, TreeShape] = (-math.inf, PLAIN)
     device = ""
-    for point in todo:
+    choices: dict[int, list[str]] = {}
+    for point in (*todo, Options.from_kwargs(**{**options, "speculative_fixed_shape": False}).resolve()):
         engine = Engine(point)
+        chooses = engine.parts.prices is not None
+        if chooses:
+            engine.measure_prices(grid.batch, PRICE_SECONDS)
         target, device = Local(engine), engine.info.device
         ids = [target.encode(prompt) for prompt in prompts]
         target.run(ids[:1], params, 1)  # first use of everything
         logs = 0.0  # of the throughputs, summed: each batch size has the same say
         for batch in grid.batch:
+            if engine.explainer is not None:
+                engine.explainer.forget()
             record = measure(target, ids, params, batch)
-            depth, topk, nodes = point.speculative_shape.tree
-            shape = {"batch_size": batch, "steps": depth, "topk": topk, "num_draft_tokens": nodes}
+            depth, topk, nodes = engine.options.speculative_shape.tree
+            shape = {"batch_size": batch, "steps": depth, "topk": topk, "num_draft_tokens": nodes, "fixed": not chooses}
             emit({**shape, "speculative_algorithm": point.drafter, **record})
+            if chooses:
+                choices[batch] = _choice(engine, batch, record["throughput"], best[batch][0])
+                continue
             logs += math.log(record["throughput"])
             if batch not in best or record["throughput"] > best[batch][0]:
                 best[batch] = record["throughput"], point
-        if point.drafts:
+        if point.drafts and not chooses:
             overall = max(overall, (logs, point.speculative_shape))
         engine.close()
         del engine, target
         gc.collect()
-    return Found({batch: point for batch, (_, point) in best.items()}, overall[1], device)
+    return Found({batch: point for batch, (_, point) in best.items()}, choices, overall[1], device)
+
+
+def _choice(engine: Engine, batch: int, throughput: float, best: float) -> list[str]:
+    """Lines on what the engine did by itself. best: throughput of the best fixed shape, or of no drafts."""
+    lines = [f"chosen by the engine at {batch} requests at once: {throughput / best:.2f} of the best fixed throughput"]
+    if engine.explainer is None or engine.explainer.busiest is None:
+        return lines
+    seen = engine.explainer.busiest
+    return [*lines, f"  {seen['summary']}", *(f"  {line}" for line in table(seen))]
 
 
 def head_folder(options: dict[str, Any]) -> Path:

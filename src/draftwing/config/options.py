@@ -189,6 +189,10 @@ class Options:
         "draft the whole tree at every step (default: it is the largest one, and the engine takes smaller ones, or "
         "none, where that is faster)",
     )  # fmt: skip
+    speculative_explain: bool = option(
+        False, SPECULATION,
+        "log every ten seconds what is drafted and why: what drafts cost and what they bring (also in /server_info)",
+    )  # fmt: skip
     speculative_ngram_min_match_window_size: int = option(
         1, SPECULATION, "fewest last tokens that must match", minimum=1, maximum=MAX_CONFIDENCE
     )

@@ -133,7 +133,7 @@ def _without_effect(options: Options, drafter: DrafterSpec, draft: str | None) -
     """Defaults in place of the options of speculation that this drafter does not read, which one line says."""
     used = {"speculative_algorithm", DRAFT_MODEL, *drafter.options}
     if drafter.build is not None:
-        used |= {*TREE, "speculative_fixed_shape"}
+        used |= {*TREE, "speculative_fixed_shape", "speculative_explain"}
     if draft is not None:
         used.add("speculative_draft_model_revision")
     idle = {

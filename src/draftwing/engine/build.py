@@ -19,13 +19,14 @@ from draftwing.core import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
+from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.memory import Rig, row_length, size_pool
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.price_file import PriceFile, price_file
-from draftwing.engine.startup.prices import measure_graphs
+from draftwing.engine.startup.prices import GRAPH_SECONDS, measure_graphs, measure_steps
 from draftwing.engine.startup.warm_up import warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
@@ -56,8 +57,23 @@ class Parts:
     dtype: torch.dtype
     context_length: int
     pool_tokens: int
+    pool: KVPool
     prices: Prices | None = None  # of steps, where the engine chooses by them
     price_file: PriceFile | None = None
+
+    def measure_prices(self, batches: Sequence[int], seconds: float) -> None:
+        """Measures prices for so long, which is more than a start does, for these batch sizes. Nothing may run."""
+        executor, prices, until = self.executor, self.prices, time.monotonic() + seconds
+        if prices is None:
+            return
+        if prices.stepwise:
+            sizes = {(shape, batch) for shape, batch, _, _ in prices.points()}
+            keys = [Key(*size) for size in sizes if executor.graphs.key(*size) == size]
+            measure_graphs(executor, self.pool, prices, keys, until)
+        else:
+            measure_steps(executor, self.pool, prices, until, batches)
+        if executor.drafter is not None:
+            executor.drafter.flush()
 
     def keep_prices(self) -> None:
         """Writes them down for the next start."""
@@ -198,7 +214,7 @@ def assemble(
         policy,
         spans,
     )
-    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, prices, file)
+    return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, prices, file)
 
 
 def graph_size_of(options: Options) -> int:
@@ -214,7 +230,9 @@ def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
     took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
     log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
     if prices is not None:
-        measure_graphs(executor, pool, prices, captured)
+        for key, seconds in captured.items():
+            prices.measured(key.shape, key.size, 0, seconds)
+        measure_graphs(executor, pool, prices, captured, time.monotonic() + GRAPH_SECONDS)
         if executor.drafter is not None:
             executor.drafter.flush()
 

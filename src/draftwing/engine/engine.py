@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -19,6 +19,7 @@ from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
+from draftwing.engine.explain import Explainer
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.stats import Reporter
@@ -81,6 +82,7 @@ class Engine:
         times = parts.executor.device.step_times()
         credited = self.options.drafter_spec.credited
         self.reporter = Reporter(parts.sched, simulated=simulated, credited=credited, times=times)
+        self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()
@@ -108,6 +110,12 @@ class Engine:
                 self.parts.executor.drafter.flush()
             return True
 
+    def measure_prices(self, batches: Sequence[int], seconds: float) -> None:
+        """Measures for so many seconds what steps of these batch sizes cost. Nothing may run."""
+        with self._turning:
+            assert self._loop.idle
+            self.parts.measure_prices(batches, seconds)
+
     @property
     def accept_length(self) -> float:
         return self.reporter.accept_length
@@ -124,6 +132,7 @@ class Engine:
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
             "graph_replays": self.parts.executor.replays,
+            "explain": self.explainer and self.explainer.now,
             **self.reporter.stats(),
         }
 
@@ -137,7 +146,11 @@ class Engine:
             self._receive(waited)
             if not self._loop.idle:
                 self._loop.turn()
+                if self.explainer is not None:
+                    self.explainer.look()
             if self._loop.idle:
+                if self.explainer is not None:
+                    self.explainer.rest()
                 self.parts.sched.check_idle()
                 self.reporter.pause()
             return self.parts.sched.take_outputs()
@@ -151,6 +164,7 @@ class Engine:
                 parts.keep_prices()
             self.__dict__.pop("_loop", None)
             self.__dict__.pop("reporter", None)
+            self.__dict__.pop("explainer", None)
 
     def _receive(self, item: Req | str | None) -> None:
         while True:

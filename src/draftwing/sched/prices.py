@@ -124,7 +124,8 @@ class Prices:
             self._settled.add((shape, batch))
             return False
         found = self._measured.setdefault(shape, {}).setdefault(batch, {})
-        least = min([seconds, *found.values()])
+        shared = self._shared.get(batch.bit_length())  # by which its price will be multiplied
+        least = min([seconds / shared.factor if shared is not None else seconds, *found.values()])
         found.clear()
         found[context] = least
         self._tried[shape, batch] = tried + 1

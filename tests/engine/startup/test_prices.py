@@ -67,7 +67,7 @@ def answers(rig: Any, case: Any) -> dict[str, list[int]]:
 def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, graph_size: int) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)
     before, prices = state(rig), Prices(MENU, True)
-    measure_graphs(rig.executor, rig.pool, prices, rig.captured)
+    measure_graphs(rig.executor, rig.pool, prices, rig.captured, time.monotonic() + 600)
     found = Counter((shape, size, context // size) for shape, size, context, _ in prices.points())
     few = {1, graph_size}  # of the sizes with contexts, these were captured
     assert found == Counter((key.shape, key.size, 0) for key in rig.captured) + Counter(
@@ -78,14 +78,11 @@ def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, 
     assert answers(rig, case) == case[3]
 
 
-def test_graphs_cost_what_their_capture_said_where_there_is_no_time(
-    harness: Any, case: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measuring, "GRAPH_SECONDS", 0.0)
+def test_graphs_are_not_measured_where_there_is_no_time(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=4, device=harness.device)
     prices = Prices(MENU, True)
-    measure_graphs(rig.executor, rig.pool, prices, rig.captured)
-    assert {(shape, size): seconds for shape, size, _, seconds in prices.points()} == dict(rig.captured)
+    measure_graphs(rig.executor, rig.pool, prices, rig.captured, time.monotonic())
+    assert not list(prices.points())
 
 
 def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) -> None:

@@ -27,7 +27,9 @@ _PRICED = (
     "quantization", "enable_deterministic_inference", "enable_overlap", "max_running_requests", "cuda_graph_max_bs",
     "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs",
 )  # fmt: skip
-_NOT_PRICED = ("speculative_algorithm", "speculative_draft_model_path", "speculative_fixed_shape")
+_NOT_PRICED = (
+    "speculative_algorithm", "speculative_draft_model_path", "speculative_fixed_shape", "speculative_explain",
+)  # fmt: skip
 
 
 class PriceFile:

@@ -5,10 +5,9 @@ Works on rows that no request has yet, and leaves them as they were.
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -21,9 +20,7 @@ from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool
 from draftwing.sched.prices import Prices
 
-log = logging.getLogger("draftwing")
-
-GRAPH_SECONDS = 4.0  # for replays of graphs; no measurement begins later
+GRAPH_SECONDS = 4.0  # for replays of graphs
 REPLAYS = 3  # of a step with graphs, whose median counts
 CONTEXTS = (1024, 4096)  # tokens of each row
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
@@ -35,24 +32,18 @@ CPU_CONTEXT = 1024
 # ---- with graphs -----------------------------------------------------------------------------------------------------
 
 
-def measure_graphs(executor: Executor, pool: KVPool, prices: Prices, captured: dict[Key, float]) -> None:
-    """Replays captured steps, without context first, then with contexts of some lengths, as long as there is time.
-
-    captured: what each step took when it was captured; that stays the price where no replay was measured.
-    """
-    started = time.monotonic()
-    for key, seconds in captured.items():
-        prices.measured(key.shape, key.size, 0, seconds)
+def measure_graphs(executor: Executor, pool: KVPool, prices: Prices, captured: Collection[Key], until: float) -> None:
+    """Replays captured steps, without context first, then with contexts of some lengths. until: monotonic; no
+    measurement begins later."""
     largest = max((key.size for key in captured), default=0)
     few = [size for size in sorted({*CONTEXT_SIZES, largest}) if size <= largest]
     rest = sorted({key.size for key in captured} - set(few))
     for context, sizes in ((0, few), *((context, few) for context in CONTEXTS), (0, rest)):
         for size in sizes:
             keys = [key for key in captured if key.size == size]
-            if keys and time.monotonic() < started + GRAPH_SECONDS:
+            if keys and time.monotonic() < until:
                 _measure_keys(executor, pool, prices, keys, context)
     executor.graphs.set_rows(np.empty(0, np.int64), largest)
-    log.debug("measured what steps cost: %.2f s", time.monotonic() - started)
 
 
 def _measure_keys(executor: Executor, pool: KVPool, prices: Prices, keys: Sequence[Key], context: int) -> None:
@@ -78,11 +69,14 @@ def _measure_key(executor: Executor, prices: Prices, key: Key, context: int) -> 
 # ---- without graphs --------------------------------------------------------------------------------------------------
 
 
-def measure_steps(executor: Executor, pool: KVPool, prices: Prices, until: float) -> None:
+def measure_steps(
+    executor: Executor, pool: KVPool, prices: Prices, until: float, batches: Collection[int] = SIZES
+) -> None:
     """Runs steps: of one row of every shape, then plain steps of more rows and of a long row, then all others, as long
-    as there is time. until: monotonic; no step begins that would probably end later."""
+    as there is time. until: monotonic; no step begins that would probably end later. batches: more rows than one.
+    """
     menu = sorted(prices.menu, key=lambda shape: shape.nodes)
-    sizes = [size for size in SIZES if size <= executor.table.rows]
+    sizes = [size for size in batches if 1 < size <= executor.table.rows]
     seconds: dict[TreeShape, float] = {}
     for _ in range(STEPS):  # in turn, so that what slows the machine down slows all of them
         for shape in menu:

@@ -144,6 +144,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
         "custom_logit_processors": list(info.processors),
         "sampling_defaults": dict(info.defaults),
         "avg_spec_accept_length": stats["accept_length"],
+        "speculative": {"explain": stats["explain"]},
         "internal_states": [
             {
                 "avg_spec_accept_length": stats["accept_length"],

@@ -1,0 +1,111 @@
+"""Says in words why a policy drafts what it drafts, or nothing: for the log, `/server_info` and `draftwing bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+
+Entry = Mapping[str, Any]  # of one option, as `ShapePolicy.explain` gives them
+
+
+def described(shape: TreeShape) -> str:
+    """Returns an option in words."""
+    if shape == PLAIN:
+        return "no drafts"
+    who = {MODEL_ALONE: " of the model alone", LOOKUP_ALONE: " of the lookup alone"}.get(shape.by, "")
+    kind = f"chains of {shape.depth}" if shape.topk == 1 else f"trees of {shape.nodes} tokens, {shape.depth} deep"
+    part = f", {shape.verified} of {shape.nodes} verified" if shape.verified else ""
+    return kind + who + part
+
+
+def report(entries: Sequence[Entry], requests: int, context: int) -> dict[str, Any]:
+    """Returns plain data: the load, a `summary` in words, and the `options` with the reason for or against each.
+
+    requests: of the batch.  context: tokens in the KV of all of them.
+    """
+    chosen = next((entry for entry in entries if entry["chosen"]), None)
+    return {
+        "requests": requests,
+        "context_tokens": context,
+        "summary": summary(entries, requests),
+        "options": [_option(entry, chosen) for entry in entries],
+    }
+
+
+def summary(entries: Sequence[Entry], requests: int) -> str:
+    """Returns one sentence on what is drafted and why."""
+    if not requests:
+        return "no request is being answered"
+    plain = next((entry for entry in entries if entry["shape"] == PLAIN), None)
+    drafts = [entry for entry in entries if entry["shape"] != PLAIN]
+    chosen = next((entry for entry in entries if entry["chosen"]), None)
+    priced = [entry for entry in drafts if entry["rate"] is not None]
+    if plain is None or chosen is None or not drafts:
+        return "nothing is drafted: there is no drafter"
+    if plain["rate"] is None or not priced:
+        if chosen["shape"] != PLAIN:
+            return f"{described(chosen['shape'])} are drafted, whatever they cost"
+        return "nothing is drafted: there is nothing to propose, or drafts are too large for so many requests"
+    best = chosen if chosen["shape"] != PLAIN else max(priced, key=lambda entry: entry["rate"])
+    if not best["gain"]:
+        return f"nothing is drafted: for none of {_count(requests)} is there anything to propose"
+    cost, brings = best["price_ms"] / plain["price_ms"], (requests + best["gain"]) / requests
+    shape = best["shape"]
+    what = f"verifying {shape.queries} nodes a request at {_count(requests)} costs {cost:.2f}x and brings {brings:.2f}x"
+    if chosen["shape"] != PLAIN:
+        return f"{described(shape)} are drafted: {what}"
+    return f"nothing is drafted: {what}"
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    """Returns lines of text for a `report`, one for each option, aligned."""
+    rows = [("", "ms a step", "drafts accepted", "tokens/s")]
+    for option in report["options"]:
+        accepted = option["expected_accepted_drafts"]
+        rows.append(
+            (
+                ("> " if option["chosen"] else "  ") + option["option"],
+                _number(option["price_ms"], 2),
+                _number(None if accepted is None else accepted / max(report["requests"], 1), 2),
+                _number(option["expected_tokens_per_second"], 0),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return ["  ".join((row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)))) for row in rows]
+
+
+def _option(entry: Entry, chosen: Entry | None) -> dict[str, Any]:
+    shape = entry["shape"]
+    steps, topk, nodes = shape.tree
+    return {
+        "option": described(shape),
+        "num_steps": steps,
+        "topk": topk,
+        "num_draft_tokens": nodes,
+        "verified": shape.queries,
+        "price_ms": entry["price_ms"],
+        "expected_accepted_drafts": entry["gain"],
+        "expected_tokens_per_second": entry["rate"],
+        "chosen": entry["chosen"],
+        "why": _why(entry, chosen),
+    }
+
+
+def _why(entry: Entry, chosen: Entry | None) -> str:
+    if entry["chosen"]:
+        return "chosen"
+    if entry["rate"] is None:
+        return "too large for so many requests, or nothing is known of its price"
+    if chosen is None or chosen["rate"] is None:
+        return "not chosen"
+    return f"{100 * (entry['rate'] / chosen['rate'] - 1):+.1f}% tokens per second"
+
+
+def _count(requests: int) -> str:
+    return f"{requests} request" + "s" * (requests > 1)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
