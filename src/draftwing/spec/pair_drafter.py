@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwing.config.trees import most_nodes
-from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.assign import new_calibration
 from draftwing.ops.types import Draft, RowTensors
@@ -52,7 +52,7 @@ class PairDrafter(Drafter):
         return max(grown, self.lookup.span(shape), shape.max_commit + self.tail)
 
     def lags(self, shape: TreeShape) -> bool:
-        return super().lags(shape) or shape.by == LOOKUP_ALONE
+        return super().lags(shape) or (shape.by == LOOKUP_ALONE and shape.max_commit <= LAG)
 
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         """Where both propose, the lookup may do so for deeper trees than the model grows."""
