@@ -54,11 +54,12 @@ def test_a_pair_is_the_drafter_with_a_model_and_a_lookup(asked: str) -> None:
     differing = {"name", "build", "options", "training", "parts"}
     for field in dataclasses.fields(pair):
         assert field.name in differing or getattr(pair, field.name) == getattr(eagle3, field.name)
-    assert find_drafter("NGRAM+MTP").name == "NEXTN+NGRAM" and not pair.own
+    assert find_drafter("SUFFIX+MTP").name == "NEXTN+SUFFIX" and not pair.own
 
 
 @pytest.mark.parametrize(
-    "asked", ["EAGLE3+EAGLE", "NGRAM+NGRAM", "none+NGRAM", "EAGLE3+", "EAGLE3+magic", "EAGLE3+NGRAM+NGRAM", "a:B+NGRAM"]
+    "asked",
+    ["EAGLE3+EAGLE", "NGRAM+SUFFIX", "none+NGRAM", "EAGLE3+", "EAGLE3+magic", "EAGLE3+NGRAM+NGRAM", "a:B+NGRAM"],
 )
 def test_other_pairs_are_refused(asked: str) -> None:
     with pytest.raises(ConfigError, match=r"a pair is a drafter with a model .*EAGLE3.* and a lookup .*NGRAM.*found"):

@@ -21,10 +21,11 @@ from draftwing.ops import make_ops
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
+from draftwing.spec.suffix_drafter import SuffixDrafter
 
 pytestmark = pytest.mark.slow
 
-CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 12)
+CHAIN, TREE, COPIED = TreeShape(4, 1, 5), TreeShape(4, 3, 12), TreeShape(7, 3, 10)
 MAKERS = {
     # the constructor, and how much effect the target's layers get back
     "EAGLE": (exact_heads.exact_eagle2, 0.65),
@@ -55,15 +56,15 @@ class Case:
         self.params = [harness.greedy(36) if i % 3 else harness.seeded(36, seed=i) for i in range(9)]
         self.expected = harness.plain_answers(self.target, self.prompts, self.params)
 
-    def rig(self, shape, rows=5, lookup=False, **kw):
+    def rig(self, shape, rows=5, lookup=None, **kw):
         if self.head_path is None:
             head = load_mtp_head(self.target_path, self.target, torch.float32, self.device)
         else:
             head = load_draft_head(self.head_path, self.target, self.kind, torch.float32, self.device)
         ops = make_ops(torch.device(self.device))
         drafter = make_model_drafter(head, rows + 1, shape.topk, torch.float32, ops)
-        if lookup:
-            drafter = PairDrafter(drafter, NGramDrafter(rows + 1, ops, capacity=4096), shape, shape)
+        if lookup is not None:
+            drafter = PairDrafter(drafter, lookup(rows + 1, ops, capacity=4096), shape, COPIED)
         return self.h.Rig(self.target, shapes=(shape,), drafter=drafter, rows=rows, **kw)
 
     def answer(self, rig):
@@ -108,7 +109,7 @@ class Turns:
     """Both of a pair draft, then the lookup alone, deeper, then the model alone, then nobody."""
 
     sees_predictions = True
-    menu = (TREE, TreeShape(7, 3, 10, by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9), PLAIN)
+    menu = (TREE, COPIED._replace(by=LOOKUP_ALONE), TREE._replace(by=MODEL_ALONE), TreeShape(6, 3, 9), PLAIN)
 
     def __init__(self):
         self.steps = 0
@@ -122,9 +123,10 @@ class Turns:
         pass
 
 
+@pytest.mark.parametrize("lookup", [NGramDrafter, SuffixDrafter])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_pair_changes_no_token(case, lag):
-    rig = case.rig(TREE, lag=lag, lookup=True, policy=Turns(), chunk=5)
+def test_a_pair_changes_no_token(case, lag, lookup):
+    rig = case.rig(TREE, lag=lag, lookup=lookup, policy=Turns(), chunk=5)
     case.answer(rig)
     got = case.answer(rig)  # the lookup knows these answers now
     assert rig.accept_length > 1.5 and rig.stats.moved > 10

@@ -82,6 +82,12 @@ def test_the_lookup_may_be_deeper_than_the_model(pair: PairDrafter) -> None:
     assert pair.model.asked == [TreeShape(3, 2, 11)] and pair.lookup.asked == [DEEP]  # type: ignore[attr-defined]
 
 
+def test_none_is_asked_for_more_than_it_has(pair: PairDrafter) -> None:
+    large = TreeShape(9, 3, 20)
+    assert tokens_of(pair, large) == [9, 100, 101, 102, *range(201, 208)]
+    assert pair.model.asked == [TreeShape(3, 2, 11)] and pair.lookup.asked == [DEEP]  # type: ignore[attr-defined]
+
+
 def test_one_alone(pair: PairDrafter) -> None:
     assert tokens_of(pair, GROWN._replace(by=MODEL_ALONE)) == [9, 100, 101, 102] and not pair.lookup.asked  # type: ignore[attr-defined]
     pair.model.asked.clear()  # type: ignore[attr-defined]

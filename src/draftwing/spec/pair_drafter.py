@@ -58,10 +58,10 @@ class PairDrafter(Drafter):
         """Where both propose, the lookup may do so for deeper trees than the model grows."""
         if shape.by == MODEL_ALONE:
             return self.model.propose(table, rows, shape, max_kv_len, noisy)
-        found = self.lookup.propose(table, rows, shape, max_kv_len, noisy)
         if shape.by == LOOKUP_ALONE:
             self.model.unconstrain()
-            return found
+            return self.lookup.propose(table, rows, shape, max_kv_len, noisy)
+        found = self.lookup.propose(table, rows, self._copied(shape), max_kv_len, noisy)
         grown = self.model.propose(table, rows, self._grown(shape), max_kv_len, noisy)
         return self.model.ops.merge(grown, found, shape, self.calibration)
 
@@ -69,6 +69,10 @@ class PairDrafter(Drafter):
         """The model's part in a tree."""
         depth, topk = min(shape.depth, self.grown.depth), min(shape.topk, self.grown.topk)
         return TreeShape(depth, topk, min(shape.nodes, most_nodes(depth, topk)))
+
+    def _copied(self, shape: TreeShape) -> TreeShape:
+        """The lookup's."""
+        return TreeShape(*(min(one, most) for one, most in zip(shape.tree, self.copied.tree, strict=True)))
 
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         self.model.constrain(table, rows, banned, noisy)
