@@ -45,7 +45,7 @@ class Node(NamedTuple):
 class Dictionary:
     """What followed each context of each owner: lists of [token, count], the newest first."""
 
-    def __init__(self, rows: int, depth: int, nodes: int, max_context: int = 24, min_prob: float = 0.02) -> None:
+    def __init__(self, rows: int, depth: int, nodes: int, max_context: int = 24, min_prob: float = 0.005) -> None:
         self.lengths = [length for length in LENGTHS if length <= max_context]
         self.depth, self.nodes, self.min_prob = depth, nodes, np.float32(min_prob)
         self.known: dict[tuple[object, ...], list[list[int]]] = {}

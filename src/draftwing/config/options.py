@@ -213,7 +213,7 @@ class Options:
         24, SPECULATION, "most last tokens that SUFFIX matches", minimum=1, maximum=32
     )
     speculative_suffix_min_prob: float = option(
-        0.02, SPECULATION, "least estimated probability of what SUFFIX proposes", minimum=0.0001, maximum=1
+        0.005, SPECULATION, "least estimated probability of what SUFFIX proposes", minimum=0.0001, maximum=1
     )
     speculative_suffix_capacity: int = option(
         1_000_000, SPECULATION, "tokens of prompts and answers that SUFFIX remembers", minimum=1024, maximum=2**28

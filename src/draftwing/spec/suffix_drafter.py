@@ -25,7 +25,7 @@ class SuffixDrafter(Drafter):
         ops: SuffixOps,
         shape: TreeShape = SUFFIXES,
         max_context: int = 24,
-        min_prob: float = 0.02,
+        min_prob: float = 0.005,
         capacity: int = 1_000_000,
     ) -> None:
         """rows: R + 1, the rows of the row table with its dummy. shape: the largest tree that will be asked for.

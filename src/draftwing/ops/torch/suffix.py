@@ -76,7 +76,7 @@ class SuffixIndex:
         depth: int = 16,
         nodes: int = 17,
         max_context: int = 24,
-        min_prob: float = 0.02,
+        min_prob: float = 0.005,
         capacity: int = 1_000_000,
     ) -> None:
         """rows: R + 1, the rows of the row table with its dummy. depth, nodes: of the largest tree, its root included.

@@ -178,7 +178,7 @@ def _open(
         newer = tl.where(fresh, token, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["context", "real", "out_stride"])
 def _grow_kernel(
     tokens_ptr, context, kv_len_ptr, rows_ptr, real, owner_ptr, length_ptr, factors_ptr, table_ptr, escape_ptr,
     starts_ptr, least_ptr, grown_ptr, pitch, contexts_ptr, reach_ptr, path_ptr, token_ptr, grade_ptr,
@@ -265,7 +265,7 @@ def _grow_kernel(
     tl.store(out_ptr + b * out_stride, tl.minimum(score, MAX_CONFIDENCE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def _emit_kernel(
     grown_ptr, pitch, last_ptr, rows_ptr, place_ptr, tokens_ptr, parent_ptr, alive_ptr, grade_ptr, depth,
     KEPT: tl.constexpr, KEPT_BLOCK: tl.constexpr, NODES: tl.constexpr, NODES_BLOCK: tl.constexpr, PDL: tl.constexpr,
