@@ -1,9 +1,11 @@
 """Admission, order of service, time limits and aborts, with results made up by the test in place of a device."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, StepResult, TreeShape, marks_of
+from draftwing.core import MARK_SOURCE, PLAIN, StepResult, TreeShape, marks_of
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy import FixedShape
@@ -11,10 +13,11 @@ from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
 
-def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0):
+def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0, credited=()):
     policy = FixedShape(shape)
     spans = {s: s.nodes for s in policy.menu}
-    return Scheduler(SchedulerConfig(slots, rows, max(spans.values()), chunk, lookahead, radix=radix), policy, spans)
+    config = SchedulerConfig(slots, rows, max(spans.values()), chunk, lookahead, radix=radix, credited=credited)
+    return Scheduler(config, policy, spans)
 
 
 def req(uid, length=5, new=10, first=0, **kw):
@@ -204,6 +207,21 @@ def test_spec_counters_count_what_was_really_proposed_and_accepted():
     assert (meta["spec_verify_ct"], meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]) == (3, 9, 5)
     assert meta["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
     assert meta["spec_accept_length"] == pytest.approx(8 / 3) and meta["spec_accept_rate"] == pytest.approx(5 / 9)
+
+
+def test_drafts_count_for_who_proposed_them():
+    """What both of a pair proposed counts for both."""
+    shape = TreeShape(3, 1, 4)
+    sched = make(shape=shape, credited=(("prediction",), ("A",), ("B",), ("A", "B")))
+    sched.submit(req("a", new=8))
+    turn(sched)
+    for sources, count in (((0, 1, 3, 2), 3), ((0, 2, 2, 2), 1), ((0, 1, 2, 3), 4)):
+        plan = sched.plan()
+        step = result(plan, count=count)
+        sched.commit(plan, replace(step, mark=step.mark + (np.asarray([sources]) << MARK_SOURCE)))
+    meta = sched.take_outputs()[-1].meta
+    assert meta["spec_drafters"] == {"A": {"proposed": 4, "accepted": 4}, "B": {"proposed": 7, "accepted": 3}}
+    assert (meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]) == (9, 5)
 
 
 def uploads(ahead, slots=400, rows=3, new=60):

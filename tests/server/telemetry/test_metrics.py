@@ -318,7 +318,7 @@ def test_a_real_engine(tmp_path: Path) -> None:
 
     options = Options(
         model=str(write_checkpoint(tmp_path / "tiny")), speculative_algorithm="NGRAM", speculative_eagle_topk=1,
-        speculative_num_steps=4, max_total_tokens=2000, num_threads=1, random_seed=1,
+        speculative_num_steps=4, speculative_fixed_shape=True, max_total_tokens=2000, num_threads=1, random_seed=1,
     )  # fmt: skip
     engine = Engine(options)
     requests = RequestMetrics("echo")
