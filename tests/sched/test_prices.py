@@ -146,6 +146,20 @@ def test_steps_in_operation_are_measurements_where_there_are_none() -> None:
     assert prices.seconds(PLAIN, 64, 100) == pytest.approx(9e-3) and prices.known(PLAIN, 64)
 
 
+def test_measurements_that_have_to_be_wrong_are_forgotten() -> None:
+    prices = Prices(MENU, False)
+    prices.measured(TREE, 1, 0, 0.9)  # of all shapes that one, and while the machine did something else
+    for _ in range(5):
+        prices.record(PLAIN, 1, 0, true_seconds(PLAIN, 1, 0))
+    assert prices.seconds(PLAIN, 1, 0) == pytest.approx(true_seconds(PLAIN, 1, 0))
+    assert prices.seconds(TREE, 1, 0) < 3 * true_seconds(TREE, 1, 0) and not prices.known(TREE, 1)
+    prices = measured(False)
+    for slower in (1.0, 0.5, 3.0, 0.9, 20.0):  # as much faster no machine becomes, and slower it may be
+        for _ in range(50):
+            prices.record(PLAIN, 1, 0, slower * true_seconds(PLAIN, 1, 0))
+    assert prices.complete
+
+
 def test_a_new_shape_is_not_corrected_for_what_it_has_seen_itself() -> None:
     prices = measured(False, menu=(PLAIN,))
     for _ in range(300):

@@ -20,6 +20,7 @@ RATE = 0.02  # of corrections; the first samples count for more
 TRUST = 4  # samples that a measurement counts for
 MOST = 2.0  # limit of a shape's correction in either direction, and of one sample's say
 MOST_SHARED = 16.0  # the same of all shapes' correction: a machine may have been busy while it was measured
+DOUBT = 3  # so many steps in turn that take less than a third: the machine was busy when it was measured
 FIRST = 3  # samples of what was not measured at the start: their least is taken for a measurement
 
 
@@ -63,6 +64,7 @@ class Prices:
         self._shared: dict[int, Correction] = {}  # by bucket
         self._own: dict[tuple[TreeShape, int], Correction] = {}  # by shape and bucket
         self._lines: dict[tuple[TreeShape, int], Line] = {}  # what was asked for
+        self._doubts = 0
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -100,21 +102,36 @@ class Prices:
         """Corrects prices by what a step took."""
         if seconds <= 0:
             return
+        expected = self.seconds(shape, batch, context)
+        if expected is not None and DOUBT * seconds < expected and self._doubtful(shape, batch):
+            self._doubts += 1
+            if self._doubts < DOUBT:
+                return
+            self._forget()
+        self._doubts = 0
         if (shape, batch) not in self._settled and self._learn(shape, batch, context, seconds):
             return
-        line = self._lines.get((shape, batch)) or self._line(shape, batch)
-        assert line is not None, "what is settled has a price"
+        assert expected is not None, "what is settled has a price"
         bucket = batch.bit_length()
         shared, own = self._shared.get(bucket), self._own.get((shape, bucket))
         if shared is None:
             shared = self._shared[bucket] = Correction(MOST_SHARED)
         if own is None:
             own = self._own[shape, bucket] = Correction(MOST)
-        # What stalls a step once says nothing of the next.
-        predicted = (line.empty + line.slope * context) * shared.factor * own.factor
-        error = min(max(seconds / predicted, 1 / MOST), MOST)
+        error = min(max(seconds / expected, 1 / MOST), MOST)  # what stalls a step once says nothing of the next
         shared.learn(error, max(RATE, 1 / (TRUST + shared.samples)) / 2)
         own.learn(error, max(RATE, 1 / (TRUST + own.samples)) / 2)
+
+    def _doubtful(self, shape: TreeShape, batch: int) -> bool:
+        """Returns whether a step that took far less than expected says that measurements are wrong. A machine may
+        become slower, but not much faster; and of plain steps even a guess is rather low."""
+        if self._tried.get((shape, batch), FIRST) < FIRST:
+            return False
+        return shape == PLAIN or self.known(shape, batch)
+
+    def _forget(self) -> None:
+        for known in (self._measured, self._tried, self._settled, self._shared, self._own, self._lines):
+            known.clear()
 
     def _learn(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
         """Takes a step in operation for a measurement where there is none; returns whether it did. The first step pays

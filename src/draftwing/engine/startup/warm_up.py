@@ -31,12 +31,14 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
     tokens = min(PROMPT, executor.table.length // 2)
     _run(executor, _prompt(tokens))
     menu = tuple(menu) if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
+    met: set[TreeShape] = set()
     for shape in STEPS * menu:
         if time.monotonic() > started + SECONDS:
             break
         seconds = _run(executor, _step(executor.table.rows, shape, tokens))
-        if prices is not None:
+        if prices is not None and shape in met:
             prices.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
+        met.add(shape)
     if prices is not None:
         measure_steps(executor, pool, prices, started + SECONDS)
     if executor.drafter is not None:
