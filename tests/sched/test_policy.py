@@ -189,6 +189,19 @@ def test_what_a_lookup_finds_says_nothing_of_the_model() -> None:
     assert gain[alone] < 0.05 and gain[both] > 1
 
 
+def test_a_step_after_a_prefill_is_hardly_longer_than_a_plain_one() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["gpu"](menu)
+    policy = MostTokens(menu, world.prices())
+    world.run(policy, [0.95] * 16, 100)
+    plain, free = world.seconds(PLAIN, 16), policy.choose(Load([MAX_CONFIDENCE] * 16))
+    assert world.seconds(free, 16) > 1.3 * plain
+    for stall in (0.001, 0.01):
+        for _ in range(30):
+            shape = policy.choose(Load([MAX_CONFIDENCE] * 16, 0, stall))
+            assert world.seconds(shape, 16) + stall < 1.12 * (plain + stall)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_parts_of_a_tree_are_read_off_it(rows: int) -> None:
     rng = np.random.default_rng(rows)

@@ -9,6 +9,7 @@ like any other, and is chosen before anything is drafted.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -23,10 +24,12 @@ class Load(NamedTuple):
     """What there is to do in a step.
 
     confidences: of each row, the drafter's; 0 where nothing can be proposed.  context: tokens in the KV of all rows.
+    stall: seconds that a prefill planned right before it keeps these rows from their next token.
     """
 
     confidences: Sequence[int]
     context: int = 0
+    stall: float = 0.0
 
 
 class ShapePolicy(Protocol):
@@ -131,6 +134,7 @@ class MostTokens:
     OLD = 10  # steps without news of an option after which its next step counts for this many
     MARGIN = 1.02  # by which drafting has to be better to begin, for the drafter must catch up
     MOST = 1024  # queries of a step; more never pay
+    LONGER = 0.1  # of the time without drafts: as much longer may a prefill and the step after it take together
 
     def __init__(
         self, menu: Sequence[TreeShape], prices: Prices, sees_predictions: bool = False, least: int = MAX_CONFIDENCE
@@ -168,9 +172,13 @@ class MostTokens:
         batch, context = len(load.confidences), load.context
         counts = Counter(c for c in load.confidences if c)
         rates, prices, tokens = {}, {}, {}
+        plain = self.prices.seconds(PLAIN, batch, context) or math.inf
+        longest = plain + self.LONGER * (plain + load.stall)
         for i, shape in enumerate(self.menu):
             price = self.prices.seconds(shape, batch, context)
             if price is None or (shape.depth and batch * shape.queries > self.MOST):
+                continue
+            if shape.depth and load.stall and price > longest:
                 continue
             gains = self._gains[i]
             tokens[i] = batch + sum(count * gains[c] for c, count in counts.items()) if shape.depth else float(batch)

@@ -27,6 +27,8 @@ from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 
+PREFILL_RATE = 0.1  # of the mean time of a prefill's tokens
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -69,6 +71,8 @@ class Scheduler:
         self._reserve = self.RESERVE_MIN
         self._arrivals = self._admissions = self._steps = 0
         self._prefilled_last = False
+        self._prefilled_tokens = 0  # of the plan before, if it was a prefill
+        self._prefill_time = 0.0  # seconds that a token of a prefill takes, a moving mean
         self._catch_ups = CatchUps(config.lagging, config.lag)
         self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
@@ -127,6 +131,7 @@ class Scheduler:
         if plan is None:
             plan = self._plan_tree()
         self._prefilled_last = plan is not None and plan.kind == "prefill"
+        self._prefilled_tokens = sum(chunk.length for chunk in plan.chunks) if plan is not None else 0
         return plan
 
     def _admit(self) -> None:
@@ -224,12 +229,16 @@ class Scheduler:
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
         if not self.policy.sees_predictions and any(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose(Load([req.confidence if req.may_draft else 0 for req in ready], _context(ready)))
+        return self.policy.choose(self._load(ready))
+
+    def _load(self, ready: Sequence[Req]) -> Load:
+        confidences = [req.confidence if req.may_draft else 0 for req in ready]
+        return Load(confidences, _context(ready), self._prefill_time * self._prefilled_tokens)
 
     def load(self) -> Load:
         """Of a step that ran now; for whoever explains."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        return Load([req.confidence if req.may_draft else 0 for req in ready], _context(ready))
+        return self._load(ready)
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         admits = tuple(self._admits.values())
@@ -313,7 +322,10 @@ class Scheduler:
         request is no longer the one that was planned are skipped."""
         live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
         self.stale_results += live.count(None)
-        if plan.kind == "tree":
+        if plan.kind == "prefill":
+            found = result.seconds / sum(chunk.length for chunk in plan.chunks)
+            self._prefill_time += PREFILL_RATE * (found - self._prefill_time) if self._prefill_time else found
+        else:
             self.policy.record(plan.shape, self._load_before(live), result, not plan.special)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):

@@ -63,8 +63,9 @@ def _agree(first: Draft, second: Draft, depth: int) -> Tensor:
     """[B, N1, N2]: whether two live nodes no deeper than `depth` have the same path."""
     same = first.tokens[:, :, None] == second.tokens[:, None]
     same &= first.alive[:, :, None] & second.alive[:, None]
-    same[:, 0], same[:, :, 0] = False, False
-    same[:, 0, 0] = True
+    same[:, 0].fill_(False)
+    same[:, :, 0].fill_(False)
+    same[:, 0, 0].fill_(True)
     above, beside = first.parent[:, :, None].expand_as(same), second.parent[:, None].expand_as(same)
     agree = same
     for _ in range(depth):
