@@ -23,6 +23,7 @@ from typing import Any
 from load_runs import Job, add_arguments, drive, let_go, listed, machine, make_engine, name_of, sampling, watched
 
 CODE = Path(__file__).parents[1] / "src" / "draftwing"
+GIVEN = 3  # first versions that are not asked for: a small model copies what it saw copied
 FEWEST_NAMES = 8  # that can be renamed in a file
 
 
@@ -48,8 +49,8 @@ def names(lines: Sequence[str]) -> list[str]:
 
 
 def session(text: str, turns: int, rng: random.Random) -> list[tuple[str, str]]:
-    """(prompt, right answer) of each turn."""
-    some = rng.sample(names(text.splitlines())[:FEWEST_NAMES], turns)
+    """(prompt, right answer) of each turn, after the first `GIVEN` versions."""
+    some = rng.sample(names(text.splitlines())[:FEWEST_NAMES], turns + GIVEN)
     said, found = f"# file.py, version 1\n```python\n{text}```\n", []
     for turn, old in enumerate(some):
         new = f"{old}_{turn + 2}"
@@ -58,7 +59,7 @@ def session(text: str, turns: int, rng: random.Random) -> list[tuple[str, str]]:
         said += f"\n# file.py, version {turn + 2}: the same file with `{old}` renamed to `{new}`\n```python\n{first}\n"
         found.append((said, rest))
         said += rest + "```\n"
-    return found
+    return found[GIVEN:]
 
 
 def copied(prompt: Sequence[int], answer: Sequence[int], length: int = 8) -> float:
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--drafters", type=listed(str), default=("none", "EAGLE3", "NGRAM", "SUFFIX", *pairs))
     parser.add_argument("--sessions", type=int, default=1, help="at once")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--file-tokens", type=int, default=500)
+    parser.add_argument("--file-tokens", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
