@@ -79,7 +79,7 @@ def run(engine: Any, sessions: Sequence[list[tuple[str, str]]], temperature: flo
                 Job(encode(prompt), sampling(temperature, len(encode(answer)), number))
                 for number, (prompt, answer) in enumerate(turn)
             ]
-            answers, took = drive(engine, jobs, len(jobs))
+            answers, took, _ = drive(engine, jobs, len(jobs))
             seconds += took
             tokens += sum(len(answer.tokens) for answer in answers)
             shares += [copied(job.prompt, answer.tokens) for job, answer in zip(jobs, answers, strict=True)]

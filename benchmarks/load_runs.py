@@ -123,11 +123,19 @@ def jobs_of(prompts: Sequence[list[int]], temperature: float, tokens: int) -> li
     return [Job(prompt, sampling(temperature, tokens, index)) for index, prompt in enumerate(prompts)]
 
 
-def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> tuple[list[Answered], float]:
-    """Answers in the order of the jobs, and seconds. at_once: most requests that run at a time; without it each comes
-    at its time."""
+class Driven(NamedTuple):
+    """full: seconds for which as many requests ran as may, and the tokens that were written in them."""
+
+    answers: list[Answered]  # in the order of the jobs
+    seconds: float
+    full: tuple[float, int]
+
+
+def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Driven:
+    """at_once: most requests that run at a time; without it each comes at its time."""
     waiting, running, done = deque(enumerate(jobs)), dict[str, Answered](), list[Answered]()
-    start = time.monotonic()
+    start, written = time.monotonic(), 0
+    full: tuple[float, int] | None = None
     while waiting or running:
         now = time.monotonic() - start
         while waiting and (waiting[0][1].at <= now if at_once is None else len(running) < at_once):
@@ -143,12 +151,15 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> tu
         for output in outputs:
             answer = running[output.uid]
             answer.seen(output.token_ids, now)
+            written += len(output.token_ids)
             if output.finish_reason is not None:
                 done.append(running.pop(output.uid))
+        if full is None and not waiting and len(running) < (at_once or 1):
+            full = now, written
     seconds = time.monotonic() - start
     while not engine.idle():  # a step that was launched before the last result was known
         engine.step()
-    return sorted(done, key=lambda answer: answer.number), seconds
+    return Driven(sorted(done, key=lambda answer: answer.number), seconds, full or (seconds, written))
 
 
 @contextmanager

@@ -103,8 +103,9 @@ class Costs:
         """Prompts, and tokens of each answer, that take about so long."""
         step, begin = self.step[cell.requests], self.prompt * cell.prompt * cell.requests
         longest = ANSWER[1] // (2 if cell.prompt > LONG else 1)
-        tokens = int(min(max((seconds - begin) / step, ANSWER[0]), longest))
-        rounds = max(1, round(seconds / (begin + tokens * step)))
+        waves = 1 if cell.prompt > LONG else 2  # requests that end are replaced, as on a server
+        tokens = int(min(max((seconds / waves - begin) / step, ANSWER[0]), longest))
+        rounds = max(waves, round(seconds / (begin + tokens * step)))
         return cell.requests * rounds, tokens
 
 
@@ -119,7 +120,7 @@ def measure_costs(engine: Any, texts: Texts, requests: Sequence[int]) -> Costs:
         steps[count] = statistics.median(step.seconds for step in seen if step.kind == "tree" and step.rows == count)
     engine.flush_cache()
     prompt = texts.prompts("random", min(2000, engine.info.context_length // 2), 1, 100000)
-    _, seconds = drive(engine, jobs_of(prompt, 0.0, 1), 1)
+    _, seconds, _ = drive(engine, jobs_of(prompt, 0.0, 1), 1)
     return Costs(seconds / len(prompt[0]), steps)
 
 
@@ -139,15 +140,17 @@ def possible(cell: Cell, engine: Any, costs: Costs) -> bool:
 
 
 def timed(engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
-    """Seconds of a run after a flush, its answers, and how often each shape ran, with the tokens of a row and step."""
+    """Tokens per second while all requests ran, after a flush, the answers, and how often each shape ran, with the
+    tokens of a row and step. What follows when some have ended says how long the slowest takes, not what a server
+    gives."""
     assert engine.flush_cache()
     with watched(engine) as steps:
-        answers, seconds = drive(engine, jobs, requests)
+        answers, _, (seconds, written) = drive(engine, jobs, requests)
     trees = [step for step in steps if step.kind == "tree"]
     shapes = Counter(name_of(step.shape) for step in trees)
     rows = sum(step.rows for step in trees)
     length = sum(step.tokens for step in trees) / rows if rows else 1.0
-    return seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
+    return written / seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
 
 
 def run_cell(
@@ -164,33 +167,31 @@ def run_cell(
         plain, expected, _ = timed(none, jobs, cell.requests)
         drafted, found, told = timed(engine, jobs, cell.requests)
         rounds.append((plain, drafted))
-    plain, drafted = (sum(each) for each in zip(*rounds, strict=True))
-    made = count * tokens * args.repeats
+    plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
     record: dict[str, Any] = {
         **cell._asdict(),
         "prompts": count,
         "tokens": tokens,
-        "none": made / plain,
-        "drafts": made / drafted,
-        "ratio": plain / drafted,
-        "ratios": [one / other for one, other in rounds],
+        "none": plain,
+        "drafts": drafted,
+        "ratio": drafted / plain,
+        "ratios": [other / one for one, other in rounds],
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
         **told,
     }
     if args.fixed:
-        record["fixed"] = fixed_rates(cell, engine, jobs, count * tokens)
+        record["fixed"] = fixed_rates(cell, engine, jobs)
         best = max(record["fixed"].values())
         record |= {"best_fixed": best, "of_best_fixed": record["drafts"] / best}
     return record
 
 
-def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any], made: int) -> dict[str, float]:
+def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any]) -> dict[str, float]:
     """Tokens per second with each shape of the menu."""
     rates = {}
     for shape in fixed_shapes(engine):
         with pinned(engine, shape):
-            seconds, _, _ = timed(engine, jobs, cell.requests)
-        rates[name_of(shape)] = made / seconds
+            rates[name_of(shape)], _, _ = timed(engine, jobs, cell.requests)
     return rates
 
 

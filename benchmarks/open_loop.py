@@ -95,7 +95,7 @@ def main() -> None:
         for rate in args.rates:
             drive(engine, jobs_of(texts.prompts("chat", 100, 8, 9000), TEMPERATURE, 64), 8)
             assert engine.flush_cache()
-            answers, seconds = drive(engine, arrivals(texts, rate, args.seconds, args.tokens))
+            answers, seconds, _ = drive(engine, arrivals(texts, rate, args.seconds, args.tokens))
             results[f"{rate:g}"][drafter] = times(answers, seconds)
             print(table({f"{rate:g}": results[f"{rate:g}"]}).splitlines()[-1], flush=True)
             if args.out:

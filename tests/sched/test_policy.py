@@ -202,6 +202,15 @@ def test_a_step_after_a_prefill_is_hardly_longer_than_a_plain_one() -> None:
             assert world.seconds(shape, 16) + stall < 1.12 * (plain + stall)
 
 
+def test_no_part_of_a_tree_where_trees_are_verified_whole() -> None:
+    menu = tree_menu(TREE)
+    world = MACHINES["small machine"](menu)
+    policy = MostTokens(menu, world.prices())
+    load = Load([MAX_CONFIDENCE] * 4, whole=True)
+    found = {policy.choose(load) for _ in range(100)}
+    assert found <= {shape for shape in menu if not shape.verified}
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_parts_of_a_tree_are_read_off_it(rows: int) -> None:
     rng = np.random.default_rng(rows)

@@ -208,6 +208,7 @@ def assemble(
             radix=not options.disable_radix_cache,
             initial_confidence=drafter.initial_confidence if drafter is not None else 0,
             ahead=SLOTS_AHEAD,
+            draws_alike=not device.ops.draws_by_row,
             lagging=frozenset(filter(drafter.lags, policy.menu)) if drafter is not None else frozenset(),
             credited=options.drafter_spec.credited,
         ),

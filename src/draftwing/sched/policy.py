@@ -24,12 +24,14 @@ class Load(NamedTuple):
     """What there is to do in a step.
 
     confidences: of each row, the drafter's; 0 where nothing can be proposed.  context: tokens in the KV of all rows.
-    stall: seconds that a prefill planned right before it keeps these rows from their next token.
+    stall: seconds that a prefill planned right before it keeps these rows from their next token.  whole: whether trees
+    are verified whole, as those of rows are that ask for more than drafts and sampling.
     """
 
     confidences: Sequence[int]
     context: int = 0
     stall: float = 0.0
+    whole: bool = False
 
 
 class ShapePolicy(Protocol):
@@ -178,7 +180,7 @@ class MostTokens:
             price = self.prices.seconds(shape, batch, context)
             if price is None or (shape.depth and batch * shape.queries > self.MOST):
                 continue
-            if shape.depth and load.stall and price > longest:
+            if (shape.depth and load.stall and price > longest) or (shape.verified and load.whole):
                 continue
             gains = self._gains[i]
             tokens[i] = batch + sum(count * gains[c] for c, count in counts.items()) if shape.depth else float(batch)

@@ -132,6 +132,11 @@ class Req:
         return self.params.edited or self.guided
 
     @property
+    def draws_specially(self) -> bool:
+        """Whether the sampler has more to do for it than to take the largest logit."""
+        return self.params.temperature > 0 or self.params.min_new_tokens > 0
+
+    @property
     def next_prompt_logprob(self) -> int | None:
         """First position of the prompt whose token's log probability is still wanted."""
         wanted = self.request.logprobs

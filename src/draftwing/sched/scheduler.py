@@ -45,6 +45,7 @@ class SchedulerConfig:
     lagging: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
     lag: int = LAG  # most positions of a row that it may lack then
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
+    draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
 
 
 class Scheduler:
@@ -233,7 +234,8 @@ class Scheduler:
 
     def _load(self, ready: Sequence[Req]) -> Load:
         confidences = [req.confidence if req.may_draft else 0 for req in ready]
-        return Load(confidences, _context(ready), self._prefill_time * self._prefilled_tokens)
+        whole = any(req.special or (self.config.draws_alike and req.draws_specially) for req in ready)
+        return Load(confidences, _context(ready), self._prefill_time * self._prefilled_tokens, whole)
 
     def load(self) -> Load:
         """Of a step that ran now; for whoever explains."""
