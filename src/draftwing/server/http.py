@@ -99,7 +99,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(request, error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+        hint = "; /openapi.json lists what there is" if error.status_code == 404 else ""
+        message = f"{error.detail}: {request.method} {request.url.path}{hint}"
+        response = error_response(request, error.status_code, message)
         response.headers.update(error.headers or {})
         return response
 
