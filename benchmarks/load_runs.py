@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import time
 import uuid
 from collections import deque
@@ -119,12 +120,19 @@ def sampling(temperature: float, tokens: int, seed: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def jobs_of(prompts: Sequence[list[int]], temperature: float, tokens: int) -> list[Job]:
-    return [Job(prompt, sampling(temperature, tokens, index)) for index, prompt in enumerate(prompts)]
+def jobs_of(prompts: Sequence[list[int]], temperature: float, tokens: int, spread: float = 0.0) -> list[Job]:
+    """tokens: of an answer, more or less by a random share up to `spread`."""
+    rng = random.Random(len(prompts))
+    sizes = [max(1, round(tokens * (1 + spread * rng.uniform(-1, 1)))) for _ in prompts]
+    return [
+        Job(prompt, sampling(temperature, size, index))
+        for index, (prompt, size) in enumerate(zip(prompts, sizes, strict=True))
+    ]
 
 
 class Driven(NamedTuple):
-    """full: seconds for which as many requests ran as may, and the tokens that were written in them."""
+    """full: seconds from when the first request had ended to when the last one began, in which as many ran as may and
+    began and ended one by one, and the tokens that were written in them."""
 
     answers: list[Answered]  # in the order of the jobs
     seconds: float
@@ -135,7 +143,7 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
     """at_once: most requests that run at a time; without it each comes at its time."""
     waiting, running, done = deque(enumerate(jobs)), dict[str, Answered](), list[Answered]()
     start, written = time.monotonic(), 0
-    full: tuple[float, int] | None = None
+    marks: list[tuple[float, int]] = []  # when the first had ended, when the last began
     while waiting or running:
         now = time.monotonic() - start
         while waiting and (waiting[0][1].at <= now if at_once is None else len(running) < at_once):
@@ -154,12 +162,15 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
             written += len(output.token_ids)
             if output.finish_reason is not None:
                 done.append(running.pop(output.uid))
-        if full is None and not waiting and len(running) < (at_once or 1):
-            full = now, written
+        if (done and not marks) or (len(marks) == 1 and not waiting):
+            marks.append((now, written))
     seconds = time.monotonic() - start
     while not engine.idle():  # a step that was launched before the last result was known
         engine.step()
-    return Driven(sorted(done, key=lambda answer: answer.number), seconds, full or (seconds, written))
+    full = (seconds, written)
+    if len(marks) == 2 and marks[1][1] > marks[0][1]:
+        full = marks[1][0] - marks[0][0], marks[1][1] - marks[0][1]
+    return Driven(sorted(done, key=lambda answer: answer.number), seconds, full)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ ENOUGH = 0.98  # of the tokens per second without drafts
 DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
 LONG = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
+WAVES, SPREAD = 3, 0.5  # requests for each that runs, and how much longer or shorter answers are
 MOST_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 
@@ -103,9 +104,8 @@ class Costs:
         """Prompts, and tokens of each answer, that take about so long."""
         step, begin = self.step[cell.requests], self.prompt * cell.prompt * cell.requests
         longest = ANSWER[1] // (2 if cell.prompt > LONG else 1)
-        waves = 1 if cell.prompt > LONG else 2  # requests that end are replaced, as on a server
-        tokens = int(min(max((seconds / waves - begin) / step, ANSWER[0]), longest))
-        rounds = max(waves, round(seconds / (begin + tokens * step)))
+        tokens = int(min(max((seconds / WAVES - begin) / step, ANSWER[0]), longest))
+        rounds = max(WAVES, round(seconds / (begin + tokens * step)))
         return cell.requests * rounds, tokens
 
 
@@ -141,8 +141,8 @@ def possible(cell: Cell, engine: Any, costs: Costs) -> bool:
 
 def timed(engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[Answered], dict[str, Any]]:
     """Tokens per second while all requests ran, after a flush, the answers, and how often each shape ran, with the
-    tokens of a row and step. What follows when some have ended says how long the slowest takes, not what a server
-    gives."""
+    tokens of a row and step. Requests end one by one and are replaced, as on a server: where all end together their
+    prompts are prefilled together, and where nobody comes after them the slowest decides."""
     assert engine.flush_cache()
     with watched(engine) as steps:
         answers, _, (seconds, written) = drive(engine, jobs, requests)
@@ -158,7 +158,7 @@ def run_cell(
 ) -> dict[str, Any]:
     count, tokens = costs.work(cell, args.seconds)
     tokens = args.tokens or tokens
-    jobs = jobs_of(texts.prompts(cell.text, cell.prompt, count), cell.temperature, tokens)
+    jobs = jobs_of(texts.prompts(cell.text, cell.prompt, count), cell.temperature, tokens, SPREAD)
     settle = texts.prompts(cell.text, min(cell.prompt, 100), cell.requests, 5000)
     for each in (none, engine):
         timed(each, jobs_of(settle, cell.temperature, min(tokens, 64)), cell.requests)

@@ -66,11 +66,12 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """Commands set the level of the package's log, which other tests read."""
+    """Commands configure the package's log, which other tests read."""
     logger = logging.getLogger("draftwing")
-    before = logger.level
+    level, propagate, handlers = logger.level, logger.propagate, logger.handlers
     yield
-    logger.setLevel(before)
+    logger.setLevel(level)
+    logger.propagate, logger.handlers = propagate, handlers
 
 
 @pytest.fixture

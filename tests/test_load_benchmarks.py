@@ -71,8 +71,8 @@ def test_work(modules: dict[str, ModuleType]) -> None:
     grid = modules["never_slower"]
     costs = grid.Costs(prompt=1e-4, step={1: 0.005, 128: 0.01})
     cell = grid.Cell(1, 100, 0.0, "chat", "NGRAM")
-    assert costs.work(cell, 2.6) == (2, 256)
-    assert costs.work(cell._replace(requests=128), 1.5) == (128, 96)
+    assert costs.work(cell, 2.6) == (3, 171)
+    assert costs.work(cell._replace(requests=128), 1.5) == (384, 96)
     assert costs.work(cell._replace(prompt=4000), 5.0) == (5, 128)
 
 
@@ -125,9 +125,12 @@ def test_drive_in_time(modules: dict[str, ModuleType], engines: list[Engine]) ->
     jobs = loop.arrivals(texts, 50.0, 0.1, 6)
     assert len(jobs) == 5
     assert [job.at for job in jobs] == sorted(job.at for job in jobs)
-    answers, seconds = runs.drive(engines[0], jobs)
-    closed, _ = runs.drive(engines[0], jobs, 1)
+    answers, seconds, _ = runs.drive(engines[0], jobs)
+    closed, _, (while_full, written) = runs.drive(engines[0], jobs, 1)
     assert [one.tokens for one in answers] == [one.tokens for one in closed]
+    # From the end of the first to the beginning of the last: three answers, one after the other.
+    assert written == sum(len(one.tokens) for one in closed[1:-1])
+    assert while_full == pytest.approx(closed[-2].end - closed[0].end, rel=0.1)
     assert all(one.came == job.at <= one.first <= one.end <= seconds for one, job in zip(answers, jobs, strict=True))
 
 

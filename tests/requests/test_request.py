@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import RequestError
 from draftwing.requests.request import (
     MOST_LOGPROBS,
@@ -17,7 +16,7 @@ from draftwing.requests.request import (
     speculation,
 )
 
-SHAPE = TreeShape(5, 4, 8)
+SHAPE, PLAIN = SpecLimits(5, 4, 8), SpecLimits(0, 1, 1)
 
 
 def test_log_probabilities() -> None:
@@ -51,7 +50,7 @@ def test_speculation() -> None:
     # Limits never ask for more than the engine has, and a chain has one node a level.
     for topk in range(1, 5):
         for nodes in range(1, 9):
-            limits = speculation({"topk": topk, "num_draft_tokens": nodes}, "EAGLE", SHAPE).limits or SpecLimits(*SHAPE)
+            limits = speculation({"topk": topk, "num_draft_tokens": nodes}, "EAGLE", SHAPE).limits or SHAPE
             assert limits.depth <= min(5, nodes - 1) and limits.topk <= 4 and limits.nodes <= nodes
             assert limits.topk > 1 or limits.nodes == limits.depth + 1
 
