@@ -151,6 +151,8 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
             uid = uuid.uuid4().hex
             engine.submit(GenerationRequest(uid, job.prompt, job.params))
             running[uid] = Answered(number, job.at if at_once is None else now)
+        if len(marks) == 1 and not waiting:
+            marks.append((now, written))
         if not running:
             time.sleep(max(0.0, waiting[0][1].at - now))
             continue
@@ -162,7 +164,7 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
             written += len(output.token_ids)
             if output.finish_reason is not None:
                 done.append(running.pop(output.uid))
-        if (done and not marks) or (len(marks) == 1 and not waiting):
+        if done and not marks:
             marks.append((now, written))
     seconds = time.monotonic() - start
     while not engine.idle():  # a step that was launched before the last result was known
