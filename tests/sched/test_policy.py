@@ -18,7 +18,16 @@ from draftwing.core import (
     StepResult,
     TreeShape,
 )
-from draftwing.sched.policy import FixedShape, Load, MostTokens, chain_menu, gains_by_row, match_menu, tree_menu
+from draftwing.sched.policy import (
+    FixedShape,
+    Load,
+    MostTokens,
+    chain_menu,
+    gains_by_row,
+    half_menu,
+    match_menu,
+    tree_menu,
+)
 from draftwing.sched.prices import Prices
 
 TREE = TreeShape(5, 4, 16)
@@ -145,6 +154,19 @@ def test_what_was_not_measured_is_tried_for_little() -> None:
     assert rate > 0.95 * max(world.rate(shape, hits) for shape in menu)
 
 
+def test_what_no_drafts_cost_is_found_out() -> None:
+    """Although drafting is chosen, because a guess says that they cost more."""
+    menu = tree_menu(TREE)
+    world = MACHINES["small machine"](menu)
+    prices = Prices(menu, False)
+    for shape in menu[:-1]:
+        prices.measured(shape, 8, 0, world.seconds(shape, 8))
+    policy = MostTokens(menu, prices)
+    world.run(policy, [0.05] * 8, 200)
+    _, chosen = world.run(policy, [0.05] * 8, 200)
+    assert chosen.count(PLAIN) > 190
+
+
 def test_requests_that_cannot_be_drafted_for() -> None:
     menu = tree_menu(TREE)
     policy = MostTokens(menu, World(menu, 4.0, 0.01, 0.1).prices())
@@ -239,7 +261,7 @@ def test_menus() -> None:
         TreeShape(2, 2, 5),
         TreeShape(6, 8, 64),
     ):
-        for menu in (tree_menu(shape), chain_menu(shape), match_menu(shape)):
+        for menu in (tree_menu(shape), chain_menu(shape), match_menu(shape), half_menu(shape)):
             assert menu[0] == shape and menu[-1] == PLAIN and len(set(menu)) == len(menu)
             for one in menu[:-1]:
                 assert 1 < one.queries <= one.nodes <= max(shape.nodes, shape.topk + 1) and 0 < one.depth <= shape.depth

@@ -14,7 +14,7 @@ from draftwing.kv.pool import LayerSpec
 from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft
-from draftwing.sched.policy import match_menu, part_of
+from draftwing.sched.policy import part_of
 from draftwing.spec.pair_drafter import PairDrafter
 
 GROWN, DEEP = TreeShape(3, 2, 7), TreeShape(8, 2, 12)
@@ -107,7 +107,7 @@ def test_what_it_says_of_itself(pair: PairDrafter) -> None:
 
 
 def test_the_menu_is_both_parts(pair: PairDrafter) -> None:
-    copied = [one._replace(by=LOOKUP_ALONE) for one in match_menu(DEEP)[:-1]]
+    copied = [one._replace(by=LOOKUP_ALONE) for one in pair.lookup.menu(DEEP)[:-1]]
     assert pair.menu(GROWN) == (DEEP, GROWN, part_of(GROWN, 3), *copied, PLAIN)
     wide = TreeShape(9, 1, 14)
     assert pair.menu(wide) == (wide, part_of(wide, 3), *copied, PLAIN)

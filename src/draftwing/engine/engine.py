@@ -114,6 +114,7 @@ class Engine:
         """Measures for so many seconds what steps of these batch sizes cost. Nothing may run."""
         with self._turning:
             assert self._loop.idle
+            self.parts.sched.flush_cache()  # steps are measured on slots of the pool
             self.parts.measure_prices(batches, seconds)
 
     @property

@@ -122,6 +122,15 @@ def match_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
     return (*parts, PLAIN)
 
 
+def half_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
+    """The same where a step may have to verify whole trees: halves of it."""
+    menu = [shape]
+    while menu[-1].nodes > 3:
+        nodes = menu[-1].nodes // 2
+        menu.append(TreeShape(min(shape.depth, nodes - 1), min(shape.topk, nodes - 1), nodes))
+    return (*menu, PLAIN)
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +205,8 @@ class MostTokens:
         for i in rates:
             priced = self.prices.known(self.menu[i], batch)
             told = min(self._told[i][c] for c in classes)
-            if i == best or not self.menu[i].depth or (priced and self._steps - told < self.STALE):
+            # What no drafts bring is known, but not always what they cost.
+            if i == best or (priced and (not self.menu[i].depth or self._steps - told < self.STALE)):
                 continue
             lost = max(prices[i] - tokens[i] / rates[best], 0.0) * (1.0 if priced else self.UNPRICED)
             if lost <= self._allowance and (found is None or rates[i] > rates[found]):
@@ -227,7 +237,7 @@ class MostTokens:
             for i, shape in enumerate(self.menu):
                 if shape.depth and shape.by == self.menu[index].by and i not in self._smaller[index]:
                     gains = self._gains[i]
-                    gains[confidence] = min(ratio * gains[confidence], shape.depth, shape.queries * 1.0)
+                    gains[confidence] = min(ratio * gains[confidence], shape.depth, shape.queries - 1)
 
     def _learn(self, index: int, confidences: Sequence[int], gains: Sequence[float]) -> None:
         sums: dict[int, tuple[int, float]] = {}
@@ -272,7 +282,9 @@ def gains_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list[
         spare = rows * (shape.queries - 1)
         if spare < worth.size:
             least = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
-            worth = np.where(worth >= least, worth, 0.0)
+            over, ties = worth > least, worth == least  # of those that tie only so many are verified
+            share = (spare - int(over.sum())) / max(int(ties.sum()), 1)
+            worth = np.where(over, worth, np.where(ties, worth * share, 0.0))
         found.append(worth.sum(axis=1).tolist())
     return found
 

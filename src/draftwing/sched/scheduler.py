@@ -228,7 +228,7 @@ class Scheduler:
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
-        if not self.policy.sees_predictions and any(req.request.prediction for req in ready):
+        if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
             return self.policy.menu[0]
         return self.policy.choose(self._load(ready))
 
@@ -328,7 +328,9 @@ class Scheduler:
             found = result.seconds / sum(chunk.length for chunk in plan.chunks)
             self._prefill_time += PREFILL_RATE * (found - self._prefill_time) if self._prefill_time else found
         else:
-            self.policy.record(plan.shape, self._load_before(live), result, not plan.special)
+            # What a drafter catches up with is not the price of the drafts that come after it.
+            usual = not plan.special and (plan.catch_up is None or plan.shape in self.config.lagging)
+            self.policy.record(plan.shape, self._load_before(live), result, usual)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:

@@ -19,7 +19,7 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Calibration, Draft, RowTensors
-from draftwing.sched.policy import match_menu
+from draftwing.sched.policy import half_menu, match_menu
 
 if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel
@@ -82,6 +82,7 @@ class Drafter(ABC):
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
     kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
+    in_parts: bool = True  # whether parts of its trees are verified for any row, see `Load.whole`
     initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result tells it
     calibration: Calibration  # of all drafts by grade and depth, kept by the executor, which tells it
     fixed_confidence: bool = True  # whether that is what it always is, so that `confidence` need not be called
@@ -111,7 +112,7 @@ class Drafter(ABC):
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         """Returns what a step may draft, the largest first, which is `shape`, and nothing last."""
-        return match_menu(shape)
+        return match_menu(shape) if self.in_parts else half_menu(shape)
 
     def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:  # noqa: B027
         """Called once, when the pool is made: how to reach the drafter's own layers in it, and how many positions its

@@ -39,6 +39,7 @@ class NGramDrafter(Drafter):
             raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
         if branch_length < 1 or capacity < 1:
             raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
+        self.in_parts = ops.draws_by_row
         self.index = ops.ngram_index(
             rows, min_window=min_window, max_window=max_window, min_breadth=min_breadth, max_breadth=max_breadth,
             branch_length=branch_length, capacity=capacity,

@@ -9,7 +9,6 @@ from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.assign import new_calibration
 from draftwing.ops.types import Draft, RowTensors
-from draftwing.sched.policy import match_menu
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
@@ -38,7 +37,7 @@ class PairDrafter(Drafter):
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         """Trees of both, which may be as deep as the lookup's, and trees of the lookup alone."""
-        grown, copied = self.model.menu(shape), match_menu(self.copied)
+        grown, copied = self.model.menu(shape), self.lookup.menu(self.copied)
         deep = TreeShape(max(shape.depth, self.copied.depth), shape.topk, max(shape.nodes, self.copied.nodes))
         alone = (one._replace(by=LOOKUP_ALONE) for one in copied[:-1])
         return (*dict.fromkeys((deep, *grown[:-1], *alone)), PLAIN)

@@ -37,6 +37,7 @@ class SuffixDrafter(Drafter):
             raise ConfigError(f"suffix probability: expected above 0 and at most 1, found {min_prob:g}")
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
+        self.in_parts = ops.draws_by_row
         self.index = ops.suffix_index(
             rows, depth=shape.depth, nodes=shape.nodes, max_context=max_context, min_prob=min_prob, capacity=capacity
         )

@@ -164,6 +164,7 @@ class NGramOps:
     """The operations of the n-gram drafter: those of its index."""
 
     device: torch.device
+    draws_by_row: bool
 
     def ngram_index(self, rows: int, **settings: int) -> NGramIndex:
         """An index for the rows of a row table, its dummy included; settings: keyword arguments of `NGramIndex`."""

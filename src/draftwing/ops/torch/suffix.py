@@ -295,6 +295,7 @@ class SuffixOps:
     """The operations of the suffix drafter: those of its index."""
 
     device: torch.device
+    draws_by_row: bool
 
     def suffix_index(self, rows: int, **settings: float) -> SuffixIndex:
         """An index for the rows of a row table, its dummy included; settings: keyword arguments of `SuffixIndex`."""
