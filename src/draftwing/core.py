@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -62,7 +61,7 @@ BOTH, MODEL_ALONE, LOOKUP_ALONE = range(3)  # of a pair of drafters
 PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, where there is no other drafter
 # Who proposed a node: a model, a lookup of earlier text, or both.
 SOURCES = ("other", "model", "lookup", "both")
-OTHER, MODEL, LOOKUP, EITHER = range(4)
+OTHER, MODEL, LOOKUP = range(3)
 MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
 LAG = 32  # most committed positions of a row that a drafter's KV may lack
 
@@ -220,12 +219,6 @@ class StepResult:
     def proposed(self) -> IntArray:
         """[B]: draft nodes that were verified."""
         return np.count_nonzero(self.verified, axis=1)
-
-
-def marks_of(depth: Sequence[Sequence[int]]) -> IntArray:
-    """The marks of verified nodes of these depths [B, nodes], 0 for those that were not proposed."""
-    levels = np.asarray(depth, np.int64)
-    return levels + (levels > 0) * MARK_VERIFIED
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 
 from draftwing.core import TreeShape
 from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.types import Drawing
 from draftwing.requests.sampling_params import SamplingParams
 
 DRAWS = 3000
@@ -47,8 +48,28 @@ def chi_square(counts, probs):
     return float(((observed - wanted) ** 2 / wanted).sum()), critical
 
 
+def draw_by_row(rig, monkeypatch):
+    """Lets rows with a temperature, which all have here, verify parts of trees, as on a GPU. Returns a list that grows
+    with each step that does."""
+    ops, steps = rig.executor.ops, []
+    draw, assign = ops.draw, ops.assign
+
+    def drawn(logits, positions, depth, depth_max, table, rows, drawing, *rest):
+        every = torch.arange(len(rows), device=rows.device)
+        return draw(logits, positions, depth, depth_max, table, rows, Drawing(every, every[:0], every[:0]), *rest)
+
+    def assigned(*args):
+        steps.append(1)
+        return assign(*args)
+
+    for name, value in (("draws_by_row", True), ("draw", drawn), ("assign", assigned)):
+        monkeypatch.setattr(ops, name, value)
+    return steps
+
+
 @pytest.mark.slow
-def test_frequencies_of_the_tokens_of_a_tree_step(harness):
+@pytest.mark.parametrize("verified", [0, 3])
+def test_frequencies_of_the_tokens_of_a_tree_step(harness, verified, monkeypatch):
     model = harness.tiny_model(sharpen=2.5)
     prompt = [1, 17, 30, 5]
     vocab = harness.VOCAB
@@ -57,12 +78,14 @@ def test_frequencies_of_the_tokens_of_a_tree_step(harness):
     whole = torch.tensor([*prompt, *answers.tokens["0"]])
     book = torch.zeros(vocab, harness.CONTEXT + 64, dtype=torch.int64)
     book[1, : len(whole)] = whole
-    rig = harness.Rig(model, shapes=(TreeShape(3, 3, 8),), drafter="oracle", book=book, rows=32)
+    rig = harness.Rig(model, shapes=(TreeShape(3, 3, 8, verified),), drafter="oracle", book=book, rows=32)
+    parts = draw_by_row(rig, monkeypatch) if verified else []
     for seed in range(DRAWS):
         rig.submit(str(seed), prompt, SamplingParams(max_new_tokens=3, temperature=1.0, sampling_seed=seed))
     got = rig.run()
     drawn = torch.tensor([got.tokens[str(seed)] for seed in range(DRAWS)])  # [DRAWS, 3]
-    assert rig.accept_length > 1.15, "too few drafts were accepted to test what follows them"
+    assert (len(parts) > 50) == (verified > 0)
+    assert rig.accept_length > (1.05 if verified else 1.15), "too few drafts were accepted to test what follows them"
 
     first = dense_logits(model, torch.tensor([prompt])).softmax(-1)[0]
     pairs = torch.tensor([[*prompt, a] for a in range(vocab)])

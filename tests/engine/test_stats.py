@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from step_marks import marks_of
 
 from draftwing.config.drafters import find_drafter
-from draftwing.core import LOOKUP, MARK_SOURCE, MODEL, PLAIN, Admission, Chunk, Plan, StepResult, TreeShape, marks_of
+from draftwing.core import LOOKUP, MARK_SOURCE, MODEL, PLAIN, Admission, Chunk, Plan, StepResult, TreeShape
 from draftwing.engine.stats import Reporter, StepTimes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from step_marks import marks_of
 
-from draftwing.core import MARK_SOURCE, PLAIN, StepResult, TreeShape, marks_of
+from draftwing.core import MARK_SOURCE, PLAIN, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy import FixedShape

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Collection
 
 import numpy as np
+from step_marks import marks_of
 
-from draftwing.core import LAG, CatchUp, Chunk, Plan, StepResult, TokenLogprobs, TreeShape, marks_of
+from draftwing.core import LAG, CatchUp, Chunk, Plan, StepResult, TokenLogprobs, TreeShape
 
 VOCAB = 8
 

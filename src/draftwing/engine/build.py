@@ -184,7 +184,7 @@ def assemble(
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in policy.menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
-    prices = None if options.speculative_fixed_shape or drafter is None else Prices(policy.menu, graph_size > 0)
+    prices = Prices(policy.menu, graph_size > 0) if isinstance(policy, MostTokens) else None
     if prices is not None:
         prices = (file and file.read(policy.menu, prices.stepwise)) or prices
     known = prices is None or prices.complete
@@ -192,7 +192,7 @@ def assemble(
         capture(executor, pool, policy.menu, None if known else prices)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
-    if prices is not None:
+    if prices is not None and isinstance(policy, MostTokens):
         policy.prices = prices
         if not known and file is not None:
             file.write(prices)

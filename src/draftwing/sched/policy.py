@@ -42,7 +42,6 @@ class ShapePolicy(Protocol):
 
     menu: tuple[TreeShape, ...]
     sees_predictions: bool
-    prices: Prices
 
     def choose(self, load: Load) -> TreeShape:
         """Returns the shape for a batch."""
@@ -65,9 +64,8 @@ class FixedShape:
 
     sees_predictions = True
 
-    def __init__(self, shape: TreeShape, stepwise: bool = False) -> None:
+    def __init__(self, shape: TreeShape) -> None:
         self.menu: tuple[TreeShape, ...] = (shape,) if shape == PLAIN else (shape, PLAIN)
-        self.prices = Prices(self.menu, stepwise)
 
     def choose(self, load: Load) -> TreeShape:
         return self.menu[0] if any(load.confidences) else PLAIN

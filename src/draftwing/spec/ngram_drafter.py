@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from draftwing.core import MAX_CONFIDENCE, TreeShape
+from draftwing.core import MAX_CONFIDENCE
 from draftwing.errors import ConfigError
 from draftwing.ops.attention import Batch
 from draftwing.ops.torch.ngram import NGramOps
-from draftwing.ops.types import Draft, RowTensors
-from draftwing.spec.drafter import Drafter
+from draftwing.ops.types import RowTensors
+from draftwing.spec.lookup_drafter import LookupDrafter
 
 
-class NGramDrafter(Drafter):
-    """Tree drafts from token matches; a `Drafter` without weights and without KV around an `NGramIndex`."""
-
-    initial_confidence = 0
-    fixed_confidence = False
+class NGramDrafter(LookupDrafter):
+    """Tree drafts from token matches; a `LookupDrafter` around an `NGramIndex`."""
 
     def __init__(
         self,
@@ -39,14 +36,11 @@ class NGramDrafter(Drafter):
             raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
         if branch_length < 1 or capacity < 1:
             raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
-        self.in_parts = ops.draws_by_row
         self.index = ops.ngram_index(
             rows, min_window=min_window, max_window=max_window, min_breadth=min_breadth, max_breadth=max_breadth,
             branch_length=branch_length, capacity=capacity,
         )  # fmt: skip
-
-    def flush(self) -> None:
-        self.index.flush()
+        super().__init__(self.index, ops.draws_by_row)
 
     def extend(
         self,
@@ -64,12 +58,3 @@ class NGramDrafter(Drafter):
             self.index.begin(table, rows)
         else:
             self.index.insert(table, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
-
-    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
-        """The length of the best match, and higher where the row goes on copying: see `NGramIndex.confidence`."""
-        return self.index.confidence(table, rows, max_kv_len, out)
-
-    def propose(
-        self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor | None = None
-    ) -> Draft:
-        return self.index.propose(table, rows, shape)

@@ -9,15 +9,12 @@ from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.ops.attention import Batch
 from draftwing.ops.torch.suffix import LENGTHS, SuffixOps
-from draftwing.ops.types import Draft, RowTensors
-from draftwing.spec.drafter import Drafter
+from draftwing.ops.types import RowTensors
+from draftwing.spec.lookup_drafter import LookupDrafter
 
 
-class SuffixDrafter(Drafter):
-    """Trees from counts of what followed; a `Drafter` without weights and without KV around a `SuffixIndex`."""
-
-    initial_confidence = 0
-    fixed_confidence = False
+class SuffixDrafter(LookupDrafter):
+    """Trees from counts of what followed; a `LookupDrafter` around a `SuffixIndex`."""
 
     def __init__(
         self,
@@ -37,13 +34,10 @@ class SuffixDrafter(Drafter):
             raise ConfigError(f"suffix probability: expected above 0 and at most 1, found {min_prob:g}")
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
-        self.in_parts = ops.draws_by_row
         self.index = ops.suffix_index(
             rows, depth=shape.depth, nodes=shape.nodes, max_context=max_context, min_prob=min_prob, capacity=capacity
         )
-
-    def flush(self) -> None:
-        self.index.flush()
+        super().__init__(self.index, ops.draws_by_row)
 
     def extend(
         self,
@@ -64,12 +58,3 @@ class SuffixDrafter(Drafter):
         if final:
             longest = max(chunk.start + chunk.length for chunk in final)
             self.index.begin(table, rows[: len(final)], longest)
-
-    def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
-        """How many drafts are expected to be accepted, rounded: see `SuffixIndex.confidence`."""
-        return self.index.confidence(table, rows, max_kv_len, out)
-
-    def propose(
-        self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor | None = None
-    ) -> Draft:
-        return self.index.propose(table, rows, shape)
