@@ -141,6 +141,7 @@ class Plan:
     noisy: IntArray = field(default_factory=lambda: NOBODY)  # batch indices with temperature > 0
     filtered: IntArray = field(default_factory=lambda: NOBODY)  # of those, with top-k, top-p or min-p
     banning: IntArray = field(default_factory=lambda: NOBODY)  # batch indices below min_new_tokens
+    traced: IntArray = field(default_factory=lambda: NOBODY)  # batch indices whose drafts the host is told
     # What few plans have; a plan with any of it is `special`. All are batch indices of rows that draw.
     edited: IntArray = field(default_factory=lambda: NOBODY)  # whose logits the device edits
     guided: IntArray = field(default_factory=lambda: NOBODY)  # whose drafts and logits the host edits
@@ -163,6 +164,42 @@ class Plan:
         )
 
 
+class DraftTokens(NamedTuple):
+    """Drafts of the `traced` rows of a plan, [T, N] each, as `ops.types.Draft` has them."""
+
+    tokens: IntArray
+    parent: IntArray
+
+
+class TracedNode(NamedTuple):
+    """A draft as a request is told of it.
+
+    parent: its place among the step's nodes, None below the root.  source: who proposed it, an index into `SOURCES`.
+    survival: the probability that it would be accepted, as it was estimated before, 0 .. 1.
+    """
+
+    parent: int | None
+    token: int
+    source: int
+    survival: float
+    verified: bool
+    accepted: bool
+
+
+class TracedStep(NamedTuple):
+    """One step of a request that asked to see its drafts.
+
+    number: among the request's steps, from 1; 0 for the end of its prompt.  seconds: that the step took.  requests: in
+    its batch.  nodes: what was drafted, parents before children.  tokens: what was committed.
+    """
+
+    number: int
+    seconds: float
+    requests: int
+    nodes: list[TracedNode]
+    tokens: list[int]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step gave, on the host.
@@ -172,6 +209,7 @@ class StepResult:
     mark[B, nodes]: of the draft's nodes, see `depth`, `verified`, `source` and `survival`.
     confidence[B]: the drafter's confidence for the next step.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
+    drafts: of the rows that the plan wants traced; None without any, or where nothing was drafted.
     """
 
     tokens: IntArray
@@ -182,6 +220,7 @@ class StepResult:
     seconds: float = 0.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()
+    drafts: DraftTokens | None = None
 
     @cached_property
     def depth(self) -> IntArray:
@@ -232,3 +271,4 @@ class Output:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each of token_ids, where they were asked for
     # Of the prompt's tokens from `LogprobParams.start` on, None for position 0; comes once, with the first token.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    trace: list[TracedStep] = field(default_factory=list)  # the steps of these tokens, where they were asked for

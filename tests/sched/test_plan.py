@@ -34,7 +34,7 @@ def everything() -> list[Req]:
     """Requests that together ask for all that a plan can say, with prompts that begin alike."""
 
     def req(uid: str, last: int, params: SamplingParams, **more: Any) -> Req:
-        asked = {name: more.pop(name) for name in ("limits", "prediction", "logprobs") if name in more}
+        asked = {name: more.pop(name) for name in ("limits", "prediction", "logprobs", "traced") if name in more}
         request = GenerationRequest(uid, [1, 2, 3, 4, 5, last], params, **asked)
         return Req(request, seed=last, max_total=30, stop_ids=frozenset([7, 0]), **more)
 
@@ -44,7 +44,7 @@ def everything() -> list[Req]:
         req("edited", 2, SamplingParams(temperature=0, frequency_penalty=0.5), bad_word_ids=((1, 2), (3,)), salt=2**62),
         req("guided", 3, SamplingParams(temperature=0, grammar=Grammar("regex", ".*")), grammar=AnyToken()),
         req("limited", 4, SamplingParams(temperature=0), limits=SpecLimits(1, 1, 2), prediction=(4, 5, 6)),
-        req("told", 5, SamplingParams(temperature=0), logprobs=LogprobParams(2, (1, 3), start=1)),
+        req("told", 5, SamplingParams(temperature=0), logprobs=LogprobParams(2, (1, 3), start=1), traced=True),
     ]
 
 

@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from draftwing.config.options import Options
-from draftwing.core import Output, TokenLogprobs
+from draftwing.core import Output, TokenLogprobs, TracedNode, TracedStep
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import Abort, Ask, Close, EngineLink, Listener, Reply
 from draftwing.requests.request import GenerationRequest, LogprobParams
@@ -86,6 +86,7 @@ class FakeEngine:
         self.running: dict[str, tuple[GenerationRequest, list[int], StopStringScanner | None]] = {}
         self.crash: Exception | None = None
         self.flushed = 0
+        self.traced: list[TracedStep] = []  # all steps that were told of, those of prompts left out
         self.closed = False
         self._inbox: queue.SimpleQueue[GenerationRequest | str | None] = queue.SimpleQueue()
 
@@ -165,6 +166,10 @@ class FakeEngine:
 
     def _told(self, output: Output, request: GenerationRequest, first: bool) -> Output:
         wanted = request.logprobs
+        if request.traced and output.token_ids:
+            drafts = self._drafted(request)
+            output.trace = [traced(output.token_ids, 0 if first else len(self.traced) + 1, drafts)]
+            self.traced += [] if first else output.trace
         if wanted is not None:
             output.logprobs = [logprob(token, wanted) for token in output.token_ids]
             if first and output.token_ids and wanted.start >= 0:
@@ -172,9 +177,12 @@ class FakeEngine:
                 output.prompt_logprobs = told[wanted.start :]
         return output
 
+    def _drafted(self, request: GenerationRequest) -> bool:
+        return self.info.speculates and request.limits != (0, 1, 1)
+
     def _end(self, uid: str, new: list[int], reason: dict[str, object]) -> Output:
         request, done, _ = self.running.pop(uid)
-        drafted = self.info.speculates and request.limits != (0, 1, 1)
+        drafted = self._drafted(request)
         meta = {
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(done),
@@ -189,6 +197,18 @@ class FakeEngine:
             "spec_correct_drafts_histogram": [1],
         }
         return self._told(Output(uid, new, reason, meta), request, len(done) == len(new))
+
+
+def traced(tokens: list[int], number: int, drafts: bool) -> TracedStep:
+    """Made up: of each token but the last there is a draft, with a wrong one of another drafter beside it."""
+    nodes: list[TracedNode] = []
+    for depth, token in enumerate(tokens[:-1] if drafts and number else []):
+        parent = 2 * depth - 2 if depth else None
+        nodes += [
+            TracedNode(parent, token, 1, 0.75**depth, True, True),
+            TracedNode(parent, token ^ 1, 2, 0.3**depth / 2, depth < 2, False),
+        ]
+    return TracedStep(number, 0.01, 1, nodes, list(tokens))
 
 
 def logprob(token: int, wanted: LogprobParams) -> TokenLogprobs:

@@ -29,6 +29,7 @@ from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.lag import Lag
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.engine.row_table import RowTable, Upload
+from draftwing.engine.traces import Traces, fetched
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
 from draftwing.ops.torch.assign import forget, new_calibration
@@ -73,16 +74,26 @@ class Pending(NamedTuple):
     step: TreeStep | None = None  # tree only
     drafted: Drafted | None = None
     guidance: Guidance | None = None  # the host's part in the plan
+    drafts: Download | None = None  # of the traced rows, see `Traces`
 
 
 class InFlight:
     """A committed step whose result is on its way to the host."""
 
-    def __init__(self, plan: Plan, download: Download, started: float, logprobs: Logprobs | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        download: Download,
+        started: float,
+        logprobs: Logprobs | None = None,
+        drafts: Download | None = None,
+    ) -> None:
+        """drafts: as `Traces.fetch` gives them."""
         self.plan = plan
         self._download = download
         self._started = started
         self._logprobs = logprobs
+        self._drafts = drafts
 
     def wait(self, previous_ready: float) -> tuple[StepResult, float]:
         """The result and the monotonic time it was ready; the step is charged from the later of its own launch and
@@ -92,7 +103,8 @@ class InFlight:
         assert ready is not None
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
         seconds = ready - max(self._started, previous_ready)
-        return unpack(packed, self.plan.shape, seconds=seconds, logprobs=rows, prompt_logprobs=parts), ready
+        rest = dict(seconds=seconds, logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
+        return unpack(packed, self.plan.shape, **rest), ready
 
 
 class Executor:
@@ -135,6 +147,7 @@ class Executor:
         self.calibration = new_calibration(device.device)
         if drafter is not None:
             drafter.calibration = self.calibration
+        self._traces = Traces(device)
         self._steps = 0  # with drafts
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._special = SpecialRows(model, drafter, table, device, self.calibration)
@@ -152,7 +165,10 @@ class Executor:
             return self._launch_prefill(plan, started, guidance)
         step = self._tree_step(plan, guidance)
         drafted, verified = self._forward(step, self.run_stage)
-        return Pending(plan, started, verified, step=step, drafted=drafted, guidance=guidance)
+        drafts = None
+        if len(plan.traced) and step.shape.depth:
+            drafts = self._traces.fetch(plan, step.key, None if drafted is None else drafted.draft)
+        return Pending(plan, started, verified, step=step, drafted=drafted, guidance=guidance, drafts=drafts)
 
     @torch.inference_mode()
     def commit(self, pending: Pending) -> InFlight:
@@ -163,7 +179,7 @@ class Executor:
             packed, logprobs = self.run_stage("commit", None, self._commit_special, pending)
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
-        return InFlight(plan, self.device.download(packed), pending.started, logprobs)
+        return InFlight(plan, self.device.download(packed), pending.started, logprobs, pending.drafts)
 
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 
@@ -200,6 +216,7 @@ class Executor:
         self.graphs.set_rows(np.empty(0, np.int64), key.size)
         step = self._graph_step(key, False)
         launched = self._forward(step, self.graphs.capture)
+        self._traces.keep(key, launched[0].draft)
         for filtered in (False, True) if self.ops.draws_by_row else (False,):
             self._finish(step._replace(filtered=filtered), *launched, self.graphs.capture)
         del launched  # its memory is for the next key's graphs

@@ -74,6 +74,7 @@ class GenerationRequest(NamedTuple):
 
     limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.
+    traced: its outputs tell what was drafted for it.
     """
 
     uid: str
@@ -86,6 +87,7 @@ class GenerationRequest(NamedTuple):
     prediction: tuple[int, ...] = ()
     name: str = ""
     terms: Terms | None = None
+    traced: bool = False
 
 
 class Speculation(NamedTuple):

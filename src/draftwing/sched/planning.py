@@ -54,6 +54,7 @@ def make_plan(
         noisy=_indices(noisy),
         filtered=_indices([i for i in noisy if reqs[i].params.filtered]),
         banning=_indices([i for i in drawing if _below_min(reqs[i])]),
+        traced=_indices([i for i in drawing if reqs[i].request.traced]),
         prompt_parts=tuple(part for i, chunk in enumerate(chunks) if (part := _prompt_part(i, chunk, reqs[i]))),
         **special,
     )

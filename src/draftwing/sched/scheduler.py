@@ -26,6 +26,7 @@ from draftwing.sched.planning import make_plan
 from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
+from draftwing.sched.trace import traced_step
 
 PREFILL_RATE = 0.1  # of the mean time of a prefill's tokens
 
@@ -335,6 +336,7 @@ class Scheduler:
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:
                 req.prompt_logprobs += values
+        traced = {i: at for at, i in enumerate(plan.traced.tolist())}
         rows = zip(live, result.count.tolist(), result.tokens.tolist(), result.confidence.tolist(), strict=True)
         for i, (req, count, tokens, confidence) in enumerate(rows):
             if req is None:
@@ -353,8 +355,17 @@ class Scheduler:
                 self._catch_ups.commit(plan.step, plan.shape, req, count)
                 self._commit_path(req, plan.shape, result, i, count)
                 self._emit(req, new, logprobs.get(i, []), drafts=result.accepted_source[i, : count - 1].tolist())
+            if i in traced:
+                number = 0 if plan.kind == "prefill" else req.verify_steps
+                self._trace(req, result, i, traced[i], len(plan.rows), number)
             if failure is not None and req.running:
                 self._finish(req, [], {"type": "abort", "message": failure})
+
+    def _trace(self, req: Req, result: StepResult, i: int, traced: int, requests: int, number: int) -> None:
+        """Adds the step to the request's newest output, which is of this step."""
+        output = self._news[-1]
+        assert output.uid == req.uid
+        output.trace.append(traced_step(result, i, traced, number, requests, output.token_ids))
 
     def _live(self, row: int, admission: int) -> Req | None:
         req = self._by_row.get(row)

@@ -18,6 +18,7 @@ from draftwing.server.telemetry.observer import Observer
 
 logger = logging.getLogger(__name__)
 RESTARTS = 1
+MOST_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
 
 
 class Stream:
@@ -43,6 +44,7 @@ class Stream:
                 token_ids=[*earlier.token_ids, *output.token_ids],
                 logprobs=[*earlier.logprobs, *output.logprobs],
                 prompt_logprobs=[*earlier.prompt_logprobs, *output.prompt_logprobs],
+                trace=[*earlier.trace, *output.trace][-MOST_TRACED:],
             )
         self._news[output.uid] = output
         self._woken.set()

@@ -161,6 +161,11 @@ class Asking(Body):
         """The text that the answer is expected to resemble. Raises RequestError."""
         return ""
 
+    @property
+    def traced(self) -> bool:
+        """Whether the response tells what was drafted."""
+        return False
+
     def renamed(self, error: RequestError) -> RequestError:
         """An error of the engine, which names fields as /generate does, with the names of this dialect."""
         ours = {ours: name for name, ours in self._sampled().items()} | dict(self.names)

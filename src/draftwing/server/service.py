@@ -110,7 +110,7 @@ class Service:
         if count > MAX_ANSWERS:
             raise RequestError(f"one request takes at most {MAX_ANSWERS} answers; found {count}", "n")
         id = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
-        shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
+        shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         if predicted:
             shared["prediction"] = tuple((await self.tokenize([predicted], add_special_tokens=False))[0])
         asked = [request._replace(name=request.name or id, **shared) for request in requests]

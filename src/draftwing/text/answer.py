@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from draftwing.core import Output, TokenLogprobs
+from draftwing.core import Output, TokenLogprobs, TracedStep
 from draftwing.requests.request import GenerationRequest
 from draftwing.text.detok import IncrementalDetokenizer
 
@@ -47,6 +47,7 @@ class Answer:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.reasoning_tokens = 0
+        self._trace: list[TracedStep] = []  # that were not taken yet
         self._shown = 0  # tokens whose text was given out
         params = request.params
         self._show_stop = params.no_stop_trim
@@ -63,6 +64,7 @@ class Answer:
         """Takes news of this answer and returns the text that can be shown since the last call."""
         assert self.finish_reason is None, f"news of {self.request.uid} after its end"
         self.token_ids += output.token_ids
+        self._trace += output.trace
         if self.wanted is not None:
             assert len(output.logprobs) == len(output.token_ids), "a token without its log probability"
             self.logprobs += output.logprobs
@@ -94,6 +96,11 @@ class Answer:
                 end += 1
         self._shown = end
         return range(begin, end)
+
+    def take_trace(self) -> list[TracedStep]:
+        """Steps since the last call, for an answer whose request is traced."""
+        steps, self._trace = self._trace, []
+        return steps
 
     @property
     def starts(self) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from draftwing.server.http import event
 from draftwing.server.openai.logprobs import chat_logprobs, joined, prompt_logprobs, text_logprobs
 from draftwing.server.openai.schema import OpenAIBody
+from draftwing.server.openai.trace import traced_step
 from draftwing.server.parsers.message import MessageReader, Thought
 from draftwing.server.parsers.tools import CallPiece
 from draftwing.server.service import Generation, Service
@@ -81,6 +82,9 @@ class Completion:
 
         begun: set[int] = set()
         async for answer, text in self.generation:
+            if steps := answer.take_trace():
+                trace = [traced_step(step, self._texts) for step in steps]
+                yield chunk(answer, {**self._nothing(), "speculative_trace": trace})
             for content in self._pieces(answer, text, answer.index not in begun):
                 yield chunk(answer, content)
             begun.add(answer.index)

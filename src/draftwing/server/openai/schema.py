@@ -156,6 +156,7 @@ class OpenAIBody(Asking):
     structural_tag: Any = sampled("structural_tag")
 
     prediction: Prediction | None = None
+    speculative_trace: bool | None = None
 
     user: Bookkeeping = None
     metadata: Bookkeeping = None
@@ -178,11 +179,17 @@ class OpenAIBody(Asking):
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
+        if self.speculative_trace and not self.stream:
+            raise RequestError("speculative_trace is only for stream: true", "speculative_trace")
         return super().sampling(defaults, max_new_tokens=self.default_length, **fields)
 
     @property
     def predicted(self) -> str:
         return "" if self.prediction is None else prediction_text(self.prediction)
+
+    @property
+    def traced(self) -> bool:
+        return bool(self.speculative_trace)
 
     @property
     def include_usage(self) -> bool:
