@@ -75,6 +75,18 @@ def test_prefill_and_decode_alternate():
     assert kinds[:7] == ["tree", "prefill", "tree", "prefill", "tree", "prefill", "tree"]
 
 
+def test_beside_requests_that_decode_prefills_are_short():
+    sched = make(slots=9000, chunk=4000)
+    for tokens in range(10, 2000, 60):
+        sched._pace.record(tokens, 0.004 + 2e-5 * tokens)  # so 600 tokens take 4 times the shortest
+    sched.submit(req("a", length=900))
+    assert [chunk.length for chunk in turn(sched).chunks] == [900]  # nobody waits for it
+    sched.submit(req("b", length=1000, first=2000))
+    sched.submit(req("c", length=850, first=4000))
+    lengths = [[chunk.length for chunk in plan.chunks] for _ in range(8) if (plan := turn(sched)).kind == "prefill"]
+    assert lengths == [[600], [400, 200], [650]]
+
+
 def test_timeout_ends_waiting_and_running_requests(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("draftwing.sched.scheduler.time.monotonic", lambda: now[0])

@@ -17,7 +17,7 @@ from draftwing.ops.torch.ops import TorchOps
 from draftwing.spec.drafter import Draft
 from draftwing.spec.suffix_drafter import SuffixDrafter
 
-SHAPE = TreeShape(16, 4, 17)
+SHAPE = TreeShape(15, 4, 16)
 EMPTY = torch.empty(0, dtype=torch.int64)
 
 
@@ -159,7 +159,7 @@ def test_options_that_cannot_work_are_refused(options):
 
 @pytest.mark.parametrize(
     ("given", "shape"),
-    [({}, SHAPE), ({"num_draft_tokens": 25}, TreeShape(24, 4, 25)), ({"num_steps": 6}, TreeShape(6, 4, 17))],
+    [({}, SHAPE), ({"num_draft_tokens": 25}, TreeShape(24, 4, 25)), ({"num_steps": 6}, TreeShape(6, 4, 16))],
 )
 def test_shapes(given, shape):
     fields = {f"speculative_{name}": value for name, value in given.items()}

@@ -143,7 +143,7 @@ class MostTokens:
     OLD = 10  # steps without news of an option after which its next step counts for this many
     MARGIN = 1.02  # by which drafting has to be better to begin, for the drafter must catch up
     MOST = 1024  # queries of a step; more never pay
-    LONGER = 0.1  # of the time without drafts: as much longer may a prefill and the step after it take together
+    LONGER = 0.05  # of the time without drafts: as much longer may a prefill and the step after it take together
 
     def __init__(
         self, menu: Sequence[TreeShape], prices: Prices, sees_predictions: bool = False, least: int = MAX_CONFIDENCE

@@ -22,13 +22,12 @@ from draftwing.errors import RequestError
 from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.lag import CatchUps
+from draftwing.sched.pace import Pace
 from draftwing.sched.planning import make_plan
 from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.trace import traced_step
-
-PREFILL_RATE = 0.1  # of the mean time of a prefill's tokens
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Scheduler:
         self._arrivals = self._admissions = self._steps = 0
         self._prefilled_last = False
         self._prefilled_tokens = 0  # of the plan before, if it was a prefill
-        self._prefill_time = 0.0  # seconds that a token of a prefill takes, a moving mean
+        self._pace = Pace()
         self._catch_ups = CatchUps(config.lagging, config.lag)
         self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
@@ -129,7 +128,7 @@ class Scheduler:
         plan = None
         decoding = any(req.state is ReqState.DECODE and req.may_grow for req in self.running)
         if not (self._prefilled_last and decoding):  # prefill chunks and decode steps alternate
-            plan = self._plan_prefill()
+            plan = self._plan_prefill(decoding)
         if plan is None:
             plan = self._plan_tree()
         self._prefilled_last = plan is not None and plan.kind == "prefill"
@@ -181,14 +180,18 @@ class Scheduler:
         wanted = req.next_prompt_logprob
         return most if wanted is None else min(most, max(wanted - 1, 0))
 
-    def _plan_prefill(self) -> Plan | None:
+    def _plan_prefill(self, decoding: bool) -> Plan | None:
+        """decoding: whether anybody waits for it who decodes."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
+        todo = sorted((req for req in self.running if req.state is ReqState.PREFILL), key=lambda r: r.rank)
         budget = self.config.chunk_tokens
-        for req in sorted(self.running, key=lambda r: r.rank):
+        if decoding:
+            budget = min(budget, self._pace.most(sum(len(req.tokens) - req.sent for req in todo)))
+        for req in todo:
             if budget == 0:
                 break
-            if req.state is not ReqState.PREFILL:
+            if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             length = min(budget, len(req.tokens) - req.sent)
             final = req.sent + length == len(req.tokens)
@@ -236,7 +239,7 @@ class Scheduler:
     def _load(self, ready: Sequence[Req]) -> Load:
         confidences = [req.confidence if req.may_draft else 0 for req in ready]
         whole = any(req.special or (self.config.draws_alike and req.draws_specially) for req in ready)
-        return Load(confidences, _context(ready), self._prefill_time * self._prefilled_tokens, whole)
+        return Load(confidences, _context(ready), self._pace.seconds(self._prefilled_tokens), whole)
 
     def load(self) -> Load:
         """Of a step that ran now; for whoever explains."""
@@ -326,8 +329,7 @@ class Scheduler:
         live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
         self.stale_results += live.count(None)
         if plan.kind == "prefill":
-            found = result.seconds / sum(chunk.length for chunk in plan.chunks)
-            self._prefill_time += PREFILL_RATE * (found - self._prefill_time) if self._prefill_time else found
+            self._pace.record(sum(chunk.length for chunk in plan.chunks), result.seconds)
         else:
             # What a drafter catches up with is not the price of the drafts that come after it.
             usual = not plan.special and (plan.catch_up is None or plan.shape in self.config.lagging)

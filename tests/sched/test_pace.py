@@ -1,0 +1,51 @@
+"""How long prefills take, and how long they may be beside requests that decode."""
+
+import random
+
+import pytest
+
+from draftwing.sched.pace import LEAST, SHARE, STALL, Pace
+
+
+def learnt(base: float, slope: float, sizes: list[int], noise: float = 0.0) -> Pace:
+    pace, rng = Pace(), random.Random(0)
+    for tokens in sizes:
+        pace.record(tokens, (base + slope * tokens) * (1 + noise * rng.uniform(-1, 1)))
+    return pace
+
+
+SIZES = [60, 600, 200, 250, 500] * 20
+
+
+def test_times_lie_on_the_line_that_was_seen() -> None:
+    pace = learnt(0.004, 2e-5, SIZES, noise=0.1)
+    for tokens in (64, 300, 1000):
+        assert pace.seconds(tokens) == pytest.approx(0.004 + 2e-5 * tokens, rel=0.1)
+    assert pace.seconds(0) == 0 == Pace().seconds(100)
+
+
+def test_prompts_that_are_all_alike_have_their_mean() -> None:
+    assert learnt(0.004, 2e-5, [500] * 9).seconds(500) == pytest.approx(0.014)
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    pace = learnt(0.004, 2e-5, SIZES)
+    for tokens in SIZES:
+        pace.record(tokens, 0.01 + 5e-5 * tokens)
+    assert pace.seconds(400) == pytest.approx(0.03, rel=0.02)
+
+
+def test_a_prefill_is_short_beside_those_who_decode() -> None:
+    pace = learnt(0.004, 2e-5, SIZES)
+    part = pace.most(2000)
+    assert pace.seconds(part) == pytest.approx(STALL * 0.004, rel=0.02) and LEAST < part < 2000
+    assert pace.most(part - 100) == part - 100
+    assert pace.most(part + 50) == part + 50  # no rest of a few tokens
+    assert learnt(1e-4, 4e-4, SIZES).most(2000) == 2000 // SHARE  # a slow machine
+    assert learnt(1e-4, 4e-4, SIZES).most(300) == LEAST
+
+
+def test_much_that_waits_goes_in_large_parts() -> None:
+    pace = learnt(0.004, 2e-5, SIZES)
+    assert pace.most(100_000) == 100_000 // SHARE
+    assert Pace().most(100_000) == 100_000
