@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -148,13 +149,14 @@ def test_serve_says_where_it_is_answers_and_ends() -> None:
 
 
 @contextmanager
-def serving(*argv: str, pause: float = 0.0005) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*argv: str, pause: float = 0.0005, deaths: int = 5) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server with a fake engine, whose steps take `pause` seconds, and its URL. Afterwards neither of them is left.
+    After so many `deaths` and one more the engine is not replaced.
 
     A long pause is for answers that must not be complete before the test goes on, however busy the machine is.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", script(*argv)],
+        [sys.executable, "-c", f"import draftwing.server.supervision as s; s.DEATHS = {deaths}\n" + script(*argv)],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -233,6 +235,24 @@ def test_the_drain_ends_with_an_abort() -> None:
 
 
 @pytest.mark.slow
+def test_the_drain_ends_although_the_engine_is_slow() -> None:
+    """Neither a stream nor an answer waits for the end of a long step."""
+    with serving("--drain-timeout", "0.5", pause=6) as (process, url), ThreadPoolExecutor() as pool:
+        client = Streamed(url, 1900)
+        body = client.body | {"stream": False}
+        whole = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        client.join(30)
+        answer = whole.result()
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 0
+    assert '"finish_reason":"abort"' in client.text and client.text.endswith("data: [DONE]\n\n")
+    assert answer.json()["choices"][0]["finish_reason"] == "abort"
+    assert "Traceback" not in log and "Error" not in log
+
+
+@pytest.mark.slow
 def test_the_second_signal_ends_at_once() -> None:
     with serving(pause=0.05) as (process, url):
         (engine,) = children(process.pid)
@@ -264,8 +284,8 @@ def test_a_killed_server_takes_its_engine_along() -> None:
 
 
 @pytest.mark.slow
-def test_the_server_ends_when_its_engine_died_twice() -> None:
-    with serving(pause=0.05) as (process, url):
+def test_the_server_ends_when_its_engine_died_too_often() -> None:
+    with serving(pause=0.05, deaths=1) as (process, url):
         for deaths in (1, 2):
             (engine,) = children(process.pid)
             client = Streamed(url, 1900)

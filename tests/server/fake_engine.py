@@ -85,6 +85,7 @@ class FakeEngine:
         self.cached_tokens: dict[str, int] = {}  # by uid
         self.running: dict[str, tuple[GenerationRequest, list[int], StopStringScanner | None]] = {}
         self.crash: Exception | None = None
+        self.steps, self.stepping = 0, False
         self.flushed = 0
         self.traced: list[TracedStep] = []  # all steps that were told of, those of prompts left out
         self.closed = False
@@ -108,6 +109,7 @@ class FakeEngine:
     def stats(self) -> dict[str, Any]:
         return {
             "explain": {"requests": len(self.running), "summary": "nothing is drafted", "options": []},
+            "progress": self.steps if self.stepping else None,
             "running": len(self.running),
             "waiting": 0,
             "free_tokens": 4 * CONTEXT,
@@ -130,6 +132,7 @@ class FakeEngine:
             items.append(self._inbox.get())
         if self.crash is not None:
             raise self.crash
+        self.stepping = True
         for item in items:
             if isinstance(item, GenerationRequest):
                 self.running[item.uid] = (item, [], StopStringScanner.of(self.tokenizer, item.params))
@@ -142,6 +145,7 @@ class FakeEngine:
         news += [self._advance(uid) for uid in list(self.running)]
         if self.running:
             time.sleep(self.pause)  # a forward
+        self.steps, self.stepping = self.steps + 1, False
         return news
 
     def _advance(self, uid: str) -> Output:

@@ -135,7 +135,6 @@ def test_official_clients(url: str) -> None:
 
 
 def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:
-    """Last in this file: the engine is restarted once only."""
     process, url = server
     (engine,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
 

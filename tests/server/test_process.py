@@ -20,6 +20,7 @@ from draftwing.engine.process.link import EngineDead, EngineLink
 from draftwing.errors import ConfigError, RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server import supervision
 from draftwing.server.app import create_app
 from draftwing.server.engine_client import AsyncEngine
 
@@ -94,15 +95,16 @@ def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
     asyncio.run(scenario())
 
 
-def test_a_killed_engine_is_noticed_and_restarted_once(
-    spawned: list[EngineLink], caplog: pytest.LogCaptureFixture
+def test_a_killed_engine_is_noticed_and_restarted_until_it_dies_too_often(
+    spawned: list[EngineLink], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervision, "DEATHS", 2)
     lost: list[int] = []
 
     async def scenario() -> None:
         async with running(spawned) as engine:
             engine.lost = lambda: lost.append(len(spawned))
-            for deaths in (1, 2):
+            for deaths in (1, 2, 3):
                 waiting = [asyncio.ensure_future(text_of(engine, FOREVER(f"{deaths}{i}"))) for i in range(3)]
                 await asyncio.sleep(0.05)
                 question = asyncio.ensure_future(engine.stats())
@@ -116,13 +118,13 @@ def test_a_killed_engine_is_noticed_and_restarted_once(
                     await question
                 with pytest.raises(EngineDead):
                     engine.submit([request("late")])
-                if deaths == 1:
-                    await until(lambda: engine.healthy)
+                if deaths < 3:
+                    await until(lambda: engine.healthy, 20)
                     assert await text_of(engine, request("again")) == [1, 2, 3, 256]
                     assert not lost
             await asyncio.sleep(0.3)
-            assert not engine.healthy and lost == [2] and len(spawned) == 2
-            with pytest.raises(EngineDead, match=r"stopped again: killed by SIGKILL.*; it is not restarted"):
+            assert not engine.healthy and lost == [3] and len(spawned) == 3
+            with pytest.raises(EngineDead, match=r"stopped too often: killed by SIGKILL.*; it is not restarted"):
                 engine.submit([request("too late")])
 
     asyncio.run(scenario())
@@ -163,7 +165,9 @@ def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(caplog: py
     assert "out of paper" in caplog.text and "restart" not in caplog.text
 
 
-def test_an_engine_that_cannot_be_restarted_is_lost() -> None:
+def test_an_engine_that_cannot_be_restarted_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "DEATHS", 2)
+
     async def scenario() -> None:
         engine = local(first := FakeEngine())  # without a successor
         lost = asyncio.Event()
@@ -172,7 +176,7 @@ def test_an_engine_that_cannot_be_restarted_is_lost() -> None:
         first.crash = RuntimeError("out of paper")
         first.wake()
         await asyncio.wait_for(lost.wait(), 5)
-        with pytest.raises(EngineDead, match="could not be restarted"):
+        with pytest.raises(EngineDead, match="it is not restarted"):
             engine.submit([request("a")])
         await engine.stop()
 

@@ -75,6 +75,12 @@ class Options:
         maximum=86400,
     )  # fmt: skip
 
+    watchdog_timeout: float = option(
+        300.0, SERVER,
+        "seconds that a step of the engine may take, compilers not counted, before its process is taken for hung and "
+        "replaced; one that does not answer at all has 20 at most", minimum=0.1, maximum=86400,
+    )  # fmt: skip
+
     enable_metrics: bool = option(False, SERVER, "accepted; /metrics is always there")
     log_requests: bool = option(False, SERVER, "log one line of JSON per request")
     log_requests_level: int = option(

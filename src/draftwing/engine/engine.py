@@ -21,6 +21,7 @@ from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
 from draftwing.engine.explain import Explainer
 from draftwing.engine.loop import Loop
+from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
@@ -87,6 +88,8 @@ class Engine:
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
         self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()
         self._turning = threading.Lock()  # held while a step runs
+        self._progress = Progress()
+        self._progress.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -125,6 +128,7 @@ class Engine:
         """Counts of the scheduler, the executor and the reporter; during a step they may be of different moments."""
         sched = self.parts.sched
         return {
+            "progress": self._progress.now,
             "running": len(sched.running),
             "waiting": len(sched.waiting),
             "free_tokens": sched.pool.available,
@@ -143,7 +147,7 @@ class Engine:
     def step(self, block: bool = False) -> list[Output]:
         """One turn of the loop. block: with nothing to do, wait for a request first."""
         waited = self._inbox.get() if block and self._loop.idle else None
-        with self._turning:
+        with self._turning, self._progress.step():
             self._receive(waited)
             if not self._loop.idle:
                 self._loop.turn()

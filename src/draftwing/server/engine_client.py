@@ -7,28 +7,31 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import Abort, Ask, EngineDead, EngineLink, Listener, Reply
 from draftwing.requests.request import GenerationRequest
+from draftwing.server.supervision import Deaths, Watchdog
 from draftwing.server.telemetry.observer import Observer
 
 logger = logging.getLogger(__name__)
-RESTARTS = 1
 MOST_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
+STATS_SECONDS = 0.5  # how long the engine's numbers are waited for, then those of before have to do
 
 
 class Stream:
     """Outputs of requests that were submitted together, in the order in which they come.
 
     Iterate until all of them are finished, and `close()` in any case: what is unfinished then is aborted.
-    open: the unfinished ones by uid.
+    requests: all of them.  open: the unfinished ones by uid.
     """
 
     def __init__(self, owner: AsyncEngine, requests: Sequence[GenerationRequest]) -> None:
+        self.requests = requests
         self.open = {request.uid: request for request in requests}
         self._owner = owner
         self._news: dict[str, Output] = {}
@@ -77,7 +80,8 @@ class AsyncEngine:
     """The engine's process and its supervision; belongs to the event loop that called `start`.
 
     Every method is called on that loop. `spawn` makes a link to a new process: it is called again when the process
-    dies, once, and what waited for the old one fails. When there is no engine and will be none, `lost` is called.
+    dies or hangs, and what waited for the old one fails. After too many deaths in a short time there is no engine and
+    will be none: `lost` is called.
 
     draining: set it when no new requests come; from then on a dead engine is not replaced.
     """
@@ -87,20 +91,23 @@ class AsyncEngine:
         self.info = info
         self.error: EngineDead | None = None
         self.link, self._spawn = link, spawn  # the link of today; another one after a restart
-        self._restarts = 0
+        self._deaths = Deaths()
         self._streams: dict[str, Stream] = {}  # by uid of an unfinished request
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
+        self._known: tuple[float, dict[str, Any]] | None = None  # when this engine last gave its numbers, and these
+        self._heard = False  # whether a message has come since the watchdog last looked
         self.draining = False
         self.observer = Observer()
         self.lost: Callable[[], None] = lambda: None
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def healthy(self) -> bool:
-        return self._loop is not None and self.error is None and not self._stopping
+        return self._loop is not None and self.error is None and not self._stopping.is_set()
 
     @property
     def active(self) -> int:
@@ -113,7 +120,9 @@ class AsyncEngine:
 
     async def stop(self, grace: float = 5.0) -> None:
         """Ends the process, killing it after `grace` seconds; requests that still wait fail."""
-        self._stopping = True
+        self._stopping.set()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._restarting is not None:
             self.link.process.kill()  # ends the wait for it
             await self._restarting
@@ -123,9 +132,10 @@ class AsyncEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
         """Hands requests to the engine, all or none. Their uids are unique for ever, their names need not be.
 
-        Raises RequestError when one can never run, EngineDead when the engine is gone.
+        Raises RequestError when one can never run or has stopped engines before, EngineDead when the engine is gone.
         """
         self._check()
+        self._deaths.check(requests)
         admitted = [self.info.admit(request) for request in requests]
         stream = Stream(self, admitted)
         self._streams |= dict.fromkeys(stream.open, stream)
@@ -151,15 +161,31 @@ class AsyncEngine:
     def abort_one(self, uid: str) -> None:
         self.link.send(Abort(uid))
 
+    def end_all(self, message: str) -> None:
+        """Ends all requests without waiting for the engine, as aborted, and refuses new ones: the server ends."""
+        self.error = self.error or EngineDead(message)
+        self._hand_on([Output(uid, [], {"type": "abort", "message": message}) for uid in self._streams])
+
     async def flush_cache(self) -> bool:
         """Forgets cached prefixes; False when requests are running or waiting."""
         self._check()
         return not self._streams and await self._ask("flush_cache")
 
     async def stats(self) -> dict[str, Any]:
-        """As `Engine.stats`."""
+        """As `Engine.stats`, and `age`: seconds since the engine gave them. An engine that is slow to answer is not
+        waited for: then they are those of before."""
         self._check()
-        return await self._ask("stats")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STATS_SECONDS):
+                await self._learn()
+        if self._known is None:
+            raise EngineDead("the engine does not answer")
+        at, stats = self._known
+        return stats | {"age": time.monotonic() - at}
+
+    async def _learn(self) -> None:
+        stats = await self._ask("stats")
+        self._known = time.monotonic(), stats
 
     def forget(self, uid: str) -> None:
         self._streams.pop(uid, None)
@@ -182,18 +208,43 @@ class AsyncEngine:
     def _listen(self, link: EngineLink) -> None:
         link.listen(
             Listener(
-                outputs=lambda outputs: self._post(self._deliver, outputs),
+                outputs=lambda outputs: self._post(self._deliver, link, outputs),
                 reply=lambda reply: self._post(self._answer, reply),
                 died=lambda cause: self._post(self._died, link, cause),
             )
         )
+        self._known = None
+        self._watching = asyncio.ensure_future(self._watch(link))
+
+    async def _watch(self, link: EngineLink) -> None:
+        """Ends an engine that hangs."""
+        dog = Watchdog(self.info.options.watchdog_timeout)
+        question: asyncio.Future[None] | None = None
+        while True:
+            if question is None or question.done():
+                question = asyncio.ensure_future(self._learn())
+                question.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may die meanwhile
+            self._heard = False
+            await asyncio.sleep(dog.every)
+            reason = dog.look(self._heard, self._known[1].get("progress") if self._known else None)
+            if reason is not None:
+                logger.error("the engine hangs: %s. Its process is killed", reason)
+                link.process.kill()
+                self._died(link, f"it hung: {reason}")
+                return
 
     def _post(self, fn: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(fn, *args)
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, link: EngineLink, outputs: list[Output]) -> None:
+        if link is not self.link or self.error is not None:
+            return  # last words of an engine that was given up
+        self._heard = True
+        self._hand_on(outputs)
+
+    def _hand_on(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             self.observer.output(output)
             stream = self._streams.get(output.uid)
@@ -201,44 +252,64 @@ class AsyncEngine:
                 stream.put(output)
 
     def _answer(self, reply: Reply) -> None:
+        self._heard = True
         future = self._questions.get(reply.number)
         if future is not None and not future.done():
             future.set_result(reply.value)
 
     def _died(self, link: EngineLink, cause: str) -> None:
-        if self._stopping or link is not self.link:
+        if self._stopping.is_set() or link is not self.link or self.error is not None:
             return
+        if self._watching is not None:
+            self._watching.cancel()
         logger.error("the engine's process ended: %s", cause)
         if self.draining:
             self._fail(EngineDead(f"the engine stopped: {cause}; the server is shutting down"))
-        elif self._restarts < RESTARTS:
-            self._fail(EngineDead(f"the engine stopped: {cause}; it is being restarted"))
-            self._restarts += 1
-            self._restarting = asyncio.ensure_future(self._restart(cause))
-        else:
-            logger.error("the engine was restarted before and is not restarted again: the server ends")
-            self._fail(EngineDead(f"the engine stopped again: {cause}; it is not restarted, the server ends"))
-            self.lost()
-
-    async def _restart(self, cause: str) -> None:
-        logger.error("restarting the engine; it is not restarted a second time")
-        try:
-            await asyncio.to_thread(self.link.close, 0)
-            if self._stopping:
-                return
-            self.link = self._spawn()
-            self.info = await asyncio.to_thread(self.link.wait_ready)
-        except Exception as error:
-            if not self._stopping:
-                logger.error("the engine could not be restarted, the server ends: %s", error)
-                self.error = EngineDead(f"the engine stopped: {cause}; it could not be restarted: {error}")
-                self.lost()
             return
+        alone = {id(stream): stream for stream in self._streams.values()}
+        if len(alone) == 1:
+            (stream,) = alone.values()
+            if stream.requests[0].name:  # clients' requests have one, health checks do not
+                self._deaths.suspect(stream.requests)
+        delay = self._deaths.back_off(time.monotonic())
+        if delay is None:
+            self._give_up(cause)
+        else:
+            self._fail(EngineDead(f"the engine stopped: {cause}; it is being restarted"))
+            self._restarting = asyncio.ensure_future(self._restart(delay))
+
+    def _give_up(self, cause: str) -> None:
+        logger.error("the engine stopped too often and is not restarted again: the server ends")
+        self._fail(EngineDead(f"the engine stopped too often: {cause}; it is not restarted, the server ends"))
+        self.lost()
+
+    async def _restart(self, delay: float | None) -> None:
+        """delay: seconds before a new engine is started. One that cannot be is another death."""
+        cause = ""
+        try:
+            while delay is not None:
+                await asyncio.to_thread(self.link.close, 0)
+                logger.error("the engine is restarted in %g s", delay)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await self._stopping.wait()
+                if self._stopping.is_set() or self.draining:
+                    return
+                try:
+                    self.link = self._spawn()
+                    self.info = await asyncio.to_thread(self.link.wait_ready)
+                    break
+                except Exception as error:
+                    cause = str(error)
+                    logger.error("the engine could not be restarted: %s", cause)
+                    delay = self._deaths.back_off(time.monotonic())
         finally:
             self._restarting = None
-        if not self._stopping:
-            self._listen(self.link)
+        if delay is None:
+            self._give_up(cause)
+        elif not self._stopping.is_set():
             self.error = None
+            self._listen(self.link)
             logger.info("the engine is ready again")
 
     def _fail(self, error: EngineDead) -> None:

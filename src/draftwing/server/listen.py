@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwing.server.app import create_app
 from draftwing.server.engine_client import AsyncEngine
@@ -19,7 +20,8 @@ from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-ABORT_SECONDS = 2.0  # for aborted requests to answer, after the drain
+ABORT_SECONDS = 2.0  # for the engine to end aborted requests, after the drain; then they end without it
+SEND_SECONDS = 5.0  # for clients to take what is left
 
 
 def make_server(
@@ -31,12 +33,26 @@ def make_server(
     """
     options = engine.info.options
     config = uvicorn.Config(
-        create_app(engine, tokenizer, stop_seconds, watchers),
+        _quiet(create_app(engine, tokenizer, stop_seconds, watchers), engine),
         log_level=options.log_level,
         log_config=None,
-        timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS) + 1,
+        timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS + SEND_SECONDS),
     )
     return Server(config, engine, options.drain_timeout, url(options.host, port))
+
+
+def _quiet(app: ASGIApp, engine: AsyncEngine) -> ASGIApp:
+    """The application; a response that is cut off at the end of the server, because its client does not read, is no
+    error that is worth a traceback."""
+
+    async def ends(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not engine.draining:
+                raise
+
+    return ends
 
 
 def url(host: str, port: int) -> str:
@@ -76,11 +92,16 @@ class Server(uvicorn.Server):
         self._engine.draining = True
         if self._engine.active and not self.lost:
             logger.info("%d requests are running; they have %g seconds", self._engine.active, self._drain)
-        timer = asyncio.get_running_loop().call_later(self._drain, self._abort)
+        loop = asyncio.get_running_loop()
+        timers = [
+            loop.call_later(self._drain, self._abort),
+            loop.call_later(self._drain + ABORT_SECONDS, self._engine.end_all, "the server is shutting down"),
+        ]
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

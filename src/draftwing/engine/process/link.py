@@ -29,6 +29,7 @@ from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger("draftwing")
 WORKER = "draftwing.engine.process.worker"
+KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
 
 
 class EngineDead(DraftwingError):
@@ -145,7 +146,10 @@ class EngineLink:
                 self.process.wait(grace)
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error("the engine's process %d does not end, though it was killed", self.process.pid)
         self._outbox.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():

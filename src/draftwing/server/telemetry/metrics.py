@@ -8,8 +8,6 @@ step, vLLM does not.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
@@ -27,7 +25,6 @@ from prometheus_client.registry import Collector
 from draftwing.engine.process.link import EngineDead
 from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
 
-ASK_SECONDS = 0.5  # how long a scrape waits for the engine before it gives the numbers of the scrape before
 LATENCY = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, *LATENCY)
 BETWEEN_TOKENS = (
@@ -81,7 +78,7 @@ vllm:spec_decode_num_draft_tokens_total proposed: proposed tokens: all live node
 vllm:spec_decode_num_accepted_tokens_total accepted: accepted drafts
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at: accepted drafts by depth, from 0
 draftwing:engine_up engine_up: 1 while the engine's process lives
-draftwing:engine_stats_age_seconds stats_age: age of the engine's numbers; it grows while the engine is too busy \
+draftwing:engine_stats_age_seconds age: age of the engine's numbers; it grows while the engine is too busy \
 to answer
 draftwing:http_responses_total{status} -: responses by status; 499: the client disconnected
 draftwing:constrained_requests_total{kind} -: admitted requests with a grammar, by its kind
@@ -272,25 +269,16 @@ class Metrics(Collector):
         speculative: whether the engine drafts for everybody."""
         self.requests = RequestMetrics(model, speculative)
         self._model, self._capacity, self._ask = model, capacity, ask
-        self._known: tuple[float, dict[str, Any]] | None = None  # when the engine was last heard, and what it said
         self._numbers: dict[str, Number] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
         """Returns the text and its content type. accept: the header of the request."""
-        up = True
         try:
-            async with asyncio.timeout(ASK_SECONDS):
-                self._known = time.monotonic(), await self._ask()
+            self._numbers = {**engine_numbers(await self._ask(), self._capacity()), "engine_up": 1.0}
         except EngineDead:
-            up, self._known = False, None
-        except TimeoutError:
-            pass  # it is busy: its numbers of before have to do
-        self._numbers = {"engine_up": float(up)}
-        if self._known is not None:
-            at, stats = self._known
-            self._numbers |= engine_numbers(stats, self._capacity()) | {"stats_age": time.monotonic() - at}
+            self._numbers = {"engine_up": 0.0}
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

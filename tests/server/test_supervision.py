@@ -1,0 +1,207 @@
+"""Engines that hang, die again and again, or die of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.engine.progress import Progress
+from draftwing.errors import RequestError
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server import supervision
+from draftwing.server.supervision import Deaths, Watchdog
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
+
+SECONDS = 2.0  # of the watchdog of these tests
+
+
+def test_the_watchdog_bites_a_silent_engine_and_a_long_step() -> None:
+    dog = Watchdog(100.0)
+    assert (dog.silence, dog.every) == (20.0, 1.0)
+    assert not any(dog.look(True, None) for _ in range(1000)), "idle, or compiling"
+    assert not any(dog.look(True, step) for step in range(1000)), "it gets on"
+    assert not any(dog.look(True, 7) for _ in range(100)) and not dog.look(True, 8), "steps of just less than 100 s"
+    found = [dog.look(True, 8) for _ in range(100)]
+    assert found[-1] == "a step took more than 100 s" and not any(found[:-1])
+    assert [dog.look(False, None) for _ in range(20)][-1] == "nothing was heard of it for 20 s"
+    assert Watchdog(2.0).silence == 2.0 and Watchdog(2.0).every == 0.5
+
+
+def test_progress() -> None:
+    progress = Progress()
+    assert progress.now is None
+    with progress.step():
+        first = progress.now
+        assert first is not None
+        progress._begin("compiler")
+        assert progress.now is None
+        progress._end()
+        assert progress.now not in (None, first)
+    with pytest.raises(ValueError), progress.step():
+        progress._begin()
+        raise ValueError
+    with progress.step():
+        assert progress.now is not None, "a compiler that failed is no excuse for the next step"
+
+
+def test_restarts_wait_longer_and_longer_and_end() -> None:
+    deaths = Deaths()
+    assert [deaths.back_off(float(i)) for i in range(6)] == [0, 1, 2, 4, 8, None]
+    assert deaths.back_off(supervision.WINDOW + 5.5) == 0, "what is long ago counts no more"
+
+
+def asking(prompt: list[int], uid: str, **more: object) -> list[GenerationRequest]:
+    return [GenerationRequest(uid, prompt, SamplingParams(**more), name=f"name-{uid}")]  # type: ignore[arg-type]
+
+
+def test_a_request_that_was_alone_in_two_deaths_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    deaths = Deaths()
+    with caplog.at_level(logging.ERROR):
+        deaths.suspect(asking([1, 2, 3], "a", seed=1))
+        deaths.check(asking([1, 2, 3], "b"))
+        deaths.suspect(asking([1, 2, 3], "c", seed=2))
+    assert "request 'name-c' was alone in the engine when it stopped, twice" in caplog.text
+    with pytest.raises(RequestError, match="the engine stopped 2 times while it ran this request alone"):
+        deaths.check(asking([1, 2, 3], "d", seed=3))
+    deaths.check(asking([1, 2, 4], "e"))
+    deaths.check(asking([1, 2, 3], "f", temperature=0.5))
+    for i in range(supervision.SUSPECTS):
+        deaths.suspect(asking([i], "g"))
+    assert len(deaths._alone) == supervision.SUSPECTS
+
+
+def engine_of(process: subprocess.Popen[bytes]) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+@contextmanager
+def serving(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    write_checkpoint(folder)
+    process, port = launch_server_cmd(
+        f"python -m draftwing.launch_server --model {folder} --served-model-name tiny --num-threads 1 "
+        f"--speculative-algorithm NGRAM --log-level error {' '.join(more)}"
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for_server(url, timeout=60, process=process)
+        yield process, url
+    finally:
+        terminate_process(process)
+
+
+def endless(i: int, **more: object) -> dict[str, object]:
+    params = {"temperature": 50, "seed": i, "max_new_tokens": 900, "ignore_eos": True}
+    return {"text": f"client {i}: ", "sampling_params": params, **more}
+
+
+async def streamed(client: httpx.AsyncClient, i: int, began: asyncio.Event) -> str:
+    text = ""
+    async with client.stream("POST", "/generate", json=endless(i, stream=True)) as response:
+        async for part in response.aiter_text():
+            text += part
+            began.set()
+    return text
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_is_replaced(tmp_path: Path) -> None:
+    async def scenario(process: subprocess.Popen[bytes], url: str) -> None:
+        stopped = engine_of(process)
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            assert (await client.get("/server_info")).status_code == 200
+            began = [asyncio.Event() for _ in range(3)]
+            streams = [asyncio.ensure_future(streamed(client, i, began[i])) for i in range(3)]
+            for one in began:
+                await one.wait()
+            os.kill(stopped, signal.SIGSTOP)
+            waiting = asyncio.ensure_future(client.post("/generate", json=endless(4)))
+            at = time.monotonic()
+            assert (await client.get("/server_info")).status_code in (200, 503)
+            assert (await client.get("/metrics")).status_code == 200
+            assert time.monotonic() - at < SECONDS + 5
+            while (await client.get("/health")).status_code == 200:
+                assert time.monotonic() - at < SECONDS + 20
+                await asyncio.sleep(0.02)
+            for text in await asyncio.gather(*streams):
+                assert "it hung: nothing was heard of it for 2 s" in text and text.endswith("data: [DONE]\n\n")
+            answer = await waiting
+            assert answer.status_code == 503 and "it hung" in answer.json()["error"]["message"]
+            while (await client.get("/health")).status_code != 200:
+                assert time.monotonic() - at < 60
+                await asyncio.sleep(0.05)
+            body = endless(5)
+            body["sampling_params"] = {"max_new_tokens": 5, "ignore_eos": True}
+            again = await client.post("/generate", json=body)
+            assert again.json()["meta_info"]["completion_tokens"] == 5
+        assert not Path(f"/proc/{stopped}").exists() and engine_of(process) != stopped
+
+    with serving(tmp_path / "tiny", f"--watchdog-timeout {SECONDS}") as (process, url):
+        asyncio.run(scenario(process, url))
+
+
+@pytest.mark.slow
+def test_streams_go_on_with_an_engine_that_was_stopped_for_a_while(tmp_path: Path) -> None:
+    """What was running before ends, and what comes meanwhile and afterwards too."""
+
+    async def scenario(process: subprocess.Popen[bytes], url: str) -> None:
+        engine = engine_of(process)
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            alone = (await client.post("/generate", json=endless(0))).json()["text"]
+            began = [asyncio.Event() for _ in range(4)]
+            streams = [asyncio.ensure_future(streamed(client, i, began[i])) for i in range(4)]
+            for one in began:
+                await one.wait()
+            os.kill(engine, signal.SIGSTOP)
+            meanwhile = asyncio.ensure_future(client.post("/generate", json=endless(0)))
+            await asyncio.sleep(3)
+            os.kill(engine, signal.SIGCONT)
+            after = asyncio.ensure_future(client.post("/generate", json=endless(0)))
+            for text in await asyncio.gather(*streams):
+                assert '"type":"length"' in text and text.endswith("data: [DONE]\n\n")
+            for one in (await meanwhile, await after):
+                assert one.json()["text"] == alone
+            state = (await client.get("/server_info")).json()["internal_states"][0]
+            assert state["num_running_reqs"] == state["num_waiting_reqs"] == 0
+
+    with serving(tmp_path / "tiny") as (process, url):
+        asyncio.run(scenario(process, url))
+
+
+@pytest.mark.slow
+def test_the_request_that_kills_the_engine_is_refused_and_others_are_served(tmp_path: Path) -> None:
+    with serving(tmp_path / "tiny") as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+
+        def state() -> int:
+            running: int = client.get("/server_info").json()["internal_states"][0]["num_running_reqs"]
+            return running
+
+        for _ in range(2):
+            with client.stream("POST", "/generate", json=endless(1, stream=True)) as response:
+                lines = response.iter_lines()
+                next(lines)
+                os.kill(engine_of(process), signal.SIGKILL)
+                assert "killed by SIGKILL" in "".join(lines)
+            until(lambda: client.get("/health").status_code == 200)
+        refused = client.post("/generate", json=endless(2) | {"text": "client 1: "})  # another seed
+        assert refused.status_code == 400 and "ran this request alone" in refused.json()["error"]["message"]
+        other = client.post("/generate", json=endless(3) | {"stream": True})
+        assert '"type":"length"' in other.text and state() == 0
