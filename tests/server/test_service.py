@@ -77,3 +77,41 @@ def test_server_info_masks_the_key_and_names_the_model(monkeypatch: pytest.Monke
     assert "secret" not in info.text
     assert info.json()["launch_command"] == "draftwing serve --model 'folder/of model' '--api-key=***' -x '***'"
     assert info.json()["model"] == info.json()["model_path"] == "folder/of model"
+
+
+def test_a_client_that_leaves_takes_its_tokenization_along(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second piece of a text is not begun when nobody waits for it."""
+    pieces: list[int] = []
+    first, left = threading.Event(), threading.Event()
+
+    def slow(self: Tokenizer, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        pieces.append(len(texts[0]))
+        first.set()
+        left.wait(10)
+        return [[1]]
+
+    monkeypatch.setattr(Tokenizer, "encode_many", slow)
+    app = create_app(local(engine), engine.tokenizer)
+    body = b'{"prompt": "' + b"a" * 500_000 + b'"}'
+
+    async def scenario() -> None:
+        events = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> dict[str, object]:
+            while (event := next(events, None)) is None:
+                if first.is_set():
+                    return {"type": "http.disconnect"}
+                await asyncio.sleep(0.001)
+            return event
+
+        async def send(message: object) -> None:
+            pass
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": headers, "query_string": b""}
+        await asyncio.wait_for(app(scope, receive, send), 10)
+        left.set()
+
+    asyncio.run(scenario())
+    time.sleep(0.05)
+    assert len(pieces) == 1

@@ -67,6 +67,8 @@ class Options:
     api_key: str | None = option(
         None, SERVER, "key that clients must send as a bearer token, except to /health (default: no key)"
     )
+    max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
+    max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)
     request_timeout: float | None = option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
     )

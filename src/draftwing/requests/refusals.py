@@ -67,6 +67,17 @@ def refusal(error: ValidationError, names: Names, schemas: Mapping[str, Mapping[
     return names.error(field, f"must be {_expected(schemas[field])}; found {show(first['input'])}")
 
 
+def bounded(schema: Any, most: int | None = None) -> Any:
+    """pydantic's core schema, whose lists end at the first entry that is wrong: errors take a thousand times the bytes
+    that they come in. most: entries of a list that has no limit of its own."""
+    if isinstance(schema, dict):
+        out = {key: value if key == "metadata" else bounded(value, most) for key, value in schema.items()}
+        if out.get("type") == "list" and most is not None:
+            out = {"max_length": most} | out
+        return out | {"fail_fast": True} if out.get("type") in ("list", "tuple") else out
+    return type(schema)(bounded(part, most) for part in schema) if type(schema) in (list, tuple) else schema
+
+
 def _expected(schema: Mapping[str, Any], one: bool = True) -> str:
     """What a JSON schema takes, in words; one: of one such value, else of several."""
     if "anyOf" in schema:

@@ -17,13 +17,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     InstanceOf,
     ValidationError,
     WithJsonSchema,
 )
+from pydantic_core import CoreSchema
 
 from draftwing.requests.grammar_field import GRAMMARS, Grammar, as_json, grammar_schemas, inlined, read_grammar
-from draftwing.requests.refusals import UNKNOWN, Names, refusal, show
+from draftwing.requests.refusals import UNKNOWN, Names, bounded, refusal, show
 from draftwing.requests.stop_regex import compile_stop
 
 MAX_ANSWERS: Final = 128
@@ -160,6 +162,10 @@ class SamplingParams(BaseModel):
         self._read(fields, Names({}, ""))
 
     @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return bounded(handler(source))
+
+    @classmethod
     def read(cls, fields: Mapping[str, Any], names: Mapping[str, str] | None = None, where: str = "") -> Self:
         """Makes them from the fields of a request. Raises RequestError as the constructor does, in the caller's words.
 
@@ -179,6 +185,8 @@ class SamplingParams(BaseModel):
         if fields.get("max_new_tokens", 0) is None:
             given["max_new_tokens"] = None
         _translate(given, names)
+        if len(given) > len(type(self).model_fields):  # so many that a list of them would take long
+            raise names.error(next(name for name in given if name not in type(self).model_fields), UNKNOWN)
         try:
             super().__init__(**given)
         except ValidationError as error:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import draftwing
 from draftwing.server.anthropic.routes import add_anthropic_routes
+from draftwing.server.border.bodies import BodyLimit
 from draftwing.server.chat import Chats
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import error_response, install_error_handlers
@@ -45,6 +46,7 @@ def create_app(
         engine.start()
         yield
         await engine.stop(drain)
+        service.lanes.close()
         await asyncio.to_thread(observer.close)
 
     app = FastAPI(title="draftwing", version=draftwing.__version__, lifespan=lifespan, redirect_slashes=False)
@@ -55,6 +57,7 @@ def create_app(
     add_anthropic_routes(app, service, chats)
     add_native_routes(app, service)
     add_metrics_route(app, metrics)
+    app.add_middleware(BodyLimit, most=service.options.max_body_size)
     if service.options.api_key is not None:
         app.add_middleware(KeyCheck, key=service.options.api_key)
     app.add_middleware(observer.middleware)

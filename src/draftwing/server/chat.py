@@ -84,7 +84,7 @@ class Chats:
             await service.check_grammars([(params, called["tools"] if chat.offers else body.grammar_field)])
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
-        (ids,) = await service.tokenize([text], add_special_tokens=False)
+        (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
         return await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body), style
 
     def reader(self, style: MessageStyle) -> MessageReader:

@@ -33,15 +33,21 @@ _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    403: "permission_error",
     405: "invalid_request_error",
+    413: "request_too_large",
     415: "invalid_request_error",
+    429: "rate_limit_error",
 }
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    413: "BadRequestError",
     415: "BadRequestError",
+    429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
 
@@ -138,10 +144,15 @@ async def read_body(request: Request, model: type[M]) -> M:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise RequestError(f"the content type must be application/json; found {kind[:80]!r}", "content-type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise HTTPException(415, "the body must not be compressed")
     body = await request.body()
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > _MOST_ERRORS:
+            raise RequestError(f"the body has {error.error_count()} fields or values that are wrong", "body") from None
         # Without the input: it may be huge, or hold what no response can.
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # As text, numbers may be longer than Python converts.
@@ -149,6 +160,7 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise _refusal(errors, given) from None
 
 
+_MOST_ERRORS = 1000  # each takes time and memory
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
 

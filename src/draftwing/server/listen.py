@@ -9,12 +9,14 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwing.server.app import create_app
+from draftwing.server.border.connections import LimitedConnection, allow_descriptors
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
@@ -32,8 +34,11 @@ def make_server(
     watchers: of requests.  stop_seconds: that the engine has to end its last step.  port: that is listened on.
     """
     options = engine.info.options
+    allow_descriptors(options.max_connections)
     config = uvicorn.Config(
         _quiet(create_app(engine, tokenizer, stop_seconds, watchers), engine),
+        http=partial(LimitedConnection, most=options.max_connections),  # type: ignore[arg-type]
+        ws="none",
         log_level=options.log_level,
         log_config=None,
         timeout_graceful_shutdown=int(options.drain_timeout + ABORT_SECONDS + SEND_SECONDS),

@@ -12,15 +12,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo, WithJsonSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import GRAMMARS
+from draftwing.requests.refusals import bounded
 from draftwing.requests.request import LogprobParams
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
 
 MAX_PROMPTS = 1024
+MOST_ENTRIES = 65_536  # of a list in a body, where it has no limit of its own
 _EMPTY: tuple[Any, ...] = ([], {}, False)
 # Values that ask for nothing, of fields that are not built; others have none but null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -101,6 +103,10 @@ def sampled(name: str, required: bool = False) -> Any:
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return bounded(handler(source), MOST_ENTRIES)
 
 
 class Asking(Body):

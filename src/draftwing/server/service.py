@@ -16,8 +16,10 @@ from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.lanes import Lanes
 from draftwing.server.schema import Asking, split_prompts
 from draftwing.text.answer import Answer
+from draftwing.text.bounded import encode_bounded
 from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer
 
@@ -71,6 +73,7 @@ class Service:
         self.model = engine.info.model_name
         self.started = time.time()
         self.texts = TokenTexts(tokenizer)
+        self.lanes = Lanes()
         info = engine.info
         self._grammars = GrammarCompiler.of(info.options, tokenizer, info.vocab_size, info.stop_ids)
         self._draw = random.Random(self.options.random_seed)
@@ -81,16 +84,21 @@ class Service:
         prompts, batched = split_prompts(field, value)
         # Prompts are all texts or all token ids.
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        ids = await self.tokenize(texts) if texts else [prompt for prompt in prompts if isinstance(prompt, list)]
+        ids = await self.tokenize(texts, field) if texts else [prompt for prompt in prompts if isinstance(prompt, list)]
         if not all(ids):
             raise RequestError(f"{field} must have at least one token; found a text that has none", field)
         return ids, batched
 
-    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+    async def tokenize(self, texts: list[str], field: str, add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than the context;
+        when cancelled it stops soon."""
+        size = sum(map(len, texts))
+        if size <= _INLINE_CHARACTERS:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
-        # In a thread, and as a batch, which leaves the interpreter to the event loop: else every stream would wait.
-        return await asyncio.to_thread(self.tokenizer.encode_many, texts, add_special_tokens)
+        most = self.engine.info.context_length
+        return await self.lanes.run(
+            size, lambda gone: encode_bounded(self.tokenizer, texts, most, field, add_special_tokens, gone)
+        )
 
     async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
         """Raises RequestError for a grammar that cannot be used. asked: parameters, and the field that holds their
@@ -112,7 +120,7 @@ class Service:
         id = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         if predicted:
-            shared["prediction"] = tuple((await self.tokenize([predicted], add_special_tokens=False))[0])
+            shared["prediction"] = tuple((await self.tokenize([predicted], "prediction", add_special_tokens=False))[0])
         asked = [request._replace(name=request.name or id, **shared) for request in requests]
         if body.length is None:
             asked = [one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked]

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from draftwing.server.anthropic.rendering import Message
 from draftwing.server.anthropic.schema import CountRequest, MessagesRequest
 from draftwing.server.chat import Chats
-from draftwing.server.http import read_body, respond, schema
+from draftwing.server.http import read_body, respond, schema, unless_disconnected
 from draftwing.server.service import Service
 
 
@@ -16,12 +16,13 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/messages", openapi_extra=schema(MessagesRequest))
     async def messages(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
-        generation, style = await chats.ask(body)
+        generation, style = await unless_disconnected(request, chats.ask(body))
         message = Message(generation, chats.reader(style), service.name_for(body.model))
         return await respond(request, message, body.stream)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=schema(CountRequest))
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request, CountRequest)
-        (ids,) = await service.tokenize([chats.render(body.chat())], add_special_tokens=False)
+        asked = service.tokenize([chats.render(body.chat())], "messages", add_special_tokens=False)
+        (ids,) = await unless_disconnected(request, asked)
         return {"input_tokens": len(ids)}

@@ -19,7 +19,7 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.http import read_body, respond, schema
+from draftwing.server.http import read_body, respond, schema, unless_disconnected
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from draftwing.server.openai.schema import conversation
@@ -39,7 +39,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     @app.post("/generate", openapi_extra=schema(GenerateRequest))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
-        every, batched = await service.encode(*body.prompt())
+        every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
         info, names = service.engine.info, _names(body.rid, len(every))
         asked = body.each_sampling(len(every), info.defaults)
         await service.check_grammars([(one, _grammar_field(one)) for one, _ in asked])
@@ -173,9 +173,10 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
             text = service.tokenizer.render_chat(conversation(body.messages))
-            every = await service.tokenize([text], add_special_tokens=False)
+            asked = service.tokenize([text], "messages", add_special_tokens=False)
         else:
-            every = await service.tokenize(body.prompts(), body.add_special_tokens is not False)
+            asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False)
+        every = await unless_disconnected(request, asked)
         batched = isinstance(body.prompt, list)
         return {
             "tokens": every if batched else every[0],

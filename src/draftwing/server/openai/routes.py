@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
-from draftwing.server.http import error_response, read_body, respond, schema
+from draftwing.server.http import error_response, read_body, respond, schema, unless_disconnected
 from draftwing.server.openai.rendering import ChatCompletion, Completion, model_card
 from draftwing.server.openai.responses.routes import add_responses_routes
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
@@ -26,7 +26,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/chat/completions", openapi_extra=schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatRequest)
-        generation, style = await chats.ask(body)
+        generation, style = await unless_disconnected(request, chats.ask(body))
         completion = ChatCompletion(generation, service, body, lambda: chats.reader(style))
         return await respond(request, completion, body.stream)
 
@@ -35,7 +35,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
         body = await read_body(request, CompletionRequest)
         params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
         await service.check_grammars([(params, body.grammar_field)])
-        every, _ = await service.encode("prompt", body.prompt)
+        every, _ = await unless_disconnected(request, service.encode("prompt", body.prompt))
         generation = await service.submit(
             [GenerationRequest("", ids, params, logprobs=logprobs) for ids in every], body
         )

@@ -1,0 +1,83 @@
+"""How much of a request's body is taken: counted while it comes, for each request and for all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ALL_BODIES = 64  # largest bodies that may be held at once; they are held until their responses end
+LINGER_SECONDS = 2.0  # for what a client still sends while it is refused
+_CLOSE = {"connection": "close"}
+
+
+class BodyLimit:
+    """Raises HTTPException in whoever reads a body that is too large (413), or one too many (503).
+
+    The refusal is sent while the body still comes, and the rest is dropped for a moment before the connection is
+    closed: a client that only writes would see a broken connection instead of the reason.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        """most: bytes of one body."""
+        self._app, self._most = app, most
+        self.held = 0  # bytes of the bodies of all requests that are being answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(self, self._most, scope, receive, send)
+        try:
+            await self._app(scope, body.receive, body.send)
+        finally:
+            self.held -= body.size
+
+
+class _Body:
+    """The body of one request."""
+
+    def __init__(self, limit: BodyLimit, most: int, scope: Scope, receive: Receive, send: Send) -> None:
+        self.size = 0
+        self._limit, self._most, self._receive, self._send = limit, most, receive, send
+        stated = dict(scope["headers"]).get(b"content-length", b"")
+        self._stated = int(stated) if stated.isdigit() else 0
+        self._refused = self._ended = False
+
+    async def receive(self) -> Message:
+        if self._stated > self._most:
+            self._too_large()
+        message = await self._receive()
+        if message["type"] == "http.request":
+            size = len(message.get("body", b""))
+            self.size += size
+            self._limit.held += size
+            self._ended = not message.get("more_body", False)
+            if self.size > self._most:
+                self._too_large()
+            if self._limit.held > ALL_BODIES * self._most:
+                self._refused = True
+                why = "the bodies of all requests together are too large; try again later"
+                raise HTTPException(503, why, _CLOSE | {"retry-after": "1"})
+        return message
+
+    def _too_large(self) -> None:
+        self._refused = True
+        raise HTTPException(413, f"the body is larger than {self._most} bytes (--max-body-size)", _CLOSE)
+
+    async def send(self, message: Message) -> None:
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if last and self._refused and not self._ended:
+            await self._send({**message, "more_body": True})
+            await self._linger()
+            message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
+
+    async def _linger(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                message: Message = {"type": "http.request", "more_body": True}
+                while message["type"] == "http.request" and message.get("more_body", False):
+                    message = await self._receive()

@@ -1,0 +1,37 @@
+"""Threads for work on texts, by size: short work is never behind long work, and no work is on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+SHORT = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
+
+
+class Lanes:
+    """Two pools of threads. Long work has few of them, so that it leaves processors to the engine."""
+
+    def __init__(self) -> None:
+        share = (os.cpu_count() or 1) // 4
+        self._short = ThreadPoolExecutor(min(max(share, 2), 8), "draftwing-short")
+        self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long")
+
+    async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
+        """The result of `work`, which is given a function that says whether nobody waits for it any more: this
+        coroutine was cancelled. What has not begun by then never does. size: of the texts, in characters."""
+        gone = threading.Event()
+        try:
+            lane = self._short if size <= SHORT else self._long
+            return await asyncio.get_running_loop().run_in_executor(lane, work, gone.is_set)
+        finally:
+            gone.set()
+
+    def close(self) -> None:
+        """Begins no more work."""
+        for lane in (self._short, self._long):
+            lane.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,64 @@
+"""Tokenizes texts of any length at a bounded cost: one that cannot fit is found out before all of it is tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from draftwing.errors import RequestError
+from draftwing.text.tokenizer import Tokenizer
+
+PIECE = 65_536  # characters that are tokenized without looking up
+
+
+class Stopped(Exception):
+    """Nobody waits for the ids any more."""
+
+
+def encode_bounded(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    most: int,
+    field: str,
+    add_special_tokens: bool = True,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
+    """Returns the ids of each text, as `Tokenizer.encode` gives them.
+
+    most: tokens that a text may have. One that has more may still be encoded if it is short, or has few more.
+    field: named in the error.  stopped: asked between pieces; Stopped is raised when it says so.
+
+    Raises RequestError for a text that has more tokens.
+    """
+    out: list[list[int]] = []
+    for batch in _batches(texts):
+        if len(batch[0]) > PIECE:
+            _check(tokenizer, batch[0], most, field, stopped)
+        if stopped():
+            raise Stopped
+        out += tokenizer.encode_many(batch, add_special_tokens)
+    return out
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in turn, together as long as they are no more than a piece."""
+    batch, size = list[str](), 0
+    for text in texts:
+        if batch and size + len(text) > PIECE:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+def _check(tokenizer: Tokenizer, text: str, most: int, field: str, stopped: Callable[[], bool]) -> None:
+    """Counts the tokens of pieces. Their sum may be a little more than the text has, for a cut changes the tokens
+    beside it; so a quarter more is let pass, and left to whoever counts the real ones."""
+    count = 0
+    for start in range(0, len(text), PIECE):
+        if stopped():
+            raise Stopped
+        count += len(tokenizer.encode_many([text[start : start + PIECE]], add_special_tokens=False)[0])
+        if count > most + most // 4 + 64:
+            raise RequestError(f"{field} has more tokens than the context of {most}", field)

@@ -1,0 +1,287 @@
+"""What a hostile client sends, over real sockets, to a server with little memory: it answers others all the while."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from attacked import Attacked, attacked
+
+MB = 1 << 20
+LIMITS = {"header_seconds": 0.5, "body_seconds": 1.0, "write_seconds": 1.0}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Attacked]:
+    with attacked() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Attacked]:
+    """One whose time-outs are short."""
+    with attacked(limits=LIMITS) as one:
+        yield one
+
+
+def works(server: Attacked, seconds: float = 5.0) -> None:
+    """A chat is answered."""
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=seconds)
+    assert answer.status_code == 200, answer.text
+
+
+def reply(sock: socket.socket) -> bytes:
+    """All that comes until the other side closes; a reset is an end, too."""
+    out = b""
+    try:
+        while data := sock.recv(65536):
+            out += data
+    except ConnectionResetError:
+        pass
+    return out
+
+
+def head(path: str, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: a", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions", "/generate", "/v1/messages"])
+def test_a_body_of_200_mb_is_refused_while_it_comes(server: Attacked, path: str) -> None:
+    before = server.resident
+    with server.connect() as sock:
+        sock.sendall(head(path, f"content-length: {200 * MB}"))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")
+    answer = httpx.post(server.url + path, content=b"a" * (20 * MB), headers={"content-type": "application/json"})
+    assert answer.status_code == 413 and "--max-body-size" in answer.text
+    assert answer.headers["connection"] == "close"
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(200):
+            yield b'"' * MB
+
+    answer = httpx.post(server.url + path, content=chunks(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    works(server)
+    assert server.resident - before < 64 * MB
+
+
+def test_many_large_bodies_at_once_are_too_many() -> None:
+    with attacked(options={"max_body_size": MB}) as server:
+        socks = [server.connect() for _ in range(100)]
+        for sock in socks:  # each stops before its end
+            sock.sendall(head("/generate", f"content-length: {MB}") + b" " * (MB - 1))
+        refused = 0
+        for sock in socks:
+            sock.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                refused += sock.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert refused >= 36 and server.resident < 400 * MB
+        for sock in socks:
+            sock.close()
+        works(server)
+
+
+def wrong_bodies() -> Iterator[tuple[str, str, bytes]]:
+    """Name, path, body of nearly 4 MB."""
+
+    def repeated(begin: bytes, unit: bytes, end: bytes) -> bytes:
+        return begin + (unit * ((4 * MB - 100) // len(unit))).rstrip(b",") + end
+
+    chat, generate = "/v1/chat/completions", "/generate"
+    message = b'{"messages":[{"role":"user","content":"a"}],'
+    yield "empty messages", chat, repeated(b'{"messages":[', b"{},", b"]}")
+    yield "wrong ids", generate, repeated(b'{"input_ids":[', b'"",', b"]}")
+    yield "too many ids", generate, repeated(b'{"input_ids":[', b"1,", b"]}")
+    yield "wrong parts", chat, repeated(b'{"messages":[{"role":"user","content":[', b"{},", b"]}]}")
+    yield "wrong tools", chat, repeated(message + b'"tools":[', b"{},", b"]}")
+    yield "wrong stops", chat, repeated(message + b'"stop":[', b"1,", b"]}")
+    yield "stops", chat, repeated(message + b'"stop":[', b'"a",', b"]}")
+    yield "biases", chat, message + b'"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}"
+    yield "unknown", chat, b"{" + b",".join(b'"%x":1' % i for i in range(350_000)) + b"}"
+    yield "deep", chat, b'{"messages":' + b"[" * (4 * MB - 100)
+    yield "deep metadata", chat, message + b'"metadata":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"
+    yield "digits", generate, b'{"text":"a","priority":' + b"9" * (4 * MB - 100) + b"}"
+    yield "prompts", generate, repeated(b'{"text":[', b'"a",', b"]}")
+    yield "a long text", generate, b'{"text":"' + b"1" * (4 * MB - 100) + b'"}'
+    yield "long texts", "/v1/completions", repeated(b'{"prompt":[', b'"' + b"1" * 500_000 + b'",', b"]}")
+    yield "a long chat", chat, repeated(b'{"messages":[{"role":"user","content":"', b"1", b'"}]}')
+    yield "system", "/v1/messages", repeated(b'{"model":"m","max_tokens":1,"messages":[', b"{},", b"]}")
+    yield "items", "/v1/responses", repeated(b'{"input":[', b"{},", b"]}")
+
+
+@pytest.mark.parametrize(("path", "body"), [one[1:] for one in wrong_bodies()], ids=[one[0] for one in wrong_bodies()])
+def test_a_large_wrong_body_costs_little(server: Attacked, path: str, body: bytes) -> None:
+    began = time.monotonic()
+    answer = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert answer.status_code == 400 and len(answer.content) < 2000, answer.text[:300]
+    assert time.monotonic() - began < 10
+    works(server)
+
+
+def test_memory_comes_back_after_large_bodies(server: Attacked) -> None:
+    for _, path, body in wrong_bodies():
+        httpx.post(server.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert server.resident < 500 * MB
+
+
+def test_a_compressed_body_is_refused(server: Attacked) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    assert httpx.post(f"{server.url}/generate", content=b"\x1f\x8b", headers=headers).status_code == 415
+
+
+# -- tokenization -----------------------------------------------------------------------------------------------------
+
+
+def test_short_chats_are_not_behind_long_texts(server: Attacked) -> None:
+    """Eight texts of 1.9 MB that fit no context, and a chat that is tokenized in a thread, too."""
+    text = json.dumps({"prompt": "1" * 1_900_000})
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a " * 900 + "b" * 3000}], "max_tokens": 1}
+
+    def long() -> int:
+        headers = {"content-type": "application/json"}
+        return httpx.post(f"{server.url}/tokenize", content=text, headers=headers, timeout=60).status_code
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        began = time.monotonic()
+        waiting = [pool.submit(long) for _ in range(8)]
+        answer = httpx.post(f"{server.url}/v1/messages/count_tokens", json=chat | {"model": "m"}, timeout=60)
+        assert time.monotonic() - began < 5 and answer.status_code == 400  # max_tokens is no field of it
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
+        assert answer.status_code == 400 and "context" in answer.text and time.monotonic() - began < 5
+        assert [one.result() for one in waiting] == [400] * 8
+
+
+# -- slow clients -----------------------------------------------------------------------------------------------------
+
+
+def closed(sock: socket.socket, seconds: float = 10.0) -> bool:
+    """Whether the server closes the connection in time."""
+    sock.settimeout(seconds)
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("first", [b"", b"\r\n", b"P", head("/generate")[:-2], head("/generate", "content-length: 99")])
+def test_a_client_that_sends_a_byte_now_and_then_is_put_off(hasty: Attacked, first: bytes) -> None:
+    socks = [hasty.connect() for _ in range(20)]
+    for sock in socks:
+        sock.sendall(first)
+    end = time.monotonic() + 10
+    open_ = list(socks)
+    while open_ and time.monotonic() < end:
+        for sock in list(open_):
+            sock.settimeout(0.005)
+            try:
+                sock.send(b"\r\n"[:1] if first in (b"", b"\r\n") else b"x")
+                if not (data := sock.recv(4096)) or data.startswith(b"HTTP/1.1 408"):
+                    open_.remove(sock)
+            except TimeoutError:
+                pass
+            except OSError:
+                open_.remove(sock)
+        time.sleep(0.05)
+    assert not open_
+    works(hasty)
+    for sock in socks:
+        sock.close()
+
+
+def test_idle_connections_make_room() -> None:
+    with attacked(options={"max_connections": 20}) as server:
+        socks = [server.connect() for _ in range(60)]
+        for _ in range(5):
+            works(server)
+        assert sum(closed(sock, 0.02) for sock in socks) >= 40
+        for sock in socks:
+            sock.close()
+
+
+def test_a_stream_that_nobody_reads_is_aborted() -> None:
+    """Answers of some megabytes, more than the buffers between the two hold."""
+    body = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}, "stream": True}
+    body |= {"return_logprob": True, "top_logprobs_num": 100}
+    data = json.dumps(body).encode()
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert condition()
+
+    with attacked(limits=LIMITS | {"write_seconds": 3.0}) as server, contextlib.ExitStack() as stack:
+        before = server.descriptors
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(head("/generate", f"content-length: {len(data)}") + data)
+        until(lambda: server.descriptors == before + 4)
+        until(lambda: server.descriptors == before)
+        with httpx.Client() as client:
+            info = client.get(f"{server.url}/server_info").json()
+            assert info["internal_states"][0]["num_running_reqs"] == 0
+
+
+def test_what_is_no_body_is_limited(server: Attacked) -> None:
+    begin = head("/generate", "transfer-encoding: chunked")
+    attacks = {
+        "a header": (b"GET / HTTP/1.1\r\na: ", b"a"),
+        "headers": (b"GET / HTTP/1.1\r\n", b"a: b\r\n"),
+        "a path": (b"GET /", b"a"),
+        "empty lines": (b"", b"\r\n"),
+        "a trailer": (begin + b"1\r\n{\r\n0\r\na: ", b"a"),
+        "trailers": (begin + b"1\r\n{\r\n0\r\n", b"a: b\r\n"),
+        "an extension": (begin + b"1;", b"a"),
+        "pipelined": (b"", b"GET /health HTTP/1.1\r\n\r\n"),
+    }
+    before = server.resident
+    for name, (first, unit) in attacks.items():
+        with server.connect(10) as sock:
+            sock.sendall(first)
+            sent = 0
+            try:
+                while sent < 50 * MB:
+                    sent += sock.send(unit * (65536 // len(unit)))
+            except (ConnectionError, TimeoutError):
+                pass
+            assert sent < 20 * MB, name
+    assert server.resident - before < 50 * MB
+    works(server)
+
+
+def test_odd_clients(server: Attacked) -> None:
+    body = json.dumps({"text": "ab"}).encode()
+    whole = head("/generate", f"content-length: {len(body)}") + body
+    with server.connect() as sock:  # of HTTP/1.0: the end of the response is the end of the connection
+        sock.sendall(whole.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert b"200 OK" in reply(sock)
+    with server.connect() as sock:  # one after the other without waiting
+        sock.sendall(whole * 3 + whole.replace(b"host", b"connection: close\r\nhost"))
+        assert reply(sock).count(b"HTTP/1.1 200 OK") == 4
+    with server.connect() as sock:
+        sock.sendall(b"GET /generate HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+        assert sock.recv(4096).startswith((b"HTTP/1.1 405", b"HTTP/1.1 400"))
+    with server.connect() as sock:  # resets in the middle
+        sock.sendall(whole[:-3])
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    works(server)
