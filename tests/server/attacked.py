@@ -38,10 +38,6 @@ class Attacked:
         """Bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
-    @property
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
 
 @contextlib.contextmanager
 def attacked(**settings: Any) -> Iterator[Attacked]:
