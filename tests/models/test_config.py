@@ -6,122 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference.hf_configs import LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig, from_hf
-
-LLAMA2_7B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "vocab_size": 32000,
-}
-LLAMA32_1B: dict[str, Any] = {
-    **LLAMA2_7B,
-    "attention_bias": False,
-    "eos_token_id": [128001, 128008, 128009],
-    "head_dim": 64,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-QWEN25_7B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "model_type": "qwen2",
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-QWEN25_15B_TRANSFORMERS5: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "dtype": "float16",
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "layer_types": ["full_attention"] * 28,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 21,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-MISTRAL_7B_V01: dict[str, Any] = {
-    **LLAMA2_7B,
-    "architectures": ["MistralForCausalLM"],
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-}
 
 
 def test_llama2() -> None:
@@ -221,14 +110,17 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**LLAMA2_7B, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type = 'longrope'"),
         ({**LLAMA2_7B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({**LLAMA2_7B, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({**LLAMA2_7B, "rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ({**LLAMA2_7B, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor: expected a number"),
         ({**LLAMA2_7B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({**LLAMA2_7B, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({**LLAMA2_7B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({**LLAMA2_7B, "architectures": ["DeepseekV3ForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
-        ({k: v for k, v in LLAMA2_7B.items() if k != "hidden_size"}, "hidden_size, found None"),
+        (
+            {k: v for k, v in LLAMA2_7B.items() if k != "hidden_size"},
+            "hidden_size: expected an integer",
+        ),
         ({**LLAMA2_7B, "num_key_value_heads": 5}, "found 32 and 5"),
         ({**LLAMA2_7B, "torch_dtype": "int8"}, "'int8'"),
     ],

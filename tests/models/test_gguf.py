@@ -94,11 +94,11 @@ def test_linear_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda w: w.add_rope_scaling_type(gguf_package.RopeScalingType.YARN), "rope.scaling.type = yarn"),
+        (lambda w: w.add_rope_scaling_type(gguf_package.RopeScalingType.YARN), "rope.scaling.type = 'yarn'"),
         (lambda w: w.add_expert_count(8), "expert_count = 8"),
-        (lambda w: w.add_rope_dimension_count(8), "rope.dimension_count = 16, the head size; found 8"),
+        (lambda w: w.add_rope_dimension_count(8), "rope.dimension_count: expected 16, found 8"),
         (lambda w: w.add_sliding_window(64), "sliding_window = 64"),
-        (lambda w: w.add_array("llama.attention.key_length", [16]), "differs by layer"),
+        (lambda w: w.add_array("llama.attention.key_length", [16]), "key_length: expected an integer from 1 to"),
     ],
 )
 def test_unsupported_metadata_is_refused_by_name(
@@ -117,7 +117,7 @@ def test_unknown_architecture_type_and_broken_files(tmp_path: Path) -> None:
 
     good = write(tmp_path / "m.gguf", "llama").read_bytes()
     bad = tmp_path / "bad.gguf"
-    refused(write(tmp_path / "gemma.gguf", "gemma3"), "unknown architecture gemma3; expected one of llama, qwen2")
+    refused(write(tmp_path / "gemma.gguf", "gemma3"), "unknown architecture 'gemma3'; expected one of llama, qwen2")
     refused(tmp_path / "none.gguf", "found none")
     for content, named in (
         (b"", "not a GGUF file"),

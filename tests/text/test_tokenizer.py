@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from tiny_checkpoint import write_checkpoint
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
@@ -206,3 +207,22 @@ def test_first_difference_of_two_vocabularies() -> None:
     assert vocabulary_difference(target, made("a", "b")) is None
     found = vocabulary_difference(target, made("a", "x", "c", "y"))
     assert found == "First difference: id 1 is 'b' in the target and 'x' in the draft."
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json", "chat_template.json"])
+def test_files_that_hold_anything(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    values = (None, True, -1, 2**64, "", "\ud800", [], [[]], [None], [{}], {}, {"x": 1}, {"content": None}, "{% for")
+    keys = ("eos_token", "chat_template", "added_tokens_decoder", "add_bos_token", "extra_special_tokens")
+    contents = [json.dumps(value) for value in values] + ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+    contents += [json.dumps({**config, key: value}) for key in keys for value in values]
+    refused = 0
+    for content in contents:
+        (folder / name).write_text(content)
+        try:
+            load_tokenizer(folder)
+        except CheckpointError as error:
+            refused += 1
+            assert str(error).startswith(str(folder)) or "chat template" in str(error)
+    assert refused > 10

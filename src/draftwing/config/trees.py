@@ -13,6 +13,7 @@ from typing import Any
 from draftwing.core import TreeShape
 from draftwing.errors import ConfigError
 from draftwing.files import write_text
+from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +82,14 @@ def carried_shape(folder: Path, device: str) -> TreeShape | None:
     file = folder / "config.json"
     try:
         own = json.loads(file.read_text(encoding="utf-8")).get("draftwing", {})
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None  # what is wrong with the file says who loads the head
     shapes = _object(own, f"{file}: draftwing").get("shapes", {})
     where = f"{file}: draftwing.shapes"
     found = {name: checked_shape(value, f"{where}.{name}") for name, value in _object(shapes, where).items()}
     unknown = next((name for name in found if name not in DEVICES), None)
     if unknown is not None:
-        raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {unknown!r}")
+        raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {show(unknown)}")
     return found.get(device)
 
 
@@ -114,7 +115,7 @@ def checked_shape(value: Any, where: str) -> TreeShape:
         and all(type(x) is int and low <= x <= high for x, (low, high) in zip(value, (STEPS, TOPK, NODES), strict=True))
     )
     if not is_shape:
-        raise ConfigError(f"{where}: expected [steps, topk, draft tokens] such as [3, 1, 4], found {value!r}")
+        raise ConfigError(f"{where}: expected [steps, topk, draft tokens] such as [3, 1, 4], found {show(value)}")
     steps, topk, nodes = value
     if not steps < nodes <= most_nodes(steps, topk):
         raise ConfigError(
@@ -126,5 +127,5 @@ def checked_shape(value: Any, where: str) -> TreeShape:
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: expected an object, found {value!r}")
+        raise ConfigError(f"{where}: expected an object, found {show(value)}")
     return value

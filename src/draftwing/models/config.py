@@ -17,7 +17,9 @@ from draftwing.errors import CheckpointError
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
-from draftwing.layers.rope import RopeConfig
+from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
+from draftwing.models.fields import LARGEST, MOST_LAYERS, WIDEST, Fields
+from draftwing.requests.refusals import show
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,14 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             weight_format=self.weight_format,
         )
+
+    @property
+    def matrix_weights(self) -> int:
+        """Values in all matrices: of the layers, the embedding and the head."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.ffn_size
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * layer + tables
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"):
@@ -149,51 +159,44 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served."""
-    name, family = _family(config)
+    name, family = _family(Fields(config, "config"))
+    fields = Fields(config, f"config of {name}")
     for key, neutral in NEUTRAL_VALUES.items():
         value = config.get(key)
         if value is not None and value not in neutral:
             raise _refused(key, value, name)
-    activation = config.get("hidden_act", "silu")
+    activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise _refused("hidden_act", activation, name)
-    max_positions = _required(config, "max_position_embeddings", name)
-    layers = _required(config, "num_hidden_layers", name)
-    _refuse_sliding_window(config, family, name, max_positions, layers)
-    hidden, heads = _required(config, "hidden_size", name), _required(config, "num_attention_heads", name)
-    attention_bias = bool(config.get("attention_bias", False))
+    max_positions, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
+    _refuse_sliding_window(fields, family, name, max_positions, layers)
+    hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
+    attention_bias = fields.flag("attention_bias")
     return ModelConfig(
         architecture=name,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or family.head_dim or hidden // heads,
-        ffn_size=_required(config, "intermediate_size", name),
-        vocab_size=_required(config, "vocab_size", name),
-        max_positions=max_positions,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config, name),
+        num_kv_heads=fields.whole("num_key_value_heads", high=WIDEST, default=heads),
+        head_dim=fields.whole("head_dim", high=WIDEST, default=family.head_dim or hidden // heads),
+        ffn_size=fields.whole("intermediate_size", high=WIDEST),
+        vocab_size=fields.whole("vocab_size"),
+        max_positions=min(max_positions, MOST_POSITIONS),
+        norm_eps=fields.number("rms_norm_eps", 0, 1, 1e-6),
+        rope=_rope(fields, name),
         qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
         o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
         dtype=_dtype(config),
-        stop_ids=id_tuple(config.get("eos_token_id")),
+        stop_ids=fields.ids("eos_token_id"),
         weight_format=_weight_format(config, name),
     )
 
 
-def id_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    """An `eos_token_id` field, which may be absent, one id or a list of ids."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
-    architectures = config.get("architectures") or []
+def _family(config: Fields) -> tuple[str, Family]:
+    architectures = config.texts("architectures")
     for name in architectures:
         if name in FAMILIES:
             return name, FAMILIES[name]
@@ -201,7 +204,7 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
         for name, family in FAMILIES.items():
             if family.model_type == config.get("model_type"):
                 return name, family
-    found = ", ".join(architectures) or f"model_type {config.get('model_type')!r}"
+    found = ", ".join(architectures)[:200] if architectures else f"model_type {show(config.get('model_type'))}"
     for name, model_type in UNSERVED_WITH_MTP.items():
         if name in architectures or (not architectures and model_type == config.get("model_type")):
             raise CheckpointError(
@@ -211,69 +214,53 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
     raise CheckpointError(f"unknown architecture {found}; expected one of {', '.join(FAMILIES)}")
 
 
-def _required(config: Mapping[str, Any], key: str, architecture: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"config of {architecture}: expected a positive integer {key}, found {value!r}")
-    return value
-
-
 def _refused(key: str, value: object, architecture: str) -> CheckpointError:
-    shown = repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
-    return CheckpointError(f"config of {architecture}: {key} = {shown} is not supported")
+    return CheckpointError(f"config of {architecture}: {key} = {show(value)} is not supported")
 
 
-def _refuse_sliding_window(
-    config: Mapping[str, Any], family: Family, name: str, max_positions: int, layers: int
-) -> None:
+def _refuse_sliding_window(fields: Fields, family: Family, name: str, max_positions: int, layers: int) -> None:
     """A window at least as long as the context never cuts anything off, and some families switch it off."""
-    layer_types = config.get("layer_types")
-    for kind in set(layer_types or ()) - {"full_attention", "sliding_attention"}:
+    layer_types = fields.texts("layer_types")
+    for kind in set(layer_types) - {"full_attention", "sliding_attention"}:
         raise _refused("layer_types", kind, name)
-    window = config.get("sliding_window", family.sliding_window)
-    if window is None or window >= max_positions:
+    given = fields.has("sliding_window")  # a null says that there is none
+    window = fields.whole("sliding_window", 0, 2**40, -1) if given else family.sliding_window or -1
+    if window < 0 or window >= max_positions:
         return
-    if layer_types is not None and "sliding_attention" not in layer_types:
+    if layer_types and "sliding_attention" not in layer_types:
         return
     if family.window_switch:
-        if not config.get("use_sliding_window", False):
+        if not fields.flag("use_sliding_window"):
             return
-        if layer_types is None and config.get("max_window_layers", layers) >= layers:
+        if not layer_types and fields.whole("max_window_layers", 0, default=layers) >= layers:
             return  # only layers from max_window_layers up have the window
     elif name == "LlamaForCausalLM":
         return  # the architecture has none; the key is a leftover
     raise _refused("sliding_window", window, name)
 
 
-def _rope(config: Mapping[str, Any], name: str) -> RopeConfig:
+def _rope(fields: Fields, name: str) -> RopeConfig:
     """Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both."""
-    parameters = config.get("rope_parameters")
-    scaling = parameters if parameters is not None else config.get("rope_scaling")
-    key = "rope_parameters" if parameters is not None else "rope_scaling"
-    scaling = scaling or {}
-    theta = float(scaling.get("rope_theta", config.get("rope_theta") or 10000.0))
+    key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
+    scaling = fields.inner(key)
+    theta = scaling.number("rope_theta", 1, 1e15, fields.number("rope_theta", 1, 1e15, 10000.0))
     if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise _refused(f"{key} per layer type", dict(scaling), name)
-    if (scaling.get("partial_rotary_factor") or 1) != 1:
-        raise _refused(f"{key}.partial_rotary_factor", scaling["partial_rotary_factor"], name)
-    kind = scaling.get("rope_type", scaling.get("type")) or "default"
-    try:
-        if kind == "default":
-            return RopeConfig(theta)
-        if kind == "linear":
-            return RopeConfig(theta, "linear", float(scaling["factor"]))
-        if kind == "llama3":
-            return RopeConfig(
-                theta,
-                "llama3",
-                float(scaling["factor"]),
-                float(scaling["low_freq_factor"]),
-                float(scaling["high_freq_factor"]),
-                int(scaling["original_max_position_embeddings"]),
-            )
-    except KeyError as error:
-        raise CheckpointError(f"config of {name}: {key} of type {kind} lacks {error.args[0]}") from None
-    raise _refused(f"{key}.rope_type", kind, name)
+        raise _refused(f"{key} per layer type", dict(scaling.items()), name)
+    if scaling.number("partial_rotary_factor", 0, 1, 1) != 1:
+        raise _refused(f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), name)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind not in ("linear", "llama3"):
+        raise _refused(f"{key}.rope_type", kind, name)
+    factor = scaling.number("factor", 1e-3, 1e6)
+    if kind == "linear":
+        return RopeConfig(theta, "linear", factor)
+    low, high = scaling.number("low_freq_factor", 1e-3, 1e6), scaling.number("high_freq_factor", 1e-3, 1e6)
+    if low >= high:
+        raise scaling.unlike("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+    positions = scaling.number("original_max_position_embeddings", 1, LARGEST)
+    return RopeConfig(theta, "llama3", factor, low, high, int(positions))
 
 
 def _weight_format(config: Mapping[str, Any], name: str) -> WeightFormat:
@@ -281,11 +268,11 @@ def _weight_format(config: Mapping[str, Any], name: str) -> WeightFormat:
     if quantization is None:
         return DENSE
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(
             f"{_refused('quantization_config', quantization, name)}: expected "
-            f"{' or '.join(('none', *(f'quant_method {known!r}' for known in FORMATS)))}, found {method!r}. Take the "
-            "model's checkpoint that is not quantised, or a .gguf file, which --quantization speaks of"
+            f"{' or '.join(('none', *(f'quant_method {known!r}' for known in FORMATS)))}, found {show(method)}. Take "
+            "the model's checkpoint that is not quantised, or a .gguf file, which --quantization speaks of"
         )
     return FORMATS[method](quantization)
 
@@ -297,5 +284,5 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         return None
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise CheckpointError(f"expected a floating point dtype in the config, found {name!r}")
+        raise CheckpointError(f"expected a floating point dtype in the config, found {show(name)}")
     return dtype

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import RequestError
-from draftwing.models.config import ModelConfig, id_tuple
+from draftwing.models.config import ModelConfig
+from draftwing.models.fields import Fields
 from draftwing.models.loader import read_json
 from draftwing.requests.sampling_params import SamplingParams
 
@@ -23,7 +24,7 @@ def stop_ids(path: str | Path, config: ModelConfig, others: Iterable[int | None]
     others: the tokenizer's end of text and the chat template's end of turn; None entries are skipped.
     """
     ids = set(config.stop_ids) | {i for i in others if i is not None}
-    ids.update(id_tuple(_generation_config(path).get("eos_token_id")))
+    ids.update(Fields(_generation_config(path), "generation_config.json").ids("eos_token_id"))
     return tuple(sorted(ids))
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
-from draftwing.layers.rope import RopeConfig
+from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
+from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields
 from draftwing.ops.types import BlockRows
+from draftwing.requests.refusals import show
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
@@ -52,8 +54,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }
 
-LARGEST = 1 << 24  # no size of a model comes near it, nor is one that large a sound one
-
 # Files often name only one end-of-text id, or a wrong one; tokens of these names always end an answer.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
@@ -62,30 +62,20 @@ def model_config(file: GGUFFile) -> ModelConfig:
     """The `ModelConfig` that the metadata and the set of tensors describe."""
     meta, arch = file.metadata, file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        raise CheckpointError(f"{file.path}: unknown architecture {arch}; expected one of {', '.join(ARCHITECTURES)}")
+        raise CheckpointError(
+            f"{file.path}: unknown architecture {show(arch)}; expected one of {', '.join(ARCHITECTURES)}"
+        )
 
-    def get(key: str, default: Any = None) -> Any:
-        value = meta.get(f"{arch}.{key}", default)
-        if value is None:
-            raise CheckpointError(f"{file.path}: metadata lacks {arch}.{key}")
-        if isinstance(value, np.ndarray | list):
-            raise CheckpointError(f"{file.path}: {arch}.{key} differs by layer, which is not supported")
-        return value
-
-    def size(key: str, default: int | None = None) -> int:
-        value = get(key, default)
-        if type(value) is not int or not 1 <= value < LARGEST:
-            raise CheckpointError(f"{file.path}: {arch}.{key}: expected 1 to {LARGEST - 1}, found {value!r}")
-        return value
-
-    _refuse_unsupported(file, arch)
-    hidden, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
+    fields = Fields(meta, str(file.path), f"{arch}.")
+    size = fields.whole
+    _refuse_unsupported(file, fields, arch)
+    hidden, heads = size("embedding_length", high=WIDEST), size("attention.head_count", high=WIDEST)
+    layers = size("block_count", high=MOST_LAYERS)
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
-    head_dim = size("attention.key_length", hidden // heads)
+    head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if get(key, head_dim) != head_dim:
-            raise CheckpointError(f"{file.path}: expected {arch}.{key} = {head_dim}, the head size; found {get(key)}")
+        size(key, head_dim, head_dim, head_dim)
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     file.raw("token_embd.weight")  # its shape is believed, so its values must be there
@@ -94,19 +84,19 @@ def model_config(file: GGUFFile) -> ModelConfig:
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=size("attention.head_count_kv", heads),
+        num_kv_heads=size("attention.head_count_kv", default=heads),
         head_dim=head_dim,
-        ffn_size=size("feed_forward_length"),
+        ffn_size=size("feed_forward_length", high=WIDEST),
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        max_positions=size("context_length"),
-        norm_eps=get("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, arch),
+        max_positions=min(size("context_length"), MOST_POSITIONS),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0, 1),
+        rope=_rope(file, fields, arch),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         qk_norm=FAMILIES[ARCHITECTURES[arch]].qk_norm,
         tie_embeddings="output.weight" not in file.tensors,
-        stop_ids=_stop_ids(meta),
+        stop_ids=_stop_ids(Fields(meta, str(file.path), "tokenizer.ggml.")),
     )
 
 
@@ -154,38 +144,37 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _refuse_unsupported(file: GGUFFile, arch: str) -> None:
-    meta = file.metadata
+def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for key, neutral in NEUTRAL_VALUES.items():
-        value = meta.get(f"{arch}.{key}")
-        if value is not None and value not in neutral:
-            raise CheckpointError(f"{file.path}: {arch}.{key} = {value} is not supported")
-    window = meta.get(f"{arch}.attention.sliding_window", 0)
-    if isinstance(window, int) and 0 < window < meta.get(f"{arch}.context_length", 0):
+        value = fields.get(key)
+        if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
+            raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
+    window = fields.whole("attention.sliding_window", 0, 2**40, 0)
+    if 0 < window < fields.whole("context_length"):
         raise CheckpointError(f"{file.path}: {arch}.attention.sliding_window = {window} is not supported")
     for name in file.tensors:
         if name.startswith("rope_factors_"):
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
 
 
-def _rope(file: GGUFFile, arch: str) -> RopeConfig:
-    meta = file.metadata
-    theta = float(meta.get(f"{arch}.rope.freq_base", 10000.0))
+def _rope(file: GGUFFile, fields: Fields, arch: str) -> RopeConfig:
+    theta = fields.number("rope.freq_base", 1, 1e15, 10000.0)
     divisors: tuple[float, ...] = ()
     if "rope_freqs.weight" in file.tensors:
         divisors = tuple(file.dequantized("rope_freqs.weight").tolist())
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
+    kind = fields.text("rope.scaling.type", "none")
     # Files from before `rope.scaling.*` have the linear factor under this key.
-    factor = float(meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0)))
-    if kind == "linear" or (kind == "none" and f"{arch}.rope.scale_linear" in meta):
+    old = fields.number("rope.scale_linear", 1e-3, 1e6, 1.0)
+    factor = fields.number("rope.scaling.factor", 1e-3, 1e6, old)
+    if kind == "linear" or (kind == "none" and fields.has("rope.scale_linear")):
         return RopeConfig(theta, "linear", factor, divisors=divisors)
     if kind != "none":
-        raise CheckpointError(f"{file.path}: {arch}.rope.scaling.type = {kind} is not supported")
+        raise CheckpointError(f"{file.path}: {arch}.rope.scaling.type = {show(kind)} is not supported")
     return RopeConfig(theta, divisors=divisors)
 
 
-def _stop_ids(meta: dict[str, Any]) -> tuple[int, ...]:
-    named = [meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+def _stop_ids(fields: Fields) -> tuple[int, ...]:
+    named = [i for key in ("eos", "eot", "eom") for i in fields.ids(f"{key}_token_id")]
     wanted = set(END_TOKENS)
-    known = [i for i, token in enumerate(meta.get("tokenizer.ggml.tokens", ())) if token in wanted]
-    return tuple(dict.fromkeys(int(i) for i in (*named, *known) if i is not None))
+    known = [i for i, token in enumerate(fields.texts("tokens")) if token in wanted]
+    return tuple(dict.fromkeys((*named, *known)))

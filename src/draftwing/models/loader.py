@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ from draftwing.models.gguf import Progress
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
 from draftwing.ops.types import BlockRows
 from draftwing.ops.upload import Uploader
+from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +68,14 @@ def load_model(
     progress: Progress | None = None,
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
+    most_bytes: int | None = None,
 ) -> DecoderModel:
     """Loads a folder or a `.gguf` file; the rotary table covers the config's `max_positions`.
 
     dtype: of activations, and of weights that are not quantised.
     dummy: random weights in place of the stored ones, of which only the config is read.
     weight_format: of all matrices, where the checkpoint has no format of its own.
+    most_bytes: that weights and rotary table may take; what takes more is refused before anything is allocated.
 
     The parameters come frozen, as serving wants them; a trainer calls `requires_grad_()` on what it trains.
 
@@ -82,6 +86,8 @@ def load_model(
     config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format)
     if config.weight_format == DENSE:
         config = replace(config, weight_format=weight_format, vocab_format=weight_format)
+    if most_bytes is not None:
+        check_size(config, dtype, most_bytes)
     model = DecoderModel(config, dtype, "meta")
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     if dummy:
@@ -94,6 +100,19 @@ def load_model(
     logger.info("%s: %.2f s, %.2f GB", what, time.perf_counter() - started, size / 1e9)
     log_blocks(model)
     return model.requires_grad_(False)
+
+
+def check_size(config: ModelConfig, dtype: torch.dtype, most_bytes: int) -> None:
+    """Raises CheckpointError where a model of this config cannot fit, whatever its files hold."""
+    size = 0.5 if config.weight_format.takes_blocks else dtype.itemsize  # bytes of a weight, at least
+    table = 2 * config.head_dim * config.max_positions * dtype.itemsize
+    needed = config.matrix_weights * size + table
+    if needed > most_bytes:
+        raise CheckpointError(
+            f"config of {config.architecture}: {config.num_layers} layers of hidden_size {config.hidden_size}, a "
+            f"vocabulary of {config.vocab_size} and {config.max_positions} positions: expected a model that fits into "
+            f"{most_bytes / 1e9:.1f} GB of memory, found one of {needed / 1e9:.1f} GB"
+        )
 
 
 def open_checkpoint(
@@ -164,7 +183,9 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing in {path.parent}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number or a nesting beyond all bounds
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -204,12 +225,15 @@ def _weight_files(folder: Path) -> list[Path]:
     for index, single in WEIGHT_FILES:
         if (folder / index).exists():
             weight_map = read_json(folder / index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{folder / index}: expected a weight_map")
-            files = [folder / name for name in sorted(set(weight_map.values()))]
+            names = weight_map.values() if isinstance(weight_map, dict) else ()
+            if not names or not all(isinstance(name, str) for name in names):
+                raise CheckpointError(
+                    f"{folder / index}: weight_map: expected an object of file names, found {show(weight_map)}"
+                )
+            files = [folder / name for name in sorted(set(names))]
             for file in files:
-                if file.parent != folder or not file.exists():
-                    raise CheckpointError(f"{index} names the shard {file.name}, which is not in {folder}")
+                if file.parent != folder or not os.path.isfile(file):  # which takes any name
+                    raise CheckpointError(f"{index} names the shard {show(file.name)}, which is not in {folder}")
             return files
         if (folder / single).exists():
             return [folder / single]

@@ -171,9 +171,15 @@ def _from_folder(path: Path, override: str | None) -> Tokenizer:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
     else:
         backend = _convert(path)
-    _add_tokens(backend, path, config, specials)
-    _apply_bos_eos_flags(backend, config, specials)
-    templates = _templates(path, config)
+    try:
+        _add_tokens(backend, path, config, specials)
+        _apply_bos_eos_flags(backend, config, specials)
+        templates = _templates(path, config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: expected tokens and chat templates as transformers writes them in tokenizer_config.json, "
+            f"added_tokens.json and chat_template.json; found something else: {type(error).__name__}: {error}"
+        ) from None
     if override is not None:
         return Tokenizer(backend, specials, override)
     return Tokenizer(backend, specials, templates.get("default"), templates.get("tool_use"))
@@ -185,7 +191,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")

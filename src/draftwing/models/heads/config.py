@@ -14,6 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle3 import Eagle3Config
+from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +31,21 @@ def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "transformer_layer_config" in raw or "speculators_model_type" in raw:
         kind = raw.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
-            raise CheckpointError(f"speculators_model_type: expected 'eagle3', found {kind!r}")
+            raise CheckpointError(f"speculators_model_type: expected 'eagle3', found {show(kind)}")
         inner = raw.get("transformer_layer_config") or {}
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"transformer_layer_config: expected an object, found {show(inner)}")
         flat = {**inner, **{key: value for key, value in flat.items() if value is not None}}
         flat.setdefault("norm_before_residual", True)
     eagle = raw.get("eagle_config") or {}
     if not isinstance(eagle, dict):
-        raise CheckpointError(f"eagle_config: expected an object, found {eagle!r}")
+        raise CheckpointError(f"eagle_config: expected an object, found {show(eagle)}")
     for key, value in eagle.items():
         flat.setdefault(key, value)
     for key in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states"):
         value = flat.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{key}: expected a positive integer, found {value!r}")
+            raise CheckpointError(f"{key}: expected a positive integer, found {show(value)}")
     return flat
 
 
@@ -124,7 +127,7 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
     if raw.get("use_aux_hidden_state") is False:
         raise CheckpointError("use_aux_hidden_state = false is not supported")
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-        raise CheckpointError(f"eagle_aux_hidden_state_layer_ids: expected a list of integers, found {ids!r}")
+        raise CheckpointError(f"eagle_aux_hidden_state_layer_ids: expected a list of integers, found {show(ids)}")
     if not ids:
         ids, boundary = [2, layers // 2, layers - 3], True
     elif convention != "auto":
@@ -134,11 +137,15 @@ def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, conventi
         meaning = "boundaries between layers" if boundary else "layers whose output is meant"
         logger.info("aux layer ids %s are taken as %s", ids, meaning)
     if len(ids) != count:
-        raise CheckpointError(f"fc.weight has columns for {count} hidden states, the config names the layers {ids}")
+        raise CheckpointError(
+            f"fc.weight has columns for {count} hidden states, the config names the layers {show(ids)}"
+        )
     aux_layers = tuple(i if boundary else i + 1 for i in ids)
     if min(ids) < 0 or not all(0 <= layer <= layers for layer in aux_layers):
         highest = layers if boundary else layers - 1
-        raise CheckpointError(f"aux layer ids: expected 0 to {highest} for a target of {layers} layers, found {ids}")
+        raise CheckpointError(
+            f"aux layer ids: expected 0 to {highest} for a target of {layers} layers, found {show(ids)}"
+        )
     return aux_layers
 
 

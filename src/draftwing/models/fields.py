@@ -1,0 +1,101 @@
+"""Reads the values of a checkpoint's config, which may hold anything: each is checked, and an error says its key, what
+was expected and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from draftwing.errors import CheckpointError
+from draftwing.requests.refusals import show
+
+# No size of a model comes near these, nor is one that large a sound one.
+LARGEST = (1 << 24) - 1
+WIDEST = 1 << 20  # of a layer
+MOST_LAYERS = 1000
+
+
+class Fields:
+    """The values of one object by key. A null is as good as no value.
+
+    where: what errors begin with.  prefix: of all keys.  inside: the keys of the objects that this one is in.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "", inside: str = "") -> None:
+        self.where, self.prefix, self.inside = where, prefix, inside
+        self._values = values
+
+    def get(self, key: str) -> Any:
+        return self._values.get(self.prefix + key)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there, if only with a null."""
+        return self.prefix + key in self._values
+
+    def values(self) -> Iterable[Any]:
+        return self._values.values()
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return self._values.items()
+
+    def whole(self, key: str, low: int = 1, high: int = LARGEST, default: int | None = None) -> int:
+        """An integer from low to high. Raises CheckpointError for another value, and for none without a default."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not low <= value <= high:
+            raise self.unlike(key, f"an integer from {low} to {high}" if low < high else str(low))
+        return value
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """A number from low to high, as a float. Errors as `whole`."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) not in (int, float) or not low <= value <= high:  # which NaN is not
+            raise self.unlike(key, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.unlike(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.unlike(key, "a text")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, empty where there is none."""
+        value = self.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.unlike(key, "a list of texts")
+        return value
+
+    def inner(self, key: str) -> Fields:
+        """The fields of an object, which is empty where there is none."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.unlike(key, "an object")
+        return Fields(value or {}, self.where, inside=f"{self.inside}{self.prefix}{key}.")
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Token ids: none, one or a list of them."""
+        value = self.get(key)
+        every = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int and 0 <= one <= LARGEST for one in every):
+            raise self.unlike(key, "a token id, or a list of them")
+        return tuple(every)
+
+    def unlike(self, key: str, expected: str) -> CheckpointError:
+        name = f"{self.inside}{self.prefix}{key}"
+        return CheckpointError(f"{self.where}: {name}: expected {expected}, found {show(self.get(key))}")

@@ -1,0 +1,184 @@
+"""Configs that hold anything: what comes out is one sentence, soon, and no memory was taken for it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf as gguf_package
+import pytest
+import tiny_gguf
+import torch
+from reference.hf_configs import LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5
+from safetensors.torch import save_file
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.config.options import Options
+from draftwing.config.trees import carried_shape
+from draftwing.engine.build import build
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.gguf_file import GGUFFile, open_gguf
+from draftwing.models import gguf
+from draftwing.models.config import FAMILIES, from_hf
+from draftwing.models.generation import sampling_defaults, stop_ids
+from draftwing.models.heads.config import draft_config, flatten_config, resolve_aux_layers
+from draftwing.models.loader import folder_tensors, load_config, load_model, read_json
+
+MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+EVERY = (LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO)
+HOSTILE: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"),
+    "", "x", "1", "\ud800", "a" * 1000, [], [[]], [None], [1, "x"], [{}], ["x"] * 1000, {}, {"x": 1},
+    {"rope_type": 3},
+    {"rope_type": "llama3", "factor": "x"}, {"type": []}, {"factor": 0}, {"quant_method": ["x"]}, {"rope_theta": -1},
+    {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+     "original_max_position_embeddings": 1}, {"rope_type": "linear", "factor": 10**400},
+)  # fmt: skip
+MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", "quantization_config", "dtype",
+             "head_dim", "sliding_window", "use_sliding_window", "num_key_value_heads", "eos_token_id")  # fmt: skip
+
+
+def mutants(config: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+    """Every hostile value of every key, each key left out, and a few of several keys at once."""
+    keys = [*dict.fromkeys((*config, *MORE_KEYS))]
+    for key in keys:
+        yield {name: value for name, value in config.items() if name != key}
+        for value in HOSTILE:
+            yield {**config, key: value}
+    generator = random.Random(seed)
+    for _ in range(200):
+        yield {**config, **{key: generator.choice(HOSTILE) for key in generator.sample(keys, 3)}}
+
+
+def refused(work: Callable[[], object]) -> str:
+    """The error's sentence, "" where there is none; any other error fails the test."""
+    try:
+        work()
+    except (CheckpointError, ConfigError) as error:
+        message = str(error)
+        assert message and len(message) < 700 and "\n" not in message
+        message.encode()  # it can be printed
+        return message
+    return ""
+
+
+def test_every_family_is_here() -> None:
+    assert {config["architectures"][0] for config in EVERY} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("number", range(len(EVERY)))
+def test_configs(number: int) -> None:
+    began, count = time.monotonic(), 0
+    for config in mutants(EVERY[number], number):
+        message = refused(lambda config=config: from_hf(config))  # type: ignore[misc]
+        count += message != ""
+        assert not message or "expected" in message or "is not supported" in message or "must be" in message, message
+    assert count > 100 and time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": "x"}, "config of Qwen2ForCausalLM: rms_norm_eps: expected a number from 0 to 1, found 'x'"),
+        ({"hidden_size": 10**9}, "hidden_size: expected an integer from 1 to 1048576, found 1000000000"),
+        ({"hidden_size": 10**6}, "expected a model that fits into 1.0 GB of memory, found one of"),
+        ({"vocab_size": 10**7}, "a vocabulary of 10000000"),
+        ({"max_position_embeddings": 10**15}, "max_position_embeddings: expected an integer"),
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers: expected an integer from 1 to 1000, found 100000000"),
+        ({"num_hidden_layers": 1000, "hidden_size": 2048}, "1000 layers of hidden_size 2048"),
+    ],
+)
+def test_sizes_are_refused_before_memory_is_taken(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    began = time.monotonic()
+    for dummy in (False, True):
+        found = refused(lambda dummy=dummy: load_model(folder, torch.float32, "cpu", None, dummy, most_bytes=10**9))  # type: ignore[misc]
+        assert message in found
+    assert time.monotonic() - began < 20
+
+
+def test_an_engine_bounds_its_model_by_the_memory_of_the_machine(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 2**19, "intermediate_size": 2**19}))
+    options = Options(model=str(folder), load_format="dummy", device="cpu", speculative_algorithm="none").resolve()
+    assert "expected a model that fits into" in refused(lambda: build(options, folder))
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
+def test_whole_files(tmp_path: Path, value: Any) -> None:
+    """An index, a generation config, and files that are not an object at all."""
+    folder = write_checkpoint(tmp_path / "tiny")
+    text = json.dumps(value)
+    tiny = load_config(folder)
+    for content in (text, f'{{"eos_token_id": {text}, "temperature": {text}, "top_k": {text}, "do_sample": {text}}}'):
+        (folder / "generation_config.json").write_text(content)
+        refused(lambda: (stop_ids(folder, tiny), sampling_defaults(folder)))
+    for content in (text, f'{{"weight_map": {text}}}', f'{{"weight_map": {{"model.norm.weight": {text}}}}}'):
+        (folder / "model.safetensors.index.json").write_text(content)
+        assert refused(lambda: list(folder_tensors(folder))), content
+    (folder / "config.json").write_text(text)
+    assert refused(lambda: load_config(folder))
+    (folder / "config.json").write_text(f'{{"draftwing": {text}}}')
+    refused(lambda: carried_shape(folder, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": 1', b"NaN", b"null"]
+)
+def test_files_that_are_no_json(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    assert str(file) in refused(lambda: read_json(file))
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    assert "cannot be read" in refused(lambda: load_config(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_configs_of_draft_heads(kind: str, drafts: SimpleNamespace) -> None:
+    weights = drafts.eagle_weights() if kind == "eagle" else drafts.eagle3_weights()
+    whole = {**drafts.CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "draft_vocab_size": 20,
+             "speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 32},
+             "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "num_aux_hidden_states": 3, "target_hidden_size": 32,
+             "norm_before_fc": False}  # fmt: skip
+
+    def read(raw: dict[str, Any]) -> None:
+        flat = flatten_config(raw)
+        draft_config(flat, weights)
+        resolve_aux_layers(flat, 3, 8, "auto")
+
+    assert not refused(lambda: read(whole))
+    assert sum(bool(refused(lambda raw=raw: read(raw))) for raw in mutants(whole, 1)) > 100  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("arch", gguf.ARCHITECTURES)
+def test_metadata_of_gguf_files(tmp_path: Path, arch: str) -> None:
+    def more(writer: gguf_package.GGUFWriter) -> None:
+        writer.add_float32(f"{arch}.rope.scale_linear", 2.0)
+        writer.add_string(f"{arch}.rope.scaling.type", "linear")
+
+    file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
+    gguf.model_config(file)
+    keys = [f"{arch}.{key}" for key in (*gguf.NEUTRAL_VALUES, "attention.sliding_window", "rope.dimension_count")]
+    keys += [key for key in file.metadata if not key.startswith("GGUF")]
+    count = 0
+    for key in keys:
+        for value in (*HOSTILE, torch.arange(3).numpy()):
+            hostile = GGUFFile(file.path, {**file.metadata, key: value}, file.tensors, file.data)
+            count += bool(refused(lambda hostile=hostile: gguf.model_config(hostile)))  # type: ignore[misc]
+    assert count > 100
+
+
+def test_shards_with_any_name(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    for name in ("", ".", "..", "../a.safetensors", "/etc/passwd", "a" * 300, "\x00", "\ud800", "a.safetensors/"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        if name != "a.safetensors/":
+            assert "names the shard" in refused(lambda: list(folder_tensors(tmp_path))), name
