@@ -82,6 +82,10 @@ class Options:
         "seconds that a step of the engine may take, compilers not counted, before its process is taken for hung and "
         "replaced; one that does not answer at all has 20 at most", minimum=0.1, maximum=86400,
     )  # fmt: skip
+    disable_ui: bool = option(False, SERVER, "serve no page at /")
+    ui_show_texts: bool = option(
+        False, SERVER, "show those who look at the engine in the page the texts of all requests"
+    )
 
     enable_metrics: bool = option(False, SERVER, "accepted; /metrics is always there")
     log_requests: bool = option(False, SERVER, "log one line of JSON per request")

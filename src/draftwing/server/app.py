@@ -22,6 +22,7 @@ from draftwing.server.openai.routes import add_openai_routes
 from draftwing.server.service import Service
 from draftwing.server.telemetry.metrics import Metrics, add_metrics_route
 from draftwing.server.telemetry.observer import Observer, Watcher
+from draftwing.server.ui.routes import add_ui_routes, is_file
 from draftwing.text.tokenizer import Tokenizer
 
 
@@ -58,6 +59,8 @@ def create_app(
     add_native_routes(app, service)
     add_metrics_route(app, metrics)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
+    if not service.options.disable_ui:
+        add_ui_routes(app, service)
     if service.options.api_key is not None:
         app.add_middleware(KeyCheck, key=service.options.api_key)
     app.add_middleware(observer.middleware)
@@ -65,14 +68,15 @@ def create_app(
 
 
 class KeyCheck:
-    """Answers 401 to everything but health checks that has neither `Authorization: Bearer KEY` nor, as Anthropic's
-    clients send it, `x-api-key: KEY`."""
+    """Answers 401 to everything but health checks and the page's own files that has neither
+    `Authorization: Bearer KEY` nor, as Anthropic's clients send it, `x-api-key: KEY`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith("/health") and scope["method"] != "OPTIONS":
+        free = scope["type"] != "http" or scope["path"].startswith("/health") or scope["method"] == "OPTIONS"
+        if not free and not is_file(scope["path"]):
             headers = dict(scope["headers"])
             given = headers.get(b"authorization", b"")
             # Both are compared in any case: how long it takes tells nothing.

@@ -85,6 +85,8 @@ class Server(uvicorn.Server):
             model = self._engine.info.model_name
             body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
             logger.info("ready: %s/v1", self._url)
+            if not self._engine.info.options.disable_ui:
+                logger.info("a page to chat and to watch the drafts: %s", self._url)
             has_key = self._engine.info.options.api_key is not None
             logger.info(
                 "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",

@@ -20,7 +20,7 @@ from draftwing.core import Output
 from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
-UNOBSERVED = ("/health", "/metrics")  # how paths begin that are asked for by machines, again and again
+UNOBSERVED = ("/health", "/metrics", "/ui/")  # how paths begin that are asked for by machines, again and again
 
 
 class Text(Protocol):
@@ -43,6 +43,7 @@ class AnswerRecord:
     ended: float | None = None
     reason: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)  # the engine's, once it is finished
+    number: int = 0  # of all answers since the start
 
 
 @dataclass(eq=False)
@@ -98,6 +99,7 @@ class Observer:
         self.clock = clock
         self._current: ContextVar[HttpRecord | None] = ContextVar("draftwing_http_request", default=None)
         self._open: dict[str, AnswerRecord] = {}  # by uid
+        self._begun = 0
 
     # -- from the server ----------------------------------------------------------------------------------------------
 
@@ -114,11 +116,16 @@ class Observer:
             record.id = job_id
         arrived = self.clock() if record is None else record.arrived
         for i, request in enumerate(requests):
-            one = AnswerRecord(request, arrived, answers[i] if answers else None)
+            self._begun += 1
+            one = AnswerRecord(request, arrived, answers[i] if answers else None, number=self._begun)
             self._open[request.uid] = one
             if record is not None:
                 record.answers.append(one)
             self._tell("began", one)
+
+    def unfinished(self) -> list[AnswerRecord]:
+        """Answers that run or wait, the oldest first."""
+        return list(self._open.values())
 
     # -- from the engine ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,215 @@
+// The panel beside the conversation: the tree of a step, figures, and a time line to go back and forth.
+
+import { byId, h, number, s } from "./dom.js";
+import { acceptedOf, classOf } from "./trace.js";
+import { drawTree, inWords } from "./tree.js";
+
+const LIVE = 260; // milliseconds between two trees while an answer runs: eyes are slower than steps
+const PLAY = 650;
+const WHO = { model: "draft model", lookup: "lookup in earlier text", both: "both", other: "drafter" };
+
+export class Drafts {
+  constructor(facts) {
+    this.facts = facts;
+    this.trace = null;
+    this.at = 0;
+    this.follows = true; // shows the newest step
+    this.timer = null;
+    this.playing = null;
+    this.build();
+    this.empty();
+  }
+
+  build() {
+    const button = (label, words, what) => h("button", { type: "button", "aria-label": words, title: words, onclick: what }, label);
+    this.title = h("h2", {}, "Drafts");
+    this.counter = h("span", { class: "note" });
+    this.says = h("p", { class: "says" });
+    this.tree = h("div", { class: "tree", tabindex: "0", "aria-label": "Tree of drafts" });
+    this.numbers = h("dl", { class: "numbers" });
+    this.bars = h("div", { class: "bars" });
+    this.slider = h("input", { type: "range", min: 0, max: 0, "aria-label": "Step of the answer" });
+    this.slider.addEventListener("input", () => this.go(Number(this.slider.value)));
+    this.place = h("output");
+    this.play = button("▶", "Play the steps", () => this.toggle());
+    this.tokens = h("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens of the answer, the drafted ones underlined" });
+    this.steps = h("div", { class: "steps" }, this.bars, h("div", { class: "steps-row" },
+      button("‹", "Step back", () => this.go(this.at - 1)), this.play,
+      button("›", "Step forward", () => this.go(this.at + 1)), this.slider, this.place));
+    this.nothing = h("p", { class: "nothing" });
+    this.bars.addEventListener("click", (event) => {
+      const box = this.bars.getBoundingClientRect();
+      this.go(Math.floor(((event.clientX - box.left) / box.width) * wide(this.trace.steps)));
+    });
+    this.tokens.addEventListener("click", (event) => {
+      const step = event.target.dataset?.step;
+      if (step !== undefined) this.go(Number(step));
+    });
+    this.parts = [this.says, this.tree, this.legend(), this.steps, this.numbers, this.tokens];
+    byId("drafts").append(h("div", { class: "drafts-head" }, this.title, this.counter), this.nothing, ...this.parts, this.explained());
+  }
+
+  legend() {
+    const key = (kind, words) => h("span", {}, h("i", { class: kind }), words);
+    const { algorithm } = this.facts;
+    const pair = algorithm.includes("+");
+    const lookup = /^(NGRAM|SUFFIX)$/.test(algorithm);
+    const own = ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"].includes(algorithm);
+    const who = pair ? ["model", "lookup", "both"] : lookup ? ["lookup"] : own ? ["model"] : ["other"];
+    return h("div", { class: "legend" }, who.map((by) => key(`by-${by}`, WHO[by])),
+      key("by-own", "the model's own token"), key("guess", "drafted, not verified"));
+  }
+
+  explained() {
+    return h("details", { class: "how", open: innerWidth > 900 }, h("summary", {}, "What is this?"), h("ol", {},
+      h("li", {}, "A cheap drafter guesses how the text goes on: a tree of tokens. The bolder a branch, the surer it is."),
+      h("li", {}, "The model reads the whole tree in one forward, which takes hardly longer than one token, and draws its own token at every node."),
+      h("li", {}, "As long as its token is a branch of the tree, that branch is taken: the thick line. Then comes the model's own next token."),
+      h("li", {}, "So the text is exactly what the model alone would have written. It only comes in fewer steps.")));
+  }
+
+  empty(words) {
+    this.trace = null;
+    const none = this.facts.algorithm === "none"
+      ? "This server drafts nothing. Start it with --speculative-algorithm, NGRAM for any model."
+      : "Ask something, and watch the drafts grow.";
+    this.show(words ?? none);
+  }
+
+  show(words) {
+    this.nothing.hidden = !words;
+    this.nothing.textContent = words || "";
+    for (const part of this.parts) part.hidden = Boolean(words);
+    byId("drafts").toggleAttribute("data-empty", Boolean(words));
+    this.title.textContent = "Drafts";
+    if (words) this.counter.textContent = "";
+  }
+
+  /** Shows an answer's steps. live: it is still running. */
+  open(trace, figures, live) {
+    if (!trace) return this.empty("How this answer was drafted is not known any more: ask again to see it.");
+    this.stop();
+    this.trace = trace;
+    this.figures = figures;
+    this.follows = live;
+    this.tokens.replaceChildren();
+    this.spans = 0;
+    if (!trace.steps.length) return this.show("Waiting for the first step.");
+    this.at = live ? trace.steps.length - 1 : best(trace.steps);
+    this.draw();
+  }
+
+  /** There are more steps of the answer that is shown. */
+  grown(trace) {
+    if (trace !== this.trace || this.timer) return;
+    this.timer = setTimeout(() => {
+      this.timer = null;
+      if (trace !== this.trace || !trace.steps.length) return;
+      if (this.follows) this.at = trace.steps.length - 1;
+      this.draw();
+    }, LIVE);
+  }
+
+  go(at) {
+    if (!this.trace?.steps.length) return;
+    this.stop();
+    this.follows = false;
+    this.at = Math.min(Math.max(at, 0), this.trace.steps.length - 1);
+    this.draw();
+  }
+
+  toggle() {
+    if (this.playing) return this.stop();
+    this.follows = false;
+    if (this.at >= this.trace.steps.length - 1) this.at = -1;
+    const next = () => {
+      if (this.at >= this.trace.steps.length - 1) return this.stop();
+      this.at += 1;
+      this.draw();
+    };
+    this.playing = setInterval(next, PLAY);
+    this.play.textContent = "❚❚";
+    this.play.setAttribute("aria-label", "Pause");
+    next();
+  }
+
+  stop() {
+    clearInterval(this.playing);
+    this.playing = null;
+    this.play.textContent = "▶";
+    this.play.setAttribute("aria-label", "Play the steps");
+  }
+
+  draw() {
+    const { steps } = this.trace;
+    const step = steps[this.at];
+    this.show("");
+    this.counter.textContent = step.step ? `step ${step.step} of ${steps.at(-1).step}` : "after the prompt";
+    const words = step.step ? inWords(step) : "The prompt gives the first token.";
+    const [what, gives] = words.split(": ");
+    this.says.replaceChildren(gives ? `${what}: ` : words, gives ? h("b", {}, gives) : "");
+    this.tree.replaceChildren(drawTree(step, this.trace.before(this.at), this.tree.clientWidth));
+    this.slider.max = steps.length - 1;
+    this.slider.value = this.at;
+    this.place.textContent = `${number(step.seconds * 1000, 1)} ms`;
+    this.drawNumbers();
+    this.drawBars();
+    this.drawTokens();
+  }
+
+  drawNumbers() {
+    const { trace, figures } = this;
+    const one = (name, value, unit) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", h("small", {}, unit)));
+    const steps = trace.decoding.length;
+    const rate = figures?.();
+    this.numbers.replaceChildren(
+      one("Tokens per step", number(trace.perStep, 2), ""),
+      one("Forwards", number(steps), `for ${number(trace.tokens)} tokens`),
+      one("Speed", rate ? number(rate) : "–", "tokens/s"));
+  }
+
+  drawBars() {
+    const { steps } = this.trace;
+    const most = Math.max(4, ...steps.map((step) => step.tokens.length));
+    const svg = s("svg", { viewBox: `0 0 ${wide(steps)} ${most}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+    svg.append(s("rect", { class: "now", x: this.at, y: 0, width: 1, height: most }));
+    const gap = steps.length > 150 ? 0 : 0.14;
+    steps.forEach((step, at) => {
+      const accepted = acceptedOf(step);
+      step.tokens.forEach((_, i) => {
+        const kind = i < accepted.length ? classOf(accepted[i]) : "own";
+        svg.append(s("rect", { class: kind, x: at + gap / 2, y: most - i - 1 + 0.06, width: 1 - gap, height: 0.88 }));
+      });
+    });
+    this.bars.replaceChildren(svg);
+  }
+
+  drawTokens() {
+    const { steps } = this.trace;
+    for (; this.spans < steps.length; this.spans += 1) {
+      const step = steps[this.spans];
+      const accepted = acceptedOf(step);
+      step.tokens.forEach((token, i) => {
+        const kind = i < accepted.length ? `drafted ${classOf(accepted[i])}` : "";
+        this.tokens.append(h("span", { class: kind, "data-step": this.spans }, token.text));
+      });
+    }
+    let first = null;
+    for (const span of this.tokens.children) {
+      const now = Number(span.dataset.step) === this.at;
+      span.classList.toggle("now", now);
+      if (now) first ??= span;
+    }
+    if (first) this.tokens.scrollTop = first.offsetTop - this.tokens.offsetTop - 50;
+  }
+}
+
+/** Steps that there is room for in the time line: few steps do not make broad bars. */
+const wide = (steps) => Math.max(steps.length, 20);
+
+/** The step to begin with: the first of those in which the most drafts were right. */
+function best(steps) {
+  const right = steps.map((step) => acceptedOf(step).length);
+  return right.indexOf(Math.max(...right));
+}
+

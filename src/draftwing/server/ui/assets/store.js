@@ -1,0 +1,51 @@
+// Conversations and settings, kept in this browser.
+
+const NAME = "draftwing-conversations";
+const SETTINGS = "draftwing-settings";
+const MOST = 100;
+
+/** A conversation: { id, title, system, messages }; a message: { role, content } and what was measured of an answer. */
+export class Store {
+  constructor() {
+    this.conversations = read(NAME, []);
+    this.settings = { temperature: 0.5, ...read(SETTINGS, {}) };
+  }
+
+  add() {
+    const one = { id: crypto.getRandomValues(new Uint32Array(2)).join("-"), title: "", system: "", messages: [] };
+    this.conversations.unshift(one);
+    this.conversations.length = Math.min(this.conversations.length, MOST);
+    return one;
+  }
+
+  remove(one) {
+    this.conversations = this.conversations.filter((other) => other !== one);
+    this.save();
+  }
+
+  /** Empty conversations are not worth keeping; what draws a tree is too large to keep. */
+  save() {
+    const kept = this.conversations.filter((one) => one.messages.length);
+    write(NAME, kept, (name, value) => (name === "trace" ? undefined : value));
+  }
+
+  saveSettings() {
+    write(SETTINGS, this.settings);
+  }
+}
+
+function read(name, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+function write(name, value, replacer) {
+  try {
+    localStorage.setItem(name, JSON.stringify(value, replacer));
+  } catch {
+    // It is full or forbidden: the page works on, and forgets.
+  }
+}

@@ -1,0 +1,100 @@
+"""The page at `/`: its files, and the data that it reads beside the API that every client has.
+
+The files hold no data and need no key; what they read does. They are served from memory: no path of a request ever
+reaches the file system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from draftwing.server.http import EventStream, error_response, event
+from draftwing.server.service import Service
+from draftwing.server.ui.snapshot import Snapshots, facts
+from draftwing.server.ui.viewers import MOST_VIEWERS, Viewers
+
+ASSETS = "/ui/assets/"
+_INDEX = "index.html"
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+# Nothing but what this server sends, no script or style inside of a page, nobody's frame.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",  # asked for again each time, and answered by 304
+}
+
+
+class Asset(NamedTuple):
+    body: bytes
+    type: str
+    etag: str
+
+
+def is_file(path: str) -> bool:
+    """Whether a path is of the page's files, which need no key."""
+    return path == "/" or path.startswith(ASSETS)
+
+
+def load_assets() -> dict[str, Asset]:
+    """The page's files by name."""
+    found = {}
+    for file in files("draftwing.server.ui").joinpath("assets").iterdir():
+        kind = _TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            body = file.read_bytes()
+            found[file.name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+    return found
+
+
+def add_ui_routes(app: FastAPI, service: Service) -> None:
+    assets = load_assets()
+
+    def send(request: Request, asset: Asset) -> Response:
+        headers = {**_HEADERS, "etag": asset.etag}
+        if request.headers.get("if-none-match") == asset.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(asset.body, media_type=asset.type, headers=headers)
+
+    @app.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return send(request, assets[_INDEX])
+
+    @app.get(ASSETS + "{name}", include_in_schema=False)
+    async def asset(request: Request, name: str) -> Response:
+        found = assets.get(name)
+        return send(request, found) if found is not None else error_response(request, 404, "there is no such file")
+
+    @app.get("/ui/info")
+    async def info() -> dict[str, Any]:
+        return facts(service)
+
+    viewers = Viewers(Snapshots(service).take)
+
+    @app.get("/ui/engine")
+    async def engine(request: Request) -> Response:
+        """Server-sent events, one a second, for as long as the client reads; docs/page.md has their fields."""
+        if viewers.full:
+            return error_response(request, 503, f"{MOST_VIEWERS} clients look at the engine, which is the most")
+
+        async def events() -> AsyncIterator[str]:
+            async for snapshot in viewers.watch():
+                yield event(snapshot)
+
+        return EventStream(request.url.path, events(), lambda: None)

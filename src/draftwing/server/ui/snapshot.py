@@ -1,0 +1,115 @@
+"""What a viewer of the engine is shown: its state now, and totals, whose differences are rates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import draftwing
+from draftwing.core import SOURCES
+from draftwing.engine.process.link import EngineDead
+from draftwing.server.service import Service
+from draftwing.server.telemetry.observer import AnswerRecord
+
+ASK_SECONDS = 0.5  # how long a snapshot waits for the engine before it repeats the numbers of the one before
+MOST_REQUESTS = 32  # the oldest unfinished ones that are listed
+MOST_TEXT = 600  # characters of the end of a prompt or an answer
+_PROMPT_TOKENS = 160  # of its end that are decoded to show it
+TOTALS = (
+    "committed_tokens", "verified_rows", "prefilled_tokens", "queried_tokens", "hit_tokens", "retractions", "steps",
+    "step_seconds", "host_seconds", "stage_seconds", "staged_steps",
+)  # fmt: skip
+
+
+def facts(service: Service) -> dict[str, Any]:
+    """What does not change while the engine lives."""
+    info = service.engine.info
+    depth, topk, nodes = info.shape.tree
+    return {
+        "version": draftwing.__version__,
+        "model": service.model,
+        "architecture": info.architecture,
+        "device": info.device,
+        "dtype": info.dtype,
+        "context_length": info.context_length,
+        "max_total_tokens": info.max_total_tokens,
+        "algorithm": info.options.drafter if info.speculates else "none",
+        "num_steps": depth,
+        "topk": topk,
+        "num_draft_tokens": nodes,
+        "sources": list(SOURCES),
+        "sampling_defaults": dict(info.defaults),
+        "shows_texts": info.options.ui_show_texts,
+        **info.options.label,
+    }
+
+
+class Snapshots:
+    """Takes them, one after the other."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._stats: Mapping[str, Any] = {}
+        self._told = 0.0  # monotonic, when the engine gave these numbers
+
+    async def take(self) -> dict[str, Any] | None:
+        """A snapshot; None when the server is about to end."""
+        engine, state = self._service.engine, "up"
+        if engine.draining:
+            return None
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                self._stats, self._told = await engine.stats(), time.monotonic()
+        except TimeoutError:
+            state = "busy"
+        except EngineDead:
+            state = "down"
+        answers = engine.observer.unfinished()
+        return {
+            "time": round(time.time(), 3),
+            "engine": state,
+            "age": round(time.monotonic() - self._told, 3) if self._told else None,
+            **self._numbers(),
+            "unfinished": len(answers),
+            "requests": self._listed(answers),
+        }
+
+    def _numbers(self) -> dict[str, Any]:
+        """Empty before the engine has told any."""
+        stats, capacity = self._stats, self._service.engine.info.max_total_tokens
+        if not stats:
+            return {}
+        free, cached = stats["free_tokens"], stats["cached_tokens"]
+        return {
+            "running": stats["running"],
+            "waiting": stats["waiting"],
+            "kv": {"capacity": capacity, "used": capacity - free - cached, "cached": cached, "free": free},
+            "totals": {name: stats[name] for name in TOTALS if name in stats},
+            "drafters": stats.get("drafters", {}),
+            "speedup": stats.get("speedup"),
+            "explain": stats.get("explain"),
+        }
+
+    def _listed(self, answers: Sequence[AnswerRecord]) -> list[dict[str, Any]]:
+        now = self._service.engine.observer.clock()
+        return [self._one(answer, now) for answer in answers[:MOST_REQUESTS]]
+
+    def _one(self, answer: AnswerRecord, now: float) -> dict[str, Any]:
+        """Without texts, unless the server was told to show them; never the id by which a client can abort it."""
+        request, limits = answer.request, answer.request.limits
+        found: dict[str, Any] = {
+            "number": answer.number,
+            "prompt_tokens": len(request.prompt_ids),
+            "tokens": answer.tokens,
+            "seconds": round(now - answer.arrived, 3),
+            "first_token_seconds": None if answer.first is None else round(answer.first - answer.arrived, 3),
+            "drafts": limits is None or limits.depth > 0,
+            "grammar": request.params.grammar is not None,
+        }
+        if self._service.options.ui_show_texts:
+            prompt = self._service.tokenizer.decode(request.prompt_ids[-_PROMPT_TOKENS:], skip_special_tokens=True)
+            text = answer.answer.text if answer.answer is not None else ""
+            found |= {"prompt": prompt[-MOST_TEXT:], "text": text[-MOST_TEXT:]}
+        return found

@@ -1,0 +1,85 @@
+"""Who looks at the engine, and what they are shown: one snapshot for all of them, once a second.
+
+Nothing runs while nobody looks. A viewer holds at most one snapshot that it has not read yet, so one who is slow skips
+some and never makes the server wait or keep more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+SECONDS = 1.0  # between two snapshots
+MOST_VIEWERS = 32
+
+Snapshot = dict[str, Any]
+
+
+class Viewer:
+    """One who looks: the newest snapshot that it has not read."""
+
+    def __init__(self) -> None:
+        self._newest: Snapshot | None = None
+        self._woken = asyncio.Event()
+
+    def show(self, snapshot: Snapshot | None) -> None:
+        """Replaces what was not read. None: nothing comes any more."""
+        self._newest = snapshot
+        self._woken.set()
+
+    async def next(self) -> Snapshot | None:
+        """Waits for a snapshot."""
+        await self._woken.wait()
+        self._woken.clear()
+        return self._newest
+
+
+class Viewers:
+    """Belongs to the event loop."""
+
+    def __init__(self, look: Callable[[], Awaitable[Snapshot | None]], seconds: float = SECONDS) -> None:
+        """look: takes a snapshot; None ends all streams, and so does what it raises, which is logged."""
+        self._look, self._seconds = look, seconds
+        self._viewers: set[Viewer] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._viewers)
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= MOST_VIEWERS
+
+    async def watch(self) -> AsyncIterator[Snapshot]:
+        """Snapshots until there are no more; close it early and it is forgotten."""
+        viewer = Viewer()
+        self._viewers.add(viewer)
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+        try:
+            while (snapshot := await viewer.next()) is not None:
+                yield snapshot
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def _run(self) -> None:
+        while (snapshot := await self._taken()) is not None:
+            for viewer in self._viewers:
+                viewer.show(snapshot)
+            await asyncio.sleep(self._seconds)
+        self._task = None  # whoever comes now begins anew
+        for viewer in self._viewers:
+            viewer.show(None)
+
+    async def _taken(self) -> Snapshot | None:
+        try:
+            return await self._look()
+        except Exception:
+            logger.exception("no more snapshots for those who look at the engine")
+            return None

@@ -1,0 +1,299 @@
+"""The page in a real browser, around a stand-in engine that repeats the prompt, and around the default model.
+
+Needs `pip install draftwing[browser]` and Chromium: the system's, or `playwright install chromium`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from scripted import ScriptedEngine, serving
+
+from draftwing.config.options import Options
+from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install draftwing[browser]"
+)
+pytestmark = pytest.mark.slow
+
+WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+PAUSE = 0.03  # seconds that a step of the stand-in takes, so that there is something to see
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    system = next(filter(None, map(shutil.which, names)), None)
+    with playwright.sync_playwright() as player:
+        if system is None and not Path(player.chromium.executable_path).exists():
+            pytest.skip("Chromium is not installed: apt install chromium, or playwright install chromium")
+        # Without a sandbox of its own, which containers do not allow: it sees this test's server alone.
+        browser = player.chromium.launch(executable_path=system, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Opens a page; at the end there must have been no error in it, and no request to anybody else."""
+    problems: list[str] = []
+
+    def opened(url: str, size: Any = WIDE, ready: str = ".welcome", expected: str = "", **how: Any) -> Any:
+        """expected: a piece of the console errors that are right."""
+        page = stack.enter_context(browser.new_context(viewport=size, **how)).new_page()
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("request", lambda one: None if one.url.startswith(url) else problems.append(f"asked for {one.url}"))
+
+        def heard(message: Any) -> None:
+            if message.type in ("error", "warning") and not (expected and expected in message.text):
+                problems.append(f"{message.type}: {message.text}")
+
+        page.on("console", heard)
+        page.goto(url)
+        page.wait_for_selector(ready)
+        return page
+
+    with ExitStack() as stack:
+        yield opened
+    assert not problems
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    shape: dict[str, Any] = dict(
+        speculative_algorithm="EAGLE3+NGRAM",
+        speculative_draft_model_path="a head",
+        speculative_num_steps=3,
+        speculative_eagle_topk=2,
+        speculative_num_draft_tokens=6,
+    )
+    return FakeEngine(Options(random_seed=7, **shape), pause=PAUSE)
+
+
+@pytest.fixture
+def url(engine: FakeEngine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+def ask(page: Any, question: str) -> None:
+    page.fill("#question", question)
+    page.keyboard.press("Enter")
+
+
+def wait_for_end(page: Any, seconds: float = 60) -> None:
+    page.wait_for_selector("#send:not([data-stops])", timeout=seconds * 1000)
+    page.wait_for_selector(".answer-foot:visible", timeout=5000)
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_a_message_and_its_tree(url: str, open_page: Open, size: Any) -> None:
+    page = open_page(url, size)
+    ask(page, "Hello, **tree** that grows for as long as there is something left to be said by anybody")
+    page.wait_for_selector(".tree .accepted", timeout=20000)
+    assert page.locator("#send").text_content() == "Stop", "the tree grows while the answer runs"
+    early = int(page.locator("input[type=range]").get_attribute("max"))
+    wait_for_end(page)
+    assert int(page.locator("input[type=range]").get_attribute("max")) > early
+    assert page.locator(".assistant .text strong").text_content() == "tree"
+    assert page.locator(".says").text_content() == "4 drafted, 2 of them right: one forward, 3 tokens."
+    assert page.locator(".tree g.accepted").count() == 2 and page.locator(".tree g.own").count() == 1
+    assert page.locator(".tree g.by-lookup").count() == 2
+    assert page.locator(".numbers dd").first.text_content().strip() != "0.00"
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= size["width"], "nothing stands out to the side"
+
+
+def test_step_through_an_answer(url: str, open_page: Open) -> None:
+    page = open_page(url)
+    ask(page, "Step by step")
+    wait_for_end(page)
+    slider = page.locator("input[type=range]")
+    last = int(slider.get_attribute("max"))
+    slider.focus()
+    page.keyboard.press("End")
+    assert slider.input_value() == str(last)
+    page.get_by_label("Step back").click()
+    assert slider.input_value() == str(last - 1)
+    said = page.locator(".tokens .now").all_text_contents()
+    assert len(said) == 3 and "".join(said) in "".join(page.locator(".tokens span").all_text_contents())
+    page.locator(".tokens span").first.click()
+    assert (
+        slider.input_value() == "0"
+        and page.locator(".counter, .drafts-head .note").text_content() == "after the prompt"
+    )
+    page.get_by_label("Play the steps").click()
+    page.wait_for_selector(".drafts-head .note:has-text('step 2 of')", timeout=20000)
+    page.get_by_label("Pause").click()
+
+
+def test_side_by_side(url: str, open_page: Open, engine: FakeEngine) -> None:
+    page = open_page(url)
+    page.get_by_label("Side by side").check()
+    ask(page, "Twice the same")
+    wait_for_end(page)
+    page.wait_for_selector(".verdict b")
+    assert page.locator(".verdict").text_content().startswith("The same text")
+    assert page.locator(".answer-head").all_text_contents() == ["With drafts", "Without drafts"]
+    with_drafts, without = engine.requests
+    assert with_drafts.traced and with_drafts.limits is None and without.limits is not None
+    assert with_drafts.params.sampling_seed == without.params.sampling_seed
+
+
+def test_nothing_is_traced_where_nobody_looks(url: str, open_page: Open, engine: FakeEngine) -> None:
+    page = open_page(url)
+    page.locator("#drafts-toggle").click()
+    assert page.locator("#drafts").is_hidden()
+    ask(page, "Quietly")
+    wait_for_end(page)
+    assert not engine.requests[0].traced and not engine.traced
+
+
+def test_the_keyboard_alone(url: str, open_page: Open) -> None:
+    page = open_page(url)
+    assert page.evaluate("document.activeElement.id") == "question"
+    page.keyboard.type("first line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("second line " * 40)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#send[data-stops]")
+    page.keyboard.press("Escape")
+    wait_for_end(page, 10)
+    assert "stopped" in page.locator(".figures").text_content()
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none" or page.evaluate("document.activeElement.id") in ("question", ""), reached
+    assert {"question", "send", "new", "settings-toggle", "drafts-toggle", "Engine", "Copy"} <= reached
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea')].filter((one) => one.checkVisibility()"
+        " && !one.textContent.trim() && !one.ariaLabel && !one.labels?.length).length"
+    )
+    assert unnamed == 0, "every control has a name"
+
+
+def test_conversations_are_kept_and_deleted(url: str, open_page: Open) -> None:
+    page = open_page(url)
+    ask(page, "One thing")
+    wait_for_end(page)
+    page.locator("#new").click()
+    ask(page, "Another thing")
+    wait_for_end(page)
+    page.reload()
+    page.wait_for_selector(".message")
+    titles = page.locator(".conversations .open")
+    assert titles.all_text_contents() == ["Another thing", "One thing"]
+    titles.nth(1).click()
+    assert page.locator(".message.user").text_content() == "One thing"
+    page.get_by_label("Delete One thing").click()
+    assert "One thing" not in page.locator(".conversations").text_content()
+
+
+def test_settings_reach_the_engine(url: str, open_page: Open, engine: FakeEngine) -> None:
+    page = open_page(url)
+    page.locator("#settings-toggle").click()
+    page.get_by_label("System prompt of this conversation").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.2")
+    page.get_by_label("Most tokens").fill("5")
+    ask(page, "What?")
+    wait_for_end(page)
+    (request,) = engine.requests
+    assert request.params.temperature == 0.2 and request.params.max_new_tokens == 5
+    assert engine.tokenizer.decode(request.prompt_ids).startswith("system:Be brief.")
+    assert "cut off" in page.locator(".figures").text_content()
+
+
+def test_errors_in_words(url: str, open_page: Open) -> None:
+    page = open_page(url, expected="400")
+    ask(page, "bad")  # the template refuses it
+    page.wait_for_selector(".message .error:visible")
+    assert "no bad words" in page.locator(".message .error").text_content()
+    assert page.locator("#send").text_content() == "Send"
+
+
+def test_a_server_with_a_key(open_page: Open) -> None:
+    engine = ScriptedEngine("fine", api_key="right")
+    with serving(engine) as url:
+        page = open_page(url, ready="#key-dialog[open]", expected="401")
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-error:visible")
+        page.fill("#key", "right")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".welcome")
+        ask(page, "Well?")
+        wait_for_end(page)
+        assert page.locator(".assistant .text").text_content() == "fine"
+        stored = page.evaluate("JSON.stringify([{...localStorage}, document.cookie])")
+        assert "right" not in stored, "the key is kept in the tab alone"
+
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)><script>alert(2)</script> [a](javascript:alert(3)) **<b>x</b>** "
+    "`<i>` [ok](https://example.com/a)\n\n| a |\n|---|\n| <u>c</u> |\n\n```html\n<script>alert(4)</script>\n```\n"
+)
+
+
+def test_what_a_model_writes_stays_text(open_page: Open) -> None:
+    engine = ScriptedEngine(HOSTILE)
+    with serving(engine) as url:
+        page = open_page(url)
+        page.on("dialog", lambda dialog: pytest.fail("a script of the answer ran"))
+        ask(page, "Attack")
+        wait_for_end(page)
+        answer = page.locator(".assistant .text")
+        assert answer.locator("img, script, b, i, u").count() == 0
+        assert [link.get_attribute("href") for link in answer.locator("a").all()] == ["https://example.com/a"]
+        assert answer.locator("a").get_attribute("rel") == "noopener noreferrer"
+        assert "<script>alert(2)</script>" in answer.text_content() and answer.locator("table td").count() == 1
+        assert "<script>alert(4)</script>" in answer.locator("pre").text_content()
+
+
+@pytest.fixture(scope="module")
+def real(smollm2_path: Path) -> Iterator[str]:
+    """The default model, with trees of two drafters."""
+    tree = "--speculative-num-steps 4 --speculative-eagle-topk 3 --speculative-num-draft-tokens 10"
+    process, port = launch_server_cmd(
+        f"python -m draftwing.launch_server --model smollm2 --speculative-algorithm EAGLE3+SUFFIX {tree} "
+        "--speculative-fixed-shape --num-threads 1 --log-level error"
+    )
+    try:
+        wait_for_server(f"http://127.0.0.1:{port}", timeout=120, process=process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        terminate_process(process)
+
+
+def test_the_default_model(real: str, open_page: Open) -> None:
+    """With a screenshot of it, where DRAFTWING_SCREENSHOTS names a folder."""
+    page = open_page(real)
+    page.locator("#settings-toggle").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Most tokens").fill("60")
+    page.locator("#settings-toggle").click()
+    page.get_by_label("Side by side").check()
+    ask(page, "List 3 countries and their capitals.")
+    wait_for_end(page, 180)
+    assert page.locator(".verdict").text_content().startswith("The same text in ")
+    assert page.locator(".tree g.accepted").count() > 0 and page.locator(".tree g.rejected").count() > 0
+    page.get_by_role("link", name="Engine").click()
+    page.wait_for_selector(".card")
+    assert page.locator(".depths b").count() >= 4 and page.locator(".state").text_content() == "running"
+    page.get_by_role("link", name="Chat").click()
+    page.get_by_label("Drafts on").check()
+    ask(page, "Which of them is the largest?")
+    wait_for_end(page, 180)
+    folder = os.environ.get("DRAFTWING_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=str(Path(folder) / "page.png"))

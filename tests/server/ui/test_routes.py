@@ -1,0 +1,115 @@
+"""The page's files and data over HTTP: who gets what, and what a browser is allowed to do with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, local
+from scripted import serving
+from starlette.testclient import TestClient
+
+import draftwing
+from draftwing.config.options import Options
+from draftwing.server.app import create_app
+from draftwing.server.ui.routes import ASSETS, load_assets
+
+FOLDER = Path(draftwing.__file__).parent / "server" / "ui" / "assets"
+KEY = "a key"
+MARKUP = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=\"| on\w+=\"")
+ELSEWHERE = ["..%2f..%2froutes.py", "%2e%2e/routes.py", "nothing.js", "index.html/x", "..\\routes.py"]
+
+
+def app(**options: Any) -> TestClient:
+    engine = FakeEngine(Options(random_seed=7, **options))
+    return TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False)
+
+
+@pytest.fixture
+def locked() -> Iterator[TestClient]:
+    with app(api_key=KEY) as client:
+        yield client
+
+
+def texts() -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf8") for path in FOLDER.iterdir()}
+
+
+def test_the_page_and_its_files(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    for name, asset in load_assets().items():
+        response = client.get(ASSETS + name)
+        assert response.content == asset.body and response.headers["content-type"] == asset.type
+        again = client.get(ASSETS + name, headers={"if-none-match": response.headers["etag"]})
+        assert again.status_code == 304 and not again.content
+    assert set(load_assets()) == set(texts()), "a file of a type that is not served"
+
+
+def test_a_browser_loads_nothing_else(client: TestClient) -> None:
+    policy = client.get("/").headers["content-security-policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == rules["frame-ancestors"] == "'none'"
+    assert {rules[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
+    named = set()
+    for name, text in texts().items():
+        addresses = re.findall(r"https?://[^\s\"'`]+|[\"'(]//\w[^\s\"'`]*", text)
+        assert set(addresses) <= {"http://www.w3.org/2000/svg"}, name
+        assert not MARKUP.search(text), f"{name}: what others write could become markup, or the policy forbids it"
+        named |= set(re.findall(r"/ui/assets/([\w.]+)", text)) | set(re.findall(r'from "\./([\w.]+)"', text))
+    assert named == set(texts()) - {"index.html"}, "files that are named, and files that there are"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_no_other_file_is_served(client: TestClient, name: str) -> None:
+    assert client.get(ASSETS + name).status_code == 404
+
+
+def test_files_need_no_key_and_data_does(locked: TestClient) -> None:
+    assert locked.get("/").status_code == 200
+    assert all(locked.get(ASSETS + name).status_code == 200 for name in load_assets())
+    for path in ("/ui/info", "/ui/engine", "/v1/models", "/ui/assets"):
+        assert locked.get(path).status_code == 401, path
+    assert locked.post("/").status_code in (401, 405)
+    assert locked.get("/ui/info", headers={"authorization": f"Bearer {KEY}"}).json()["model"] == "echo"
+    assert KEY not in locked.get("/ui/info", headers={"authorization": f"Bearer {KEY}"}).text
+
+
+def test_disabled(locked: TestClient) -> None:
+    with app(disable_ui=True) as client:
+        for path in ("/", ASSETS + "main.js", "/ui/info", "/ui/engine"):
+            assert client.get(path).status_code == 404, path
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_facts() -> None:
+    with app(speculative_algorithm="NGRAM") as client:
+        facts = client.get("/ui/info").json()
+    assert facts["algorithm"] == "NGRAM" and facts["num_steps"] > 0 and facts["shows_texts"] is False
+    with app() as client:
+        assert client.get("/ui/info").json()["algorithm"] == "none"
+
+
+def snapshots(url: str, count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    with httpx.stream("GET", f"{url}/ui/engine", timeout=20) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line:
+                found.append(json.loads(line.removeprefix("data: ")))
+            if len(found) == count:
+                break
+    return found
+
+
+def test_the_stream_of_the_engine() -> None:
+    with serving(FakeEngine(Options(random_seed=7))) as url:
+        first, second = snapshots(url, 2)
+    assert first["engine"] == "up" and first["running"] == 0 and first["requests"] == []
+    assert first["kv"]["capacity"] == first["kv"]["used"] + first["kv"]["cached"] + first["kv"]["free"]
+    assert first["totals"]["committed_tokens"] == 3 and second["time"] > first["time"]
