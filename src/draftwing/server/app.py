@@ -58,9 +58,9 @@ def create_app(
     add_anthropic_routes(app, service, chats)
     add_native_routes(app, service)
     add_metrics_route(app, metrics)
-    app.add_middleware(BodyLimit, most=service.options.max_body_size)
     if not service.options.disable_ui:
         add_ui_routes(app, service)
+    app.add_middleware(BodyLimit, most=service.options.max_body_size)
     if service.options.api_key is not None:
         app.add_middleware(KeyCheck, key=service.options.api_key)
     app.add_middleware(observer.middleware)

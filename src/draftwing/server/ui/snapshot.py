@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from draftwing.engine.process.link import EngineDead
 from draftwing.server.service import Service
 from draftwing.server.telemetry.observer import AnswerRecord
 
-ASK_SECONDS = 0.5  # how long a snapshot waits for the engine before it repeats the numbers of the one before
+LATE = 0.1  # seconds since the engine gave its numbers, from which on it did not answer this time
 MOST_REQUESTS = 32  # the oldest unfinished ones that are listed
 MOST_TEXT = 600  # characters of the end of a prompt or an answer
 _PROMPT_TOKENS = 160  # of its end that are decoded to show it
@@ -51,19 +50,18 @@ class Snapshots:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._stats: Mapping[str, Any] = {}
-        self._told = 0.0  # monotonic, when the engine gave these numbers
+        self._stats: Mapping[str, Any] = {}  # the newest numbers
+        self._told = 0.0  # monotonic, when the engine gave them
 
     async def take(self) -> dict[str, Any] | None:
         """A snapshot; None when the server is about to end."""
-        engine, state = self._service.engine, "up"
+        engine = self._service.engine
         if engine.draining:
             return None
         try:
-            async with asyncio.timeout(ASK_SECONDS):
-                self._stats, self._told = await engine.stats(), time.monotonic()
-        except TimeoutError:
-            state = "busy"
+            self._stats = await engine.stats()
+            self._told = time.monotonic() - self._stats["age"]
+            state = "busy" if self._stats["age"] > LATE else "up"
         except EngineDead:
             state = "down"
         answers = engine.observer.unfinished()
