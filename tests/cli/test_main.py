@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engine_process import engines
 
 from draftwing.cli.main import main
 
@@ -173,10 +174,6 @@ def serving(*argv: str, pause: float = 0.0005, deaths: int = 5) -> Iterator[tupl
         process.communicate()
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def gone(pid: int, seconds: float = 5.0) -> bool:
     end = time.monotonic() + seconds
     while (there := alive(pid)) and time.monotonic() < end:
@@ -216,7 +213,7 @@ class Streamed(threading.Thread):
 @pytest.mark.slow
 def test_sigterm_lets_running_requests_end() -> None:
     with serving() as (process, url):
-        (engine,) = children(process.pid)
+        (engine,) = engines(process.pid)
         client = Streamed(url, 1500)
         process.send_signal(signal.SIGTERM)
         client.join(20)
@@ -255,7 +252,7 @@ def test_the_drain_ends_although_the_engine_is_slow() -> None:
 @pytest.mark.slow
 def test_the_second_signal_ends_at_once() -> None:
     with serving(pause=0.05) as (process, url):
-        (engine,) = children(process.pid)
+        (engine,) = engines(process.pid)
         client = Streamed(url, 1900)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
@@ -268,7 +265,7 @@ def test_the_second_signal_ends_at_once() -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_server_and_engine() -> None:
     with serving() as (process, _):
-        (engine,) = children(process.pid)
+        (engine,) = engines(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         _, log = process.communicate(timeout=10)
         assert process.returncode == 130 and gone(engine) and "Traceback" not in log
@@ -277,7 +274,7 @@ def test_ctrl_c_ends_server_and_engine() -> None:
 @pytest.mark.slow
 def test_a_killed_server_takes_its_engine_along() -> None:
     with serving() as (process, _):
-        (engine,) = children(process.pid)
+        (engine,) = engines(process.pid)
         process.kill()
         process.wait()
         assert gone(engine, 2)
@@ -287,7 +284,7 @@ def test_a_killed_server_takes_its_engine_along() -> None:
 def test_the_server_ends_when_its_engine_died_too_often() -> None:
     with serving(pause=0.05, deaths=1) as (process, url):
         for deaths in (1, 2):
-            (engine,) = children(process.pid)
+            (engine,) = engines(process.pid)
             client = Streamed(url, 1900)
             os.kill(engine, signal.SIGKILL)
             client.join(10)
@@ -327,7 +324,7 @@ def test_signals_while_the_engine_loads(number: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         end = time.monotonic() + 20
-        while not (found := children(process.pid)) and time.monotonic() < end:
+        while not (found := engines(process.pid)) and time.monotonic() < end:
             time.sleep(0.02)
         os.killpg(process.pid, number)
         _, log = process.communicate(timeout=10)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from engine_process import engines
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
@@ -136,7 +137,7 @@ def test_official_clients(url: str) -> None:
 
 def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:
     process, url = server
-    (engine,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (engine,) = engines(process.pid)
 
     async def scenario() -> None:
         async with clients(url) as client:
@@ -147,7 +148,7 @@ def test_a_killed_engine(server: tuple[subprocess.Popen[bytes], str]) -> None:
             while (await client.get("/server_info")).json()["internal_states"][0]["num_running_reqs"] < 4:
                 await asyncio.sleep(0.01)
             killed = time.monotonic()
-            os.kill(int(engine), signal.SIGKILL)
+            os.kill(engine, signal.SIGKILL)
             while (await client.get("/health")).status_code == 200:
                 await asyncio.sleep(0.01)
             assert time.monotonic() - killed < 1.0

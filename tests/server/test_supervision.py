@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engine_process import engines
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.engine.progress import Progress
@@ -83,7 +84,7 @@ def test_a_request_that_was_alone_in_two_deaths_is_refused(caplog: pytest.LogCap
 
 
 def engine_of(process: subprocess.Popen[bytes]) -> int:
-    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    return engines(process.pid)[0]
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -1,11 +1,13 @@
 """Chat templates against transformers' own renderer, and the token that ends a turn."""
 
+import concurrent.futures
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftwing.errors import CheckpointError, RequestError
+from draftwing.text import rendering
 from draftwing.text.chat_template import ChatTemplate, end_of_turn
 
 CHATML = """{%- for message in messages %}
@@ -83,6 +85,10 @@ def test_variables_and_functions() -> None:
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template refuses"),
         ("{{ messages.append(1) }}", "chat template refuses"),
         ("{% for i in range(10**9) %}{% endfor %}", "chat template refuses"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 2 s"),
+        ("{{ messages[0].content * 10**10 }}", "more than 1024 MiB"),
+        ("{{ messages[0].content * 10**8 }}", "more than 16777216 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
     ],
 )
 def test_errors_of_a_template_are_the_requests(source: str, message: str) -> None:
@@ -94,6 +100,38 @@ def test_errors_of_a_template_are_the_requests(source: str, message: str) -> Non
 def test_a_wrong_template_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(CheckpointError, match="line 2"):
         ChatTemplate("a\n{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",  # found by the probe
+        "{{ 9 ** (9 ** 9) }}",  # made when it is compiled
+        "{{ " + "(" * 100_000,
+    ],
+)
+def test_an_endless_template_is_refused_when_it_is_loaded(source: str) -> None:
+    with pytest.raises(CheckpointError, match="--chat-template") as error:
+        assert ChatTemplate(source, {}).turn_suffix
+    assert str(error.value).startswith("the chat template ") and "\n" not in str(error.value)
+
+
+def test_processes_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda i: template.render([{"content": f"{i} \ud800"}]), range(200)))
+    assert texts == [f"{i} \ud800" for i in range(200)]
+    there = len(rendering._idle)
+    assert 1 <= there <= 8
+    monkeypatch.setattr(rendering, "_Process", None)
+    for _ in range(10):
+        template.render([{"content": "a"}])
+    assert len(rendering._idle) == there
+
+
+def test_what_is_no_plain_value() -> None:
+    with pytest.raises(RequestError, match="plain values"):
+        ChatTemplate("{{ f }}", {}).render([], f=lambda: None)
 
 
 @pytest.mark.parametrize(

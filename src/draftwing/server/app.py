@@ -56,7 +56,7 @@ def create_app(
     chats = Chats(service)
     add_openai_routes(app, service, chats)
     add_anthropic_routes(app, service, chats)
-    add_native_routes(app, service)
+    add_native_routes(app, service, chats)
     add_metrics_route(app, metrics)
     if not service.options.disable_ui:
         add_ui_routes(app, service)

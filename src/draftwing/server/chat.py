@@ -53,6 +53,12 @@ class Chat:
         """Whether the model is told of functions."""
         return bool(self.functions) and self.choice.mode != "none"
 
+    @property
+    def size(self) -> int:
+        """About how many characters there are to render."""
+        texts = (message.get("content") for message in self.messages)
+        return sum(100 + len(text) for text in texts if isinstance(text, str)) + 1000 * len(self.functions)
+
 
 class ChatBody(Asking):
     """Body of a request that holds a conversation."""
@@ -75,7 +81,7 @@ class Chats:
         service, chat = self._service, body.chat()
         params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
         called = _CALLED | dict(body.names)
-        text = self.render(chat, called)
+        text = await self._rendered(chat, called)
         style = self._message_style(chat, text, called)
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
@@ -91,9 +97,16 @@ class Chats:
         """Reads one answer."""
         return MessageReader(style, self._service.tokenizer)
 
-    def render(self, chat: Chat, names: Mapping[str, str] | None = None) -> str:
-        """The prompt's text. names: of the dialect's fields, for errors, where they differ."""
-        names = names or _CALLED
+    async def ids(self, chat: Chat, field: str) -> list[int]:
+        """The prompt's tokens. Raises RequestError; field: of the body, that holds the messages."""
+        text = await self._rendered(chat, _CALLED)
+        return (await self._service.tokenize([text], field, add_special_tokens=False))[0]
+
+    async def _rendered(self, chat: Chat, names: Mapping[str, str]) -> str:
+        return await self._service.lanes.run(chat.size, lambda gone: self._render(chat, names))
+
+    def _render(self, chat: Chat, names: Mapping[str, str]) -> str:
+        """The prompt's text; blocks while a template runs. names: of the dialect's fields, for errors."""
         taken = _RESERVED & chat.template.keys()
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")

@@ -23,6 +23,4 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/messages/count_tokens", openapi_extra=schema(CountRequest))
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request, CountRequest)
-        asked = service.tokenize([chats.render(body.chat())], "messages", add_special_tokens=False)
-        (ids,) = await unless_disconnected(request, asked)
-        return {"input_tokens": len(ids)}
+        return {"input_tokens": len(await unless_disconnected(request, chats.ids(body.chat(), "messages")))}

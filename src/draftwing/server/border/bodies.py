@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import functools
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ALL_BODIES = 64  # largest bodies that may be held at once; they are held until their responses end
 LINGER_SECONDS = 2.0  # for what a client still sends while it is refused
+LARGE = 2**20  # bytes of a body that leaves some hundred times as much behind
 _CLOSE = {"connection": "close"}
+
+
+@functools.cache
+def _trim() -> Callable[[int], int]:
+    """glibc's; others give freed memory back by themselves, or cannot."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", lambda spare: 0)
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system: the C library keeps it, in pieces, for a next time that may never come."""
+    _trim()(0)
 
 
 class BodyLimit:
@@ -34,6 +49,8 @@ class BodyLimit:
             await self._app(scope, body.receive, body.send)
         finally:
             self.held -= body.size
+            if body.size >= LARGE:
+                await asyncio.to_thread(_give_back)
 
 
 class _Body:

@@ -19,6 +19,7 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.chat import Chat, Chats
 from draftwing.server.http import read_body, respond, schema, unless_disconnected
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
@@ -28,10 +29,10 @@ from draftwing.server.service import Service
 HEALTH_SECONDS = 20  # how long /health_generate waits for its token
 
 
-def add_native_routes(app: FastAPI, service: Service) -> None:
+def add_native_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     _add_generate(app, service)
     _add_operations(app, service)
-    _add_tokenizer(app, service)
+    _add_tokenizer(app, service, chats)
 
 
 def _add_generate(app: FastAPI, service: Service) -> None:
@@ -164,7 +165,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
     }
 
 
-def _add_tokenizer(app: FastAPI, service: Service) -> None:
+def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=schema(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -172,11 +173,11 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            text = service.tokenizer.render_chat(conversation(body.messages))
-            asked = service.tokenize([text], "messages", add_special_tokens=False)
+            chat = Chat(conversation(body.messages))
+            every = [await unless_disconnected(request, chats.ids(chat, "messages"))]
         else:
             asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False)
-        every = await unless_disconnected(request, asked)
+            every = await unless_disconnected(request, asked)
         batched = isinstance(body.prompt, list)
         return {
             "tokens": every if batched else every[0],

@@ -1,0 +1,112 @@
+"""Renders chat templates in processes of their own, which are ended when a template takes too much."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from draftwing.errors import CheckpointError, RequestError
+from draftwing.text import template_sandbox as sandbox
+
+PATIENCE = 60.0  # seconds of the clock for one text, on a machine that is busy with other things
+_MOST_BYTES = 4 * sandbox.MOST_CHARACTERS + 1
+
+
+class TemplateLimit(RequestError):
+    """A template took more time or memory than it may, or made too long a text."""
+
+
+class _Process:
+    """One process, which does one job after the other."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", sandbox.__name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                start_new_session=True,
+            )
+        self._conn = Connection(ours.detach())
+
+    def ask(self, job: bytes) -> tuple[bytes, str]:
+        """As `Renderer.answer`. Raises EOFError or OSError when the process is gone."""
+        self._conn.send_bytes(job)
+        if not self._conn.poll(PATIENCE):
+            raise EOFError
+        reply = self._conn.recv_bytes(_MOST_BYTES)
+        return reply[:1], reply[1:].decode(errors="surrogatepass")
+
+    def close(self) -> int:
+        """Ends it. Returns its exit status."""
+        self._conn.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(0.2)  # it may have been ended by its limit
+        self._process.kill()
+        return self._process.wait()
+
+
+_idle: list[_Process] = []  # as many as ever worked at once; append and pop are atomic
+
+
+@atexit.register
+def _close() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
+os.register_at_fork(after_in_child=_idle.clear)  # they answer the other process
+
+
+def check(source: str) -> None:
+    """Raises CheckpointError for a text that is no template, or takes too long to compile."""
+    try:
+        kind, text = _ask(sandbox.Job(source, None))
+    except TemplateLimit as error:
+        raise CheckpointError(f"{error}; pass another one with --chat-template") from None
+    if kind != sandbox.TEXT:
+        raise CheckpointError(f"{text}; pass another one with --chat-template")
+
+
+def render(source: str, variables: dict[str, Any]) -> str:
+    """Returns the text of a template. Blocks; any thread may call it.
+
+    Raises RequestError when the template refuses the variables or cannot work with them, TemplateLimit when it takes
+    too much.
+    """
+    kind, text = _ask(sandbox.Job(source, variables))
+    if kind != sandbox.TEXT:
+        raise RequestError(text, "messages")
+    return text
+
+
+def _ask(job: sandbox.Job) -> tuple[bytes, str]:
+    try:
+        data = pickle.dumps(job)
+    except Exception as error:  # what objects raise that cannot be copied
+        raise RequestError(f"the chat template can be given plain values alone: {error}", "messages") from None
+    process = _idle.pop() if _idle else _Process()
+    try:
+        kind, text = process.ask(data)
+    except (EOFError, OSError):
+        status = process.close()
+        late = status in (-signal.SIGPROF, -signal.SIGKILL)
+        cause = f"takes longer than {sandbox.SECONDS:g} s of a processor" if late else f"ended its process ({status})"
+        raise TemplateLimit(f"the chat template {cause}", "messages") from None
+    except BaseException:
+        process.close()
+        raise
+    _idle.append(process)
+    if kind == sandbox.LIMIT:
+        raise TemplateLimit(f"the chat template {text}", "messages")
+    return kind, text

@@ -1,0 +1,133 @@
+"""A process that renders chat templates: `python -m draftwing.text.template_sandbox FD` reads jobs from a socket.
+
+A template is foreign code. Jinja2's sandbox keeps it from this machine, but not from time and memory: one loop, or one
+`'a' * 10**10`, would hold the interpreter for good. So the process limits itself, and the system ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import resource
+import signal
+import sys
+from datetime import datetime
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 2.0  # of a processor, for one text
+MEMORY = 2**30  # bytes of address space
+MOST_CHARACTERS = 2**24  # of a text
+
+# How an answer begins; its text follows.
+TEXT, SYNTAX, REFUSAL, LIMIT = b"t", b"s", b"r", b"l"
+_MOST_MESSAGE = 2000  # characters of an error, whose text is the template's
+
+
+class Job(NamedTuple):
+    """variables: of the template. None: see whether it is one."""
+
+    source: str
+    variables: dict[str, Any] | None
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks assistant text for training; for serving it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares a mutable set)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models saw it in training: jinja2's own filter escapes HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class Renderer:
+    """Does jobs. Keeps compiled templates: a model has one or two."""
+
+    def __init__(self) -> None:
+        self._environment = _environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def answer(self, data: bytes) -> tuple[bytes, str]:
+        """How the job ended, and the text or the error. data: a pickled `Job`."""
+        try:
+            job: Job = pickle.loads(data)
+        except Exception as error:  # an object of a module that is not there
+            return REFUSAL, f"the chat template can be given plain values alone: {error}"
+        try:
+            if job.source not in self._compiled:
+                if len(self._compiled) > 8:
+                    self._compiled.clear()
+                self._compiled[job.source] = self._environment.from_string(job.source)
+            text = "" if job.variables is None else self._compiled[job.source].render(job.variables)
+        except jinja2.TemplateSyntaxError as error:
+            return SYNTAX, f"the chat template has a syntax error in line {error.lineno}: {error.message}"
+        except RecursionError:
+            what = "the chat template is" if job.variables is None else "the messages are"
+            return REFUSAL, f"{what} nested too deeply for the chat template's language"
+        except MemoryError:
+            return LIMIT, f"takes more than {MEMORY >> 20} MiB of memory"
+        # Not only TemplateError: a template may index a missing key, concatenate None, or divide by zero.
+        except Exception as error:
+            return REFUSAL, f"the chat template refuses these messages: {error}"
+        if len(text) > MOST_CHARACTERS:
+            return LIMIT, f"makes more than {MOST_CHARACTERS} characters"
+        return TEXT, text
+
+
+def main(conn: Connection) -> None:
+    """Answers until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is there already
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    renderer = Renderer()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            data = conn.recv_bytes()
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            kind, text = renderer.answer(data)
+            reply = kind + (text if kind == TEXT else text[:_MOST_MESSAGE]).encode(errors="surrogatepass")
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            conn.send_bytes(reply)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
