@@ -16,6 +16,7 @@ from draftwing.config.trees import save_shape
 from draftwing.errors import ConfigError
 
 Run = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 
 
 def add_commands(commands: Any) -> dict[str, Run]:
@@ -60,6 +61,7 @@ def add_commands(commands: Any) -> dict[str, Run]:
     bench.add_argument("--temperature", type=float, default=0.0, metavar="FLOAT", help="0 is greedy (default: 0)")
     bench.add_argument("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")
     bench.add_argument("--output", metavar="FILE", help="append the JSON lines to this file, too")
+    bench.add_argument("--plot", metavar="FILE.svg", help="draw throughput, accepted drafts and latency, or the sweep")
     bench.add_argument(
         "--check-card",
         metavar="HEAD",
@@ -178,16 +180,19 @@ def run_bench(arguments: dict[str, Any]) -> None:
 
     own = _taken(
         arguments, "url", "concurrency", "num_prompts", "prompts", "max_tokens", "temperature", "ignore_eos", "output",
-        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card",
+        "sweep", "save_shape", "steps", "topk", "draft_tokens", "check_card", "plot",
     )  # fmt: skip
+    measured = own["url"] or arguments.get("model", Options.model)
     if own["save_shape"] and not own["sweep"]:
         raise ConfigError("--save-shape needs --sweep, which finds the shape")
     if own["check_card"] is not None and own["sweep"]:
         raise ConfigError("--check-card and --sweep measure different things: give one of them")
+    if own["check_card"] is not None and own["plot"] is not None:
+        raise ConfigError("--plot draws throughput; --check-card measures none")
     params = {name: own[name] for name in ("temperature", "ignore_eos")} | {"max_new_tokens": own["max_tokens"]}
     prompts = [] if own["check_card"] is not None else bench.load_prompts(own["prompts"], own["num_prompts"])
     logging.getLogger("draftwing").setLevel(arguments.get("log_level", "warning").upper())
-    with _printer(own["output"]) as emit:
+    with _printer(own["output"]) as printed, _drawn(own["plot"], f"draftwing bench: {measured}", printed) as emit:
         for name in ("sweep", "check_card"):
             if own["url"] is not None and own[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} starts engines of its own; it does not go with --url")
@@ -232,7 +237,7 @@ def _refuse_options(arguments: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _printer(path: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _printer(path: str | None) -> Iterator[Emit]:
     """Prints records as JSON lines, and appends them to a file where one is named."""
     with contextlib.ExitStack() as stack:
         try:
@@ -247,6 +252,26 @@ def _printer(path: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
                 print(line, file=file, flush=True)
 
         yield emit
+
+
+@contextlib.contextmanager
+def _drawn(path: str | None, title: str, emit: Emit) -> Iterator[Emit]:
+    """`emit`, and at the end a picture of what it was given, where a file is named."""
+    if path is None:
+        yield emit
+        return
+    from draftwing.cli.plot import plot
+
+    if not path.endswith(".svg") or not Path(path).parent.is_dir():
+        raise ConfigError(f"--plot writes an .svg file into a folder that is there; found {path}")
+    records: list[dict[str, Any]] = []
+
+    def kept(record: dict[str, Any]) -> None:
+        records.append(record)
+        emit(record)
+
+    yield kept
+    Path(path).write_text(plot(records, title), encoding="utf-8")
 
 
 def _rounded(value: Any) -> Any:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 from draftwing.engine.session import Session
@@ -126,10 +127,17 @@ def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any]
         "accept_length": 1 + correct / steps if steps else 1.0,
         "accept_rate": correct / proposed if proposed else 0.0,
     }
+    record["accept_by_depth"] = _by_depth([sample.meta.get("spec_correct_drafts_histogram", ()) for sample in samples])
     simulated = next((sample.meta["simulated"] for sample in samples if "simulated" in sample.meta), None)
     record |= {"simulated": simulated} if simulated else {}
     stages = target.stages()
     return record | ({"step_ms": stages} if stages else {})
+
+
+def _by_depth(histograms: Sequence[Sequence[int]]) -> list[float]:
+    """Shares of the steps that accepted at least 1, 2, ... drafts. histograms: steps by accepted drafts."""
+    steps = [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
+    return [sum(steps[depth:]) / sum(steps) for depth in range(1, len(steps))] if sum(steps) else []
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
