@@ -3,8 +3,9 @@
     python benchmarks/agent_edits.py --out edits.json [--drafters EAGLE3,SUFFIX,EAGLE3+SUFFIX] [--sessions 4]
 
 Each session has one file of this package and a few renamings of names in it. A turn shows what was said so far and asks
-for the next version of the file; what the session goes on with is the right version, not what the model wrote, so that
-every engine has the same text before it. Prompts grow by what the prefix cache has.
+for something to be written about the file, a test or a review, and then for its next version. What the session goes on
+with is the right version, not what the model wrote, so that every engine has the same text before it. Prompts grow by
+what the prefix cache has. `--written 0` leaves out what is not copied.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from load_runs import Job, add_arguments, drive, let_go, listed, machine, make_engine, name_of, sampling, watched
 
 CODE = Path(__file__).parents[1] / "src" / "draftwing"
+WRITTEN = 120  # tokens of an answer that is written freely
 GIVEN = 3  # first versions that are not asked for: a small model copies what it saw copied
 FEWEST_NAMES = 8  # that can be renamed in a file
+ASKED = (  # in turn, before an edit
+    "# test_file.py, for version {}, with pytest\n```python\nimport pytest\n",
+    "# What version {} of file.py is for, and how it does it, in plain words:\n",
+    "# A new function that version {} of file.py lacks\n```python\ndef ",
+    "# A review of version {} of file.py: what can go wrong, and what should be simpler?\n",
+)
 
 
 def files(tokens: int, encode: Any) -> list[str]:
@@ -48,18 +56,26 @@ def names(lines: Sequence[str]) -> list[str]:
     return [word for word, count in words.most_common() if count > 1 and not keyword.iskeyword(word)]
 
 
-def session(text: str, turns: int, rng: random.Random) -> list[tuple[str, str]]:
-    """(prompt, right answer) of each turn, after the first `GIVEN` versions."""
+class Turn(NamedTuple):
+    """What a session asks for. answer: the right one, as long as the model's; None where it writes freely."""
+
+    prompt: str
+    answer: str | None
+
+
+def session(text: str, turns: int, rng: random.Random) -> list[Turn]:
+    """An answer that is written freely and an edit for each turn, after the first `GIVEN` versions."""
     some = rng.sample(names(text.splitlines())[:FEWEST_NAMES], turns + GIVEN)
-    said, found = f"# file.py, version 1\n```python\n{text}```\n", []
+    said, found = f"# file.py, version 1\n```python\n{text}```\n", list[Turn]()
     for turn, old in enumerate(some):
         new = f"{old}_{turn + 2}"
         text = re.sub(rf"\b{old}\b", new, text)
         first, rest = text.split("\n", 1)
+        asked = Turn(f"{said}\n{ASKED[turn % len(ASKED)].format(turn + 1)}", None)
         said += f"\n# file.py, version {turn + 2}: the same file with `{old}` renamed to `{new}`\n```python\n{first}\n"
-        found.append((said, rest))
+        found += [asked, Turn(said, rest)]
         said += rest + "```\n"
-    return found[GIVEN:]
+    return found[2 * GIVEN :]
 
 
 def copied(prompt: Sequence[int], answer: Sequence[int], length: int = 8) -> float:
@@ -69,15 +85,19 @@ def copied(prompt: Sequence[int], answer: Sequence[int], length: int = 8) -> flo
     return sum(run in known for run in runs) / len(runs) if runs else 0.0
 
 
-def run(engine: Any, sessions: Sequence[list[tuple[str, str]]], temperature: float) -> dict[str, Any]:
-    """All sessions at once, turn by turn."""
+def run(engine: Any, sessions: Sequence[list[Turn]], temperature: float, written: int = WRITTEN) -> dict[str, Any]:
+    """All sessions at once, turn by turn. temperature: of what is written freely, edits are greedy; written: tokens of
+    such an answer, 0 to leave these out."""
     assert engine.flush_cache()
     encode, seconds, tokens, shares = engine.tokenizer.encode, 0.0, 0, list[float]()
     with watched(engine) as steps:
         for turn in zip(*sessions, strict=True):
+            sizes = [written if one.answer is None else len(encode(one.answer)) for one in turn]
+            if not all(sizes):
+                continue
             jobs = [
-                Job(encode(prompt), sampling(temperature, len(encode(answer)), number))
-                for number, (prompt, answer) in enumerate(turn)
+                Job(encode(one.prompt), sampling(temperature if one.answer is None else 0.0, size, number))
+                for number, (one, size) in enumerate(zip(turn, sizes, strict=True))
             ]
             answers, took, _ = drive(engine, jobs, len(jobs))
             seconds += took
@@ -112,7 +132,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=1, help="at once")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--file-tokens", type=int, default=300)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--written", type=int, default=WRITTEN, help="tokens of an answer that is written freely")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of such an answer; edits are greedy")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -124,8 +145,8 @@ def main() -> None:
         rng = random.Random(0)
         texts = rng.sample(files(args.file_tokens, engine.tokenizer.encode), args.sessions + 1)
         warm, *sessions = [session(text, args.turns, rng) for text in texts]
-        run(engine, [warm[:1]], args.temperature)
-        results[drafter] = [run(engine, sessions, args.temperature) for _ in range(args.repeats)]
+        run(engine, [warm[:2]], args.temperature, args.written)
+        results[drafter] = [run(engine, sessions, args.temperature, args.written) for _ in range(args.repeats)]
         print(drafter, results[drafter][-1], flush=True)
         if args.out:
             about = {"machine": machine(), "options": args.options, "date": time.strftime("%Y-%m-%d")}

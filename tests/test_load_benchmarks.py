@@ -149,16 +149,20 @@ def test_sessions(modules: dict[str, ModuleType]) -> None:
     """A right answer follows its prompt in the next one, and has the new name where the file had the old one."""
     edits = modules["agent_edits"]
     text = "\n".join(f"word_{name} = word_{name}" for name in "abcdefgh") + "\n"
-    turns = edits.session(text, 3, random.Random(0))
+    asked, turns = (edits.session(text, 3, random.Random(0))[first::2] for first in (0, 1))
     for turn, ((prompt, answer), (after, _)) in enumerate(itertools.pairwise(turns), edits.GIVEN + 2):
         assert after.startswith(prompt + answer + "```\n")
         assert f"_{turn}`" in prompt.splitlines()[-3]
+    for turn, (before, (prompt, answer)) in enumerate(zip(asked, turns, strict=True), edits.GIVEN + 1):
+        assert before.answer is None and answer is not None
+        assert f"version {turn}" in before.prompt.removeprefix(prompt.rsplit("\n# file.py", 1)[0])
     assert all(turns[-1][0].count(f"version {turn}") == 1 for turn in range(1, edits.GIVEN + 5 - 1))
 
 
 def test_agent_run(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
-    turns = [("def f(a):\n", "  return a"), ("def f(a):\n  return a\ndef g(b):\n", "  return b")]
-    found = modules["agent_edits"].run(engines[1], [turns], 0.0)
+    turn = modules["agent_edits"].Turn
+    turns = [turn("def f(a):\n", "  return a"), turn("def f(a):\n  return a\ndef g(b):\n", None)]
+    found = modules["agent_edits"].run(engines[1], [turns], 0.0, 5)
     assert found["accept_length"] >= 1
     assert 0 <= found["copied"] <= 1
     assert modules["agent_edits"].copied([1, 2, 3, 4, 5], [2, 3, 4, 9], 2) == pytest.approx(2 / 3)

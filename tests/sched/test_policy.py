@@ -11,6 +11,7 @@ import pytest
 from draftwing.core import (
     LOOKUP_ALONE,
     MARK_ONE,
+    MARK_SOURCE,
     MARK_SURVIVAL,
     MARK_VERIFIED,
     MAX_CONFIDENCE,
@@ -250,6 +251,23 @@ def test_parts_of_a_tree_are_read_off_it(rows: int) -> None:
         for value, b in nodes[: rows * (part.queries - 1)]:
             expected[b] += value
         assert found == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: int) -> None:
+    """Depth 1 to 4, a node of each source and of both at each depth."""
+    both, alone = TreeShape(4, 4, 13), TreeShape(4, 4, 9, by=LOOKUP_ALONE)
+    depth = np.array([0, *(1 + n // 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
+    source = np.array([0, *(1 + n % 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
+    mark = depth + (source << MARK_SOURCE) + (int(0.5 * MARK_ONE) << MARK_SURVIVAL)
+    result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows), 0.005)
+    whole, looked_up = gains_by_row(result, [both, alone])
+    assert whole == pytest.approx([6.0] * rows, abs=0.01) and looked_up == pytest.approx([4.0] * rows, abs=0.01)
+    policy = MostTokens((both, alone, PLAIN), Prices((both, alone, PLAIN), True), least=1)
+    for _ in range(200):
+        policy.record(both, Load([3] * rows), result)
+    told = {one["shape"]: one["gain"] for one in policy.explain(Load([3] * rows))}
+    assert told[alone] == pytest.approx(4.0 * rows, rel=0.02)
 
 
 def test_menus() -> None:

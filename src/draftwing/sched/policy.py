@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from draftwing.core import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
+from draftwing.core import BOTH, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, PLAIN, StepResult, TreeShape
 from draftwing.sched.prices import Prices
 
 
@@ -167,14 +167,16 @@ class MostTokens:
         rates, prices, tokens = self._rates(load)
         if not prices:
             return self.menu[0]
-        best = max(rates, key=lambda i: rates[i])
-        plain = len(self.menu) - 1
-        if self._now == PLAIN and plain in rates and rates[best] < self.MARGIN * rates[plain]:
-            best = plain
+        best = self._best(rates)
         self._now = self.menu[best]
         self._allowance = min(self._allowance + self.PROBING * prices[best], 4 * prices[best])
         tried = self._to_try(best, rates, prices, tokens, load.confidences)
         return self.menu[best if tried is None else tried]
+
+    def _best(self, rates: dict[int, float]) -> int:
+        best, plain = max(rates, key=lambda i: rates[i]), len(self.menu) - 1
+        begins = self._now == PLAIN and plain in rates
+        return plain if begins and rates[best] < self.MARGIN * rates[plain] else best
 
     def _rates(self, load: Load) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
         """Tokens per second, seconds and tokens of each option that is possible."""
@@ -254,7 +256,7 @@ class MostTokens:
     def explain(self, load: Load) -> list[dict[str, Any]]:
         rates, prices, tokens = self._rates(load)
         batch = len(load.confidences)
-        chosen = max(rates, key=lambda i: rates[i]) if rates else len(self.menu) - 1
+        chosen = self._best(rates) if rates else len(self.menu) - 1
         return [
             {
                 "shape": shape,
@@ -277,6 +279,8 @@ def gains_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list[
     found = []
     for shape in options:
         worth = np.where(depth <= shape.depth, survival, 0.0)
+        if shape.by == LOOKUP_ALONE:
+            worth = np.where(result.source == MODEL, 0.0, worth)
         spare = rows * (shape.queries - 1)
         if spare < worth.size:
             least = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
@@ -288,25 +292,28 @@ def gains_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list[
 
 
 def _few_gains(result: StepResult, options: Sequence[TreeShape]) -> list[list[float]]:
+    known = (result.survival.tolist(), result.depth.tolist(), result.source.tolist())
     nodes = [
-        (value, level, row)
-        for row, (values, levels) in enumerate(zip(result.survival.tolist(), result.depth.tolist(), strict=True))
-        for value, level in zip(values, levels, strict=True)
+        (value, level, row, source)
+        for row, one in enumerate(zip(*known, strict=True))
+        for value, level, source in zip(*one, strict=True)
         if level
     ]
     rows, found = len(result.mark), []
     for shape in options:
         gains = [0.0] * rows
-        fitting = (node for node in nodes if node[1] <= shape.depth)
-        for value, _, row in heapq.nlargest(rows * (shape.queries - 1), fitting):
+        alone = shape.by == LOOKUP_ALONE
+        fitting = (node for node in nodes if node[1] <= shape.depth and not (alone and node[3] == MODEL))
+        for value, _, row, _ in heapq.nlargest(rows * (shape.queries - 1), fitting):
             gains[row] += value
         found.append(gains)
     return found
 
 
 def _is_part(part: TreeShape, whole: TreeShape) -> bool:
-    """Whether a tree of shape `whole` tells what one of shape `part` would have brought."""
-    if not part.depth or part.by != whole.by:
+    """Whether a tree of shape `whole` tells what one of shape `part` would have brought. One that two drafters made
+    tells what the lookup alone would have."""
+    if not part.depth or (part.by, whole.by) not in ((part.by, part.by), (LOOKUP_ALONE, BOTH)):
         return False
     return part.depth <= whole.depth and part.topk <= whole.topk and part.queries <= whole.nodes
 
