@@ -195,9 +195,26 @@ def test_conversations_are_kept_and_deleted(url: str, open_page: Open) -> None:
     titles = page.locator(".conversations .open")
     assert titles.all_text_contents() == ["Another thing", "One thing"]
     titles.nth(1).click()
-    assert page.locator(".message.user").text_content() == "One thing"
+    assert page.locator(".message.user .said").text_content() == "One thing"
     page.get_by_label("Delete One thing").click()
     assert "One thing" not in page.locator(".conversations").text_content()
+
+
+def test_ask_again_and_edit(url: str, open_page: Open, engine: FakeEngine) -> None:
+    page = open_page(url)
+    ask(page, "First try")
+    wait_for_end(page)
+    page.get_by_role("button", name="Ask again").click()
+    page.wait_for_selector("#send[data-stops]")
+    wait_for_end(page)
+    assert [request.prompt_ids for request in engine.requests[:1]] * 2 == [one.prompt_ids for one in engine.requests]
+    page.locator(".message.user").hover()
+    page.get_by_role("button", name="Edit").click()
+    assert page.locator("#question").input_value() == "First try" and page.locator(".message").count() == 0
+    page.keyboard.type(", second")
+    page.keyboard.press("Enter")
+    wait_for_end(page)
+    assert "user:First try, second" in engine.tokenizer.decode(engine.requests[-1].prompt_ids)
 
 
 def test_settings_reach_the_engine(url: str, open_page: Open, engine: FakeEngine) -> None:

@@ -126,7 +126,10 @@ export class Chat {
   }
 
   rendered(message, i) {
-    if (message.role === "user") return h("div", { class: "message user", "aria-label": "You" }, h("div", {}, message.content));
+    if (message.role === "user") {
+      const edit = h("button", { type: "button", class: "quiet", onclick: () => this.edit(i) }, "Edit");
+      return h("div", { class: "message user", role: "group", "aria-label": "You" }, edit, h("div", { class: "said" }, message.content));
+    }
     const last = i === this.conversation.messages.length - 1;
     message.views = message.answers.map((answer) => {
       const head = message.answers.length > 1 ? (answer.drafts ? "With drafts" : "Without drafts") : "";
@@ -162,6 +165,17 @@ export class Chat {
     conversation.messages.push({ role: "user", content });
     this.renderList();
     this.answer();
+  }
+
+  /** Takes a question back, and all that came after it. */
+  edit(i) {
+    if (this.running) return;
+    this.question.value = this.conversation.messages[i].content;
+    this.conversation.messages.length = i;
+    this.store.save();
+    this.render();
+    this.fit();
+    this.question.focus();
   }
 
   again() {

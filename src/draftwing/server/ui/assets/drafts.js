@@ -6,6 +6,7 @@ import { drawTree, inWords } from "./tree.js";
 
 const LIVE = 260; // milliseconds between two trees while an answer runs: eyes are slower than steps
 const PLAY = 650;
+const FEW = 20, MANY = 160; // steps that the time line has room for
 const WHO = { model: "draft model", lookup: "lookup in earlier text", both: "both", other: "drafter" };
 
 export class Drafts {
@@ -39,7 +40,7 @@ export class Drafts {
     this.nothing = h("p", { class: "nothing" });
     this.bars.addEventListener("click", (event) => {
       const box = this.bars.getBoundingClientRect();
-      this.go(Math.floor(((event.clientX - box.left) / box.width) * wide(this.trace.steps)));
+      this.go(this.from + Math.floor(((event.clientX - box.left) / box.width) * this.wide));
     });
     this.tokens.addEventListener("click", (event) => {
       const step = event.target.dataset?.step;
@@ -170,15 +171,17 @@ export class Drafts {
 
   drawBars() {
     const { steps } = this.trace;
-    const most = Math.max(4, ...steps.map((step) => step.tokens.length));
-    const svg = s("svg", { viewBox: `0 0 ${wide(steps)} ${most}`, preserveAspectRatio: "none", "aria-hidden": "true" });
-    svg.append(s("rect", { class: "now", x: this.at, y: 0, width: 1, height: most }));
-    const gap = steps.length > 150 ? 0 : 0.14;
-    steps.forEach((step, at) => {
+    this.wide = Math.min(Math.max(steps.length, FEW), MANY);
+    this.from = Math.max(Math.min(this.at - Math.floor(MANY * 0.75), steps.length - this.wide), 0);
+    const seen = steps.slice(this.from, this.from + this.wide);
+    const most = Math.max(4, ...seen.map((step) => step.tokens.length));
+    const svg = s("svg", { viewBox: `0 0 ${this.wide} ${most}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+    svg.append(s("rect", { class: "now", x: this.at - this.from, y: 0, width: 1, height: most }));
+    seen.forEach((step, at) => {
       const accepted = acceptedOf(step);
       step.tokens.forEach((_, i) => {
         const kind = i < accepted.length ? classOf(accepted[i]) : "own";
-        svg.append(s("rect", { class: kind, x: at + gap / 2, y: most - i - 1 + 0.06, width: 1 - gap, height: 0.88 }));
+        svg.append(s("rect", { class: kind, x: at + 0.07, y: most - i - 1 + 0.06, width: 0.86, height: 0.88 }));
       });
     });
     this.bars.replaceChildren(svg);
@@ -203,9 +206,6 @@ export class Drafts {
     if (first) this.tokens.scrollTop = first.offsetTop - this.tokens.offsetTop - 50;
   }
 }
-
-/** Steps that there is room for in the time line: few steps do not make broad bars. */
-const wide = (steps) => Math.max(steps.length, 20);
 
 /** The step to begin with: the first of those in which the most drafts were right. */
 function best(steps) {

@@ -3,6 +3,7 @@
 const NAME = "draftwing-conversations";
 const SETTINGS = "draftwing-settings";
 const MOST = 100;
+const PASSING = new Set(["trace", "running", "views", "verdict"]);
 
 /** A conversation: { id, title, system, messages }; a message: { role, content } and what was measured of an answer. */
 export class Store {
@@ -26,7 +27,7 @@ export class Store {
   /** Empty conversations are not worth keeping; what draws a tree is too large to keep. */
   save() {
     const kept = this.conversations.filter((one) => one.messages.length);
-    write(NAME, kept, (name, value) => (name === "trace" ? undefined : value));
+    write(NAME, kept, (name, value) => (PASSING.has(name) ? undefined : value));
   }
 
   saveSettings() {
