@@ -26,6 +26,8 @@ export class Drafts {
     this.title = h("h2", {}, "Drafts");
     this.counter = h("span", { class: "note" });
     this.says = h("p", { class: "says" });
+    this.why = h("p", { class: "note" }, "Nothing was drafted for this answer: at the load of the moment the engine found ",
+      "steps without drafts faster, or had nothing to propose. ", h("a", { href: "#engine" }, "What the policy chooses"));
     this.tree = h("div", { class: "tree", tabindex: "0", "aria-label": "Tree of drafts" });
     this.numbers = h("dl", { class: "numbers" });
     this.bars = h("div", { class: "bars" });
@@ -46,7 +48,7 @@ export class Drafts {
       const step = event.target.dataset?.step;
       if (step !== undefined) this.go(Number(step));
     });
-    this.parts = [this.says, this.tree, this.legend(), this.steps, this.numbers, this.tokens];
+    this.parts = [this.says, this.why, this.tree, this.legend(), this.steps, this.numbers, this.tokens];
     byId("drafts").append(h("div", { class: "drafts-head" }, this.title, this.counter), this.nothing, ...this.parts, this.explained());
   }
 
@@ -153,6 +155,8 @@ export class Drafts {
     this.slider.max = steps.length - 1;
     this.slider.value = this.at;
     this.place.textContent = `${number(step.seconds * 1000, 1)} ms`;
+    const never = this.trace.drafts && steps.length > 4 && !steps.some((one) => one.nodes.length);
+    this.why.hidden = !never;
     this.drawNumbers();
     this.drawBars();
     this.drawTokens();
@@ -165,7 +169,7 @@ export class Drafts {
     const rate = figures?.();
     this.numbers.replaceChildren(
       one("Tokens per step", number(trace.perStep, 2), ""),
-      one("Forwards", number(steps), `for ${number(trace.tokens)} tokens`),
+      one(`Forwards for ${number(trace.tokens)} tokens`, number(steps), ""),
       one("Speed", rate ? number(rate) : "–", "tokens/s"));
   }
 

@@ -120,7 +120,8 @@ function depths(drafters) {
   const shown = Object.entries(drafters).filter(([, one]) => one.drafts);
   if (!shown.length) return sub("Nothing was drafted yet.");
   return shown.map(([name, one]) => {
-    const deep = one.accepted_at.map((count) => count / one.drafts).slice(0, 12);
+    const deepest = one.accepted_at.findLastIndex((count) => count > 0);
+    const deep = one.accepted_at.slice(0, Math.min(deepest + 1, 12)).map((count) => count / one.drafts);
     const colour = /NGRAM|SUFFIX|prediction/.test(name) ? "by-lookup" : "by-model";
     return h("div", { class: "drafter" },
       sub(`${name}: ${number(1 + one.accepted / one.drafts, 2)} tokens per draft, ${number((100 * one.accepted) / one.proposed)}% of ${number(one.proposed)} accepted`),
