@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+
+
+def visible(text: str) -> str:
+    """Text with escapes in place of what does not print: controls of terminals, ends of lines, marks of direction."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+class LineFormatter(logging.Formatter):
+    """Clients' texts reach the log, in messages and in exceptions. Further lines of one message are indented, so that
+    no line looks like a message of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).split("\n")
+        return "\n    ".join(visible(line.replace("\t", "    ")) for line in lines)
 
 
 def configure_logging(level: str) -> None:
     """One line per message on standard error, for the engine and uvicorn alike."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(LineFormatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     for name in ("draftwing", "uvicorn"):
         log = logging.getLogger(name)
         log.handlers = [handler]

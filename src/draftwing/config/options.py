@@ -67,6 +67,16 @@ class Options:
     api_key: str | None = option(
         None, SERVER, "key that clients must send as a bearer token, except to /health (default: no key)"
     )
+    admin_api_key: str | None = option(
+        None, SERVER, "key that alone may use /abort_request and /flush_cache (default: the one of --api-key)"
+    )
+    api_key_file: str | None = option(
+        None, SERVER, "TOML file of several keys, with names and limits of requests and tokens per minute"
+    )
+    public_endpoints: str = option(
+        "none", SERVER, "what may be read without a key, beside /health and the files of the page",
+        choices=("none", "metrics", "docs", "all"),
+    )  # fmt: skip
     max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
     max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)
     request_timeout: float | None = option(

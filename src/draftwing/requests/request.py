@@ -74,7 +74,7 @@ class GenerationRequest(NamedTuple):
 
     limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.
-    traced: its outputs tell what was drafted for it.
+    traced: its outputs tell what was drafted for it.  client: the name of the API key that asked, where there are keys.
     """
 
     uid: str
@@ -88,6 +88,7 @@ class GenerationRequest(NamedTuple):
     name: str = ""
     terms: Terms | None = None
     traced: bool = False
+    client: str = ""
 
 
 class Speculation(NamedTuple):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import draftwing
+from draftwing.config.api_keys import read_keys
+from draftwing.config.options import Options
 from draftwing.server.anthropic.routes import add_anthropic_routes
 from draftwing.server.border.bodies import BodyLimit
+from draftwing.server.border.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck
 from draftwing.server.chat import Chats
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.http import error_response, install_error_handlers
+from draftwing.server.http import install_error_handlers
 from draftwing.server.native.routes import add_native_routes
 from draftwing.server.openai.routes import add_openai_routes
 from draftwing.server.service import Service
@@ -32,15 +32,18 @@ def create_app(
     """The application; its lifespan starts the engine's supervision and ends the engine's process.
 
     drain: seconds that the engine gets to end its last step.  watchers: of requests; closed at the end.
+    Raises ConfigError for keys that cannot be read.
     """
+    keys = read_keys(engine.info.options)
     service = Service(engine, tokenizer)
+    allowances = Allowances(keys)
     metrics = Metrics(
         service.model,
         lambda: engine.info.max_total_tokens,
         engine.stats,
         service.options.drafts,
     )
-    engine.observer = observer = Observer([metrics.requests, *watchers])
+    engine.observer = observer = Observer([metrics.requests, allowances, *watchers])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,29 +64,15 @@ def create_app(
     if not service.options.disable_ui:
         add_ui_routes(app, service)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
-    if service.options.api_key is not None:
-        app.add_middleware(KeyCheck, key=service.options.api_key)
+    if keys:
+        closed = service.options.api_key is not None or service.options.api_key_file is not None
+        app.add_middleware(KeyCheck, keys=keys, closed=closed, allowances=allowances, free=_free(service.options))
     app.add_middleware(observer.middleware)
     return app
 
 
-class KeyCheck:
-    """Answers 401 to everything but health checks and the page's own files that has neither
-    `Authorization: Bearer KEY` nor, as Anthropic's clients send it, `x-api-key: KEY`."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        free = scope["type"] != "http" or scope["path"].startswith("/health") or scope["method"] == "OPTIONS"
-        if not free and not is_file(scope["path"]):
-            headers = dict(scope["headers"])
-            given = headers.get(b"authorization", b"")
-            # Both are compared in any case: how long it takes tells nothing.
-            bearer = hmac.compare_digest(given, b"Bearer " + self._key)
-            if not hmac.compare_digest(headers.get(b"x-api-key", b""), self._key) and not bearer:
-                response = error_response(Request(scope), 401, "a valid API key is needed: Authorization: Bearer KEY")
-                response.headers["www-authenticate"] = "Bearer"
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+def _free(options: Options) -> Callable[[str], bool]:
+    """Whether a path may be read without a key."""
+    groups = {"metrics": METRICS_PATHS, "docs": DOCS_PATHS}
+    paths = FREE_PATHS.union(*(group for name, group in groups.items() if options.public_endpoints in (name, "all")))
+    return lambda path: path in paths or is_file(path)

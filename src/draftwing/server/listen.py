@@ -87,7 +87,8 @@ class Server(uvicorn.Server):
             logger.info("ready: %s/v1", self._url)
             if not self._engine.info.options.disable_ui:
                 logger.info("a page to chat and to watch the drafts: %s", self._url)
-            has_key = self._engine.info.options.api_key is not None
+            options = self._engine.info.options
+            has_key = options.api_key is not None or options.api_key_file is not None
             logger.info(
                 "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",
                 self._url,

@@ -8,11 +8,12 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from draftwing.config.api_keys import ApiKey, read_keys
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineLink
 from draftwing.errors import ConfigError
@@ -31,7 +32,7 @@ def serve(options: Options) -> None:
     with terminable(), bind(options.host, options.port) as sock:
         if options.trust_remote_code:
             logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
-        watchers = open_watchers(options)
+        watchers = open_watchers(options, read_keys(options))
         # Here, so that only one process downloads; the engine's then finds the files.
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
         spawn = partial(EngineLink, options)
@@ -57,13 +58,13 @@ def serve(options: Options) -> None:
             (engine.link if engine is not None else link).close(0)
 
 
-def open_watchers(options: Options) -> list[Watcher]:
-    """Who watches requests beside the metrics. Raises ConfigError."""
+def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher]:
+    """Who watches requests beside the metrics. keys: that no log shows. Raises ConfigError."""
     watchers: list[Watcher] = []
     if options.log_requests:
         from draftwing.server.telemetry.request_log import RequestLog
 
-        watchers.append(RequestLog(options.log_requests_level, options.api_key))
+        watchers.append(RequestLog(options.log_requests_level, [one.key for one in keys]))
     if options.otlp_traces_endpoint is not None:
         from draftwing.server.telemetry.tracing import open_tracing
 

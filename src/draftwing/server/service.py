@@ -15,6 +15,7 @@ from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.border.keys import client
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.lanes import Lanes
 from draftwing.server.schema import Asking, split_prompts
@@ -119,6 +120,7 @@ class Service:
             raise RequestError(f"one request takes at most {MAX_ANSWERS} answers; found {count}", "n")
         id = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
+        shared["client"] = client.get()
         if predicted:
             shared["prediction"] = tuple((await self.tokenize([predicted], "prediction", add_special_tokens=False))[0])
         asked = [request._replace(name=request.name or id, **shared) for request in requests]

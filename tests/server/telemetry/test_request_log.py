@@ -29,7 +29,7 @@ def log_of(
 ) -> list[dict[str, Any]]:
     engine = FakeEngine(Options(random_seed=7, api_key=key))
     stream = io.StringIO()
-    watchers = [RequestLog(level, key, stream)]
+    watchers = [RequestLog(level, [key] if key else [], stream)]
     headers = {"authorization": f"Bearer {key}".encode()} if key else {}
     with TestClient(create_app(local(engine), engine.tokenizer, 5.0, watchers), headers=headers) as client:
         for body in bodies:
@@ -116,7 +116,7 @@ def test_the_key_at_the_end_of_what_is_kept() -> None:
     """Characters of four bytes before a long key: more has to be kept than is shown, to know it."""
     key, stream, engine = "sekrit-" + "k" * 40, io.StringIO(), FakeEngine()
     body = ("\U0001f600" * (BEGINNING - 7) + key).encode()
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(2, key, stream)])) as client:
+    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(2, [key], stream)])) as client:
         client.post("/generate", content=body, headers={"content-type": "application/json"})
     line = json.loads(stream.getvalue())
     assert line["request"].startswith("\U0001f600") and "sekrit" not in line["request"]
@@ -142,7 +142,7 @@ def test_no_more_is_kept_than_is_wanted() -> None:
 def test_unauthorized_requests_are_logged() -> None:
     stream = io.StringIO()
     engine = FakeEngine(Options(random_seed=7, api_key=KEY))
-    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(0, KEY, stream)])) as client:
+    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(0, [KEY], stream)])) as client:
         client.post("/generate", json={"text": "x"}, headers={"authorization": "Bearer wrong-key"})
     line = json.loads(stream.getvalue())
     assert line["status"] == 401 and "wrong-key" not in stream.getvalue()
@@ -151,7 +151,7 @@ def test_unauthorized_requests_are_logged() -> None:
 def test_a_client_that_goes_away() -> None:
     """An answer that is unfinished when the response ends is aborted."""
     stream = io.StringIO()
-    observer = Observer([RequestLog(0, None, stream)])
+    observer = Observer([RequestLog(0, [], stream)])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         observer.begin("job", [GenerationRequest("u", [1, 2], SamplingParams())])
@@ -176,3 +176,16 @@ def test_what_fails_to_write_harms_nobody() -> None:
     engine = FakeEngine()
     with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [Broken()])) as client:
         assert client.post("/generate", json={"text": "abc"}).status_code == 200
+
+
+def test_what_does_not_print_is_escaped() -> None:
+    hostile = "a\x9b\x7f\u2028\u202e\u2066é"
+    (line,) = log_of(3, {"text": hostile})
+    assert hostile in line["request"] and line["output"] == [hostile]  # as JSON reads it; what is written is below
+    stream = io.StringIO()
+    engine = FakeEngine(Options(random_seed=7))
+    with TestClient(create_app(local(engine), engine.tokenizer, 5.0, [RequestLog(3, [], stream)])) as client:
+        client.post("/generate?%C2%9B%E2%80%AE", content=json.dumps({"text": hostile}, ensure_ascii=False).encode())
+        client.post("/%C2%9B%7F%E2%80%AE", json={})
+    assert len(stream.getvalue().splitlines()) == 2
+    assert all(line.isprintable() for line in stream.getvalue().splitlines())

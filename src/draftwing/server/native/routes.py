@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import shlex
 import sys
 import time
@@ -20,6 +21,7 @@ from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, Chats
+from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import read_body, respond, schema, unless_disconnected
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
@@ -27,6 +29,7 @@ from draftwing.server.openai.schema import conversation
 from draftwing.server.service import Service
 
 HEALTH_SECONDS = 20  # how long /health_generate waits for its token
+PROBE_SECONDS = 1.0  # how long a token is proof enough
 
 
 def add_native_routes(app: FastAPI, service: Service, chats: Chats) -> None:
@@ -65,8 +68,38 @@ def _add_generate(app: FastAPI, service: Service) -> None:
         return Response(status_code=200)
 
 
+class Probe:
+    """Asks the engine for a token. Needs no key, so it costs no more than one at a time, and one a second."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._running: asyncio.Task[bool] | None = None
+        self._ended = -math.inf
+
+    async def ask(self) -> bool:
+        """Whether a token came, now or within the last second."""
+        fresh = time.monotonic() - self._ended < PROBE_SECONDS and self._engine.healthy
+        if self._running is None or (self._running.done() and not fresh):
+            self._running = asyncio.ensure_future(self._try())
+        return await asyncio.shield(self._running)  # whoever leaves does not end it for the others
+
+    async def _try(self) -> bool:
+        request = GenerationRequest(
+            uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        )
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                async for _ in self._engine.generate(request):
+                    pass
+        except (EngineDead, TimeoutError):
+            return False
+        self._ended = time.monotonic()
+        return True
+
+
 def _add_operations(app: FastAPI, service: Service) -> None:
     engine = service.engine
+    probe = Probe(engine)
 
     @app.get("/health")
     async def health() -> Response:
@@ -74,17 +107,8 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
-        """As /health, but the engine has to give a token."""
-        probe = GenerationRequest(
-            uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        )
-        try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                async for _ in engine.generate(probe):
-                    pass
-        except (EngineDead, TimeoutError):
-            return Response(status_code=503)
-        return Response(status_code=200)
+        """As /health, but the engine has to give a token; it gives one a second at most, however many ask."""
+        return Response(status_code=200 if await probe.ask() else 503)
 
     @app.get("/get_model_info", include_in_schema=False)
     @app.get("/model_info")
@@ -128,9 +152,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 async def _server_info(service: Service) -> dict[str, Any]:
     info, stats = service.engine.info, await service.engine.stats()
     options = dataclasses.asdict(info.options)
-    key = options.pop("api_key")
-    # Masked before it is quoted: quotes inside a key would hide it from the search.
-    words = sys.argv if key is None else [word.replace(key, "***") for word in sys.argv]
+    # Masked before they are quoted: quotes inside a key would hide it from the search.
+    words = sys.argv
+    for key in filter(None, (options.pop("api_key"), options.pop("admin_api_key"))):
+        words = [word.replace(key, "***") for word in words]
     return {
         **options,
         **info.options.label,

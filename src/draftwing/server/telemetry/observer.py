@@ -20,7 +20,7 @@ from draftwing.core import Output
 from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
-UNOBSERVED = ("/health", "/metrics", "/ui/")  # how paths begin that are asked for by machines, again and again
+UNOBSERVED = frozenset({"/health", "/health_generate", "/metrics"})  # asked for by machines, again and again
 
 
 class Text(Protocol):
@@ -62,6 +62,7 @@ class HttpRecord:
     ended: float = 0.0
     id: str = ""  # by which the client can abort it
     model: str | None = None  # that was asked for
+    client: str = ""  # name of its API key, once it asked the engine
     answers: list[AnswerRecord] = field(default_factory=list)
 
 
@@ -120,6 +121,7 @@ class Observer:
             one = AnswerRecord(request, arrived, answers[i] if answers else None, number=self._begun)
             self._open[request.uid] = one
             if record is not None:
+                record.client = request.client
                 record.answers.append(one)
             self._tell("began", one)
 
@@ -172,7 +174,7 @@ class Observer:
         """Returns the application, observed. For `add_middleware`, last, so that it sees what the others refuse."""
 
         async def observed(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"].startswith(UNOBSERVED):
+            if scope["type"] != "http" or scope["path"] in UNOBSERVED or scope["path"].startswith("/ui/"):
                 await app(scope, receive, send)
             else:
                 await self._observe(app, scope, receive, send)

@@ -2,7 +2,7 @@
 
 What is in it depends on the level, as in SGLang: 0 sizes, times and how it ended; 1 the sampling parameters too; 2 the
 beginnings of request and answers; 3 all of them. Below 2 nothing that a user or the model wrote is in a line: of stop
-strings, bad words and grammars there is the number or the kind. The server's API key is in none.
+strings, bad words and grammars there is the number or the kind. API keys are in none.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from draftwing.log import visible
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.sampling_params import LogitsProcessorSpec, SamplingParams
 from draftwing.server.telemetry.observer import AnswerRecord, HttpRecord, Watcher
@@ -24,11 +26,13 @@ _MOST = 200  # characters of what a client chooses: paths and ids
 class RequestLog(Watcher):
     """Writes the lines."""
 
-    def __init__(self, level: int = 0, api_key: str | None = None, stream: TextIO | None = None) -> None:
-        """stream: standard error if not given."""
-        self._level, self._key = level, api_key
+    def __init__(self, level: int = 0, secrets: Sequence[str] = (), stream: TextIO | None = None) -> None:
+        """secrets: keys that are in no line.  stream: standard error if not given."""
+        # The longest first: another one may be a part of it.
+        self._level, self._secrets = level, sorted(secrets, key=len, reverse=True)
         # At level 2 more than is shown: a key that is cut off at the end would not be recognised.
-        self.body_bytes = (0, 0, 4 * BEGINNING + len((api_key or "").encode()), None)[level]
+        longest = max((len(one.encode()) for one in secrets), default=0)
+        self.body_bytes = (0, 0, 4 * BEGINNING + longest, None)[level]
         # A logger of its own, for its handling of streams that fail; it is not among those that have names.
         self._log = logging.Logger("draftwing.requests", logging.INFO)
         self._log.addHandler(logging.StreamHandler(stream or sys.stderr))
@@ -40,12 +44,13 @@ class RequestLog(Watcher):
         if self._level >= 2:
             line["request"] = record.body.decode(errors="replace")
             line["output"] = [answer.answer.text if answer.answer is not None else "" for answer in record.answers]
-        self._log.info("%s", json.dumps(self._clean(line), ensure_ascii=False))
+        self._log.info("%s", visible(json.dumps(self._clean(line), ensure_ascii=False)))
 
     def _clean(self, value: Any) -> Any:
         """Removes the API key, and cuts texts to what the level allows."""
         if isinstance(value, str):
-            value = value.replace(self._key, "***") if self._key else value
+            for secret in self._secrets:
+                value = value.replace(secret, "***")
             return value if self._level > 2 or len(value) <= BEGINNING else value[:BEGINNING] + "..."
         if isinstance(value, dict):
             return {key: self._clean(one) for key, one in value.items()}
@@ -60,6 +65,7 @@ def metadata(record: HttpRecord) -> dict[str, Any]:
         "id": record.id[:_MOST],
         "method": record.method,
         "path": record.path[:_MOST],
+        **({"client": record.client} if record.client else {}),
         "status": record.status,
         "seconds": round(record.ended - record.arrived, 6),
         "request_bytes": record.received,

@@ -1,0 +1,83 @@
+"""The keys of a server's clients: from `--api-key`, `--admin-api-key` and `--api-key-file`."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from draftwing.config.options import Options
+from draftwing.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_OTHERS = 0o077  # permissions of everyone but a file's owner
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A client's key.
+
+    name: by which logs know the client, and by which its requests are served in turn.  admin: whether it may use the
+    endpoints that concern other clients' requests.  Limits are for each minute; None is no limit.
+    """
+
+    name: str
+    key: str = field(repr=False)
+    admin: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+def read_keys(options: Options) -> tuple[ApiKey, ...]:
+    """All keys that clients may have; none where everyone may use the server. Raises ConfigError."""
+    keys: list[ApiKey] = []
+    if options.api_key_file is not None:
+        if options.api_key is not None:
+            raise ConfigError("api_key and api_key_file exclude each other; put the key into the file")
+        keys = _from_file(Path(options.api_key_file).expanduser())
+    elif options.api_key is not None:
+        keys = [ApiKey("api_key", options.api_key, admin=options.admin_api_key is None)]
+    if options.admin_api_key is not None:
+        keys.append(ApiKey("admin_api_key", options.admin_api_key, admin=True))
+    for i, one in enumerate(keys):
+        twin = next((other for other in keys[:i] if other.key == one.key), None)
+        if twin is not None:
+            raise ConfigError(f"the keys of {twin.name!r} and {one.name!r} are the same; each needs its own")
+    return tuple(keys)
+
+
+def _from_file(path: Path) -> list[ApiKey]:
+    try:
+        with path.open("rb") as file:
+            others = path.stat().st_mode & _OTHERS
+            tables = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"api_key_file {str(path)!r} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {str(path)!r} is not valid TOML: {error}") from None
+    if others:
+        logger.warning("api_key_file %s is not its owner's alone: chmod 600 %s", path, path)
+    if not tables:
+        raise ConfigError(f"api_key_file {str(path)!r} has no key; expected a table for each, as [name] and key = ...")
+    return [_from_table(f"api_key_file {str(path)!r}: [{name}]", name, table) for name, table in tables.items()]
+
+
+def _from_table(where: str, name: str, table: Any) -> ApiKey:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table with a key; found {type(table).__name__}")
+    known = [one.name for one in fields(ApiKey) if one.name != "name"]
+    for setting, value in table.items():
+        if setting not in known:
+            raise ConfigError(f"{where} has an unknown setting {setting!r}; expected {', '.join(known)}")
+        kind: Any = {"key": str, "admin": bool}.get(setting, int)
+        if type(value) is not kind or (kind is int and value < 1):
+            expected = {str: "a text", bool: "true or false", int: "a whole number of at least 1"}[kind]
+            found = "another type" if setting == "key" else repr(value)  # a key is in no message
+            raise ConfigError(f"{where} {setting} must be {expected}; found {found}")
+    key = table.get("key", "")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where} key must be a text of visible ASCII characters, which a header can hold")
+    return ApiKey(name, **table)

@@ -1,0 +1,137 @@
+"""Who may use the server, and how much: checked for every route and method, before anything else is done."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from draftwing.config.api_keys import ApiKey
+from draftwing.server.http import error_response
+from draftwing.server.telemetry.observer import AnswerRecord, Watcher
+
+ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})  # they concern what other clients do
+FREE_PATHS = frozenset({"/health", "/health_generate"})
+METRICS_PATHS = frozenset({"/metrics"})
+DOCS_PATHS = frozenset({"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+
+client: ContextVar[str] = ContextVar("draftwing_client", default="")
+"""The name of the key of the current HTTP request; empty where none was needed."""
+
+
+class Bucket:
+    """What is left of an allowance that comes back evenly, and of which a minute's worth may be kept."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self._most, self._clock = float(per_minute), clock
+        self._left, self._at = self._most, clock()
+
+    def take(self, amount: float) -> None:
+        """May leave less than nothing."""
+        self._left = self._now() - amount
+
+    def wait(self, amount: float) -> float:
+        """Seconds until so much is there."""
+        self._left = self._now()
+        return max(amount - self._left, 0) * 60 / self._most
+
+    def _now(self) -> float:
+        before, self._at = self._at, self._clock()
+        return min(self._left + (self._at - before) * self._most / 60, self._most)
+
+
+class Allowances(Watcher):
+    """What is left of each key's limits. Tokens are counted as they come: the prompt when a request begins, those of
+    answers one by one. So a request is let in while there is something left, and those after it pay what it took."""
+
+    def __init__(self, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests = {k.name: Bucket(k.requests_per_minute, clock) for k in keys if k.requests_per_minute}
+        self._tokens = {k.name: Bucket(k.tokens_per_minute, clock) for k in keys if k.tokens_per_minute}
+        self._prompt: list[int] | None = None  # the newest one: n answers to a prompt count it once
+
+    def ask(self, name: str) -> tuple[float, str]:
+        """Counts a request of this key. Returns the seconds after which to try again, 0 for now, and what is used up;
+        then it does not count."""
+        requests, tokens = self._requests.get(name), self._tokens.get(name)
+        if requests is not None and (seconds := requests.wait(1)) > 0:
+            return seconds, "requests"
+        if tokens is not None and (seconds := tokens.wait(1)) > 0:
+            return seconds, "tokens"
+        if requests is not None:
+            requests.take(1)
+        return 0, ""
+
+    def began(self, answer: AnswerRecord) -> None:
+        prompt, bucket = answer.request.prompt_ids, self._tokens.get(answer.request.client)
+        if bucket is not None and prompt is not self._prompt:
+            bucket.take(len(prompt))
+        self._prompt = prompt
+
+    def progressed(self, answer: AnswerRecord, before: float | None, now: float, tokens: int) -> None:
+        bucket = self._tokens.get(answer.request.client)
+        if bucket is not None:
+            bucket.take(tokens)
+
+
+class KeyCheck:
+    """Answers 401 to who has no key and needs one, 403 to a key that may not do this, 429 to one that has used up its
+    limits. A key comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, as `x-api-key: KEY`."""
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[ApiKey], closed: bool, allowances: Allowances, free: Callable[[str], bool]
+    ) -> None:
+        """closed: whether every client needs a key, or only what `ADMIN_PATHS` has.  free: whether a path may be read
+        without one in any case."""
+        self._app, self._allowances, self._free = app, allowances, free
+        self._keys = [(_digest(one.key.encode()), one) for one in keys]
+        self._closed = closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, key = scope["path"], self._find(scope)
+        guarded = path in ADMIN_PATHS
+        if scope["method"] == "GET" and self._free(path) and not guarded:
+            await self._app(scope, receive, send)
+            return
+        if key is None and (self._closed or guarded):
+            response = error_response(Request(scope), 401, "a valid API key is needed: Authorization: Bearer KEY")
+            response.headers["www-authenticate"] = "Bearer"
+        elif guarded and key is not None and not key.admin:
+            response = error_response(Request(scope), 403, f"the key may not use {path}: it is for operators")
+        else:
+            seconds, what = (0.0, "")
+            if key is not None and scope["method"] != "GET":
+                seconds, what = self._allowances.ask(key.name)
+            if seconds == 0:
+                client.set("" if key is None else key.name)
+                await self._app(scope, receive, send)
+                return
+            response = error_response(Request(scope), 429, f"the key's {what} of this minute are used up")
+            response.headers["retry-after"] = str(math.ceil(seconds))
+        await response(scope, receive, send)
+
+    def _find(self, scope: Scope) -> ApiKey | None:
+        """The key that was sent, if it is one."""
+        found: ApiKey | None = None
+        headers = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        for given in (headers.get(b"x-api-key", b""), bearer):
+            digest = _digest(given)
+            for known, key in self._keys:  # all of them, whichever it is: how long it takes tells nothing
+                if hmac.compare_digest(digest, known):
+                    found = key
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length for all keys, so that their lengths are not told either."""
+    return hashlib.sha256(key).digest()
