@@ -26,7 +26,7 @@ NOT_BUILT_OPENAI = {
 NOT_BUILT_CHAT = NOT_BUILT_OPENAI | {
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"}, "web_search_options": {},
-    "reasoning_effort": "high", "verbosity": "low",
+    "verbosity": "low",
 }  # fmt: skip
 NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"suffix": "x"}
 NOT_BUILT_GENERATE = {

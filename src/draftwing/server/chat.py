@@ -27,6 +27,7 @@ MOST_NAME = 256  # characters
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
 _CALLED = {name: name for name in ("tools", "tool_choice", "thinking")}  # as most dialects call them
+_REASONS = ("minimal", "low", "high", "xhigh")  # efforts that are not what a model does by itself
 _PROBE = "QprobeZ"  # plain letters, which no filter of a template changes
 
 
@@ -36,6 +37,7 @@ class Chat:
 
     messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
     with the last message.  thinking: True and False tell the template whether to reason, None leaves it to it.
+    effort: how much to reason, for templates that ask.
     """
 
     messages: list[dict[str, Any]]
@@ -45,6 +47,7 @@ class Chat:
     template: Mapping[str, Any] = field(default_factory=dict)
     continued: bool = False
     thinking: bool | None = None
+    effort: str | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
 
@@ -91,7 +94,10 @@ class Chats:
         if self._hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([text], body.source, add_special_tokens=False)
-        return await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body), style
+        generation = await service.submit([GenerationRequest("", ids, params, logprobs=logprobs)], body)
+        if chat.effort in _REASONS and not self._knows_effort:
+            generation.ignored = (called["thinking"],)
+        return generation, style
 
     def reader(self, style: MessageStyle) -> MessageReader:
         """Reads one answer."""
@@ -111,8 +117,11 @@ class Chats:
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
         variables = dict(chat.template)
-        if chat.thinking is not None:  # as the templates of the families name it
-            variables = {"enable_thinking": chat.thinking, "thinking": chat.thinking} | variables
+        thinking = True if chat.effort in _REASONS and chat.thinking is None else chat.thinking
+        if thinking is not None:  # as the templates of the families name it
+            variables = {"enable_thinking": thinking, "thinking": thinking} | variables
+        if chat.effort is not None:
+            variables = {"reasoning_effort": chat.effort} | variables
         tokenizer = self._service.tokenizer
         if chat.offers:
             if self.tools is None:
@@ -125,6 +134,12 @@ class Chats:
         if chat.continued:
             return render_continued(tokenizer, chat.messages, **variables)
         return tokenizer.render_chat(chat.messages, **variables)
+
+    @property
+    def _knows_effort(self) -> bool:
+        """Whether the chat template can use how much to reason, or whether to."""
+        source = self._service.tokenizer.chat_template or ""
+        return "reasoning_effort" in source or "thinking" in source
 
     @cached_property
     def _takes_tools(self) -> bool:

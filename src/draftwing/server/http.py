@@ -255,12 +255,18 @@ class Rendering(Protocol):
 
 
 async def respond(request: Request, rendering: Rendering, stream: bool | None) -> Response:
-    """Sends the response as events or at once; the generation is aborted when the client goes away."""
+    """Sends the response as events or at once; the generation is aborted when the client goes away. A header names
+    fields that had no effect."""
     generation = rendering.generation
+    response: Response
     if stream:
-        return EventStream(request.url.path, rendering.events(), generation.close)
-    try:
-        await unless_disconnected(request, generation.finish())
-    finally:
-        generation.close()
-    return JSONResponse(rendering.body())
+        response = EventStream(request.url.path, rendering.events(), generation.close)
+    else:
+        try:
+            await unless_disconnected(request, generation.finish())
+        finally:
+            generation.close()
+        response = JSONResponse(rendering.body())
+    if generation.ignored:
+        response.headers["draftwing-ignored"] = ", ".join(generation.ignored)
+    return response

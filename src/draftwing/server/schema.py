@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo, WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -36,7 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include": ([],),
     "include_obfuscation": (False,),
     "modalities": (["text"],),
-    "reasoning_effort": ("none", "medium"),
     "session_params": ({},),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -62,6 +61,7 @@ def _refused(value: Any, info: ValidationInfo) -> Any:
 NotBuilt = Annotated[Any, AfterValidator(_refused)]
 OtherKind = Any  # of parts of another kind, which are refused by their kind rather than by an unknown field
 Bookkeeping = Any  # for the client's own accounts; no effect here
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning, as OpenAI has them
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
 

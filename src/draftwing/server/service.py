@@ -43,6 +43,7 @@ class Generation:
         """answers: as `prepare` makes them.  id: of the response.  prompt_tokens: of all prompts, each counted once.
         told: whether the response says how it was drafted."""
         self.answers, self.id, self.prompt_tokens = answers, id, prompt_tokens
+        self.ignored: tuple[str, ...] = ()  # fields that have no effect with this model
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
         self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if told else {})

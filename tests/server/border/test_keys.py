@@ -102,7 +102,7 @@ ADMIN = [("POST", "/abort_request", {"rid": "x"}), ("POST", "/flush_cache", None
 
 @pytest.mark.parametrize(("method", "path", "body"), ADMIN)
 def test_operators_endpoints_are_for_the_key_that_may(method: str, path: str, body: Any, keyed: Any) -> None:
-    client, engine = keyed
+    client, _ = keyed
     statuses = [
         client.request(method, path, json=body, headers=headers).status_code
         for headers in ({}, bearer("sk-alice"), bearer("sk-bob"), bearer("sk-eve"))
@@ -135,7 +135,7 @@ def test_requests_of_a_minute(keyed: Any) -> None:
 
 
 def test_tokens_of_a_minute(keyed: Any) -> None:
-    client, engine = keyed
+    client, _ = keyed
     body = {"text": "abcdef", "sampling_params": {"max_new_tokens": 4, "n": 2}}  # 6 + 2 * 4
     post = lambda: client.post("/generate", json=body, headers=bearer("sk-bob"))  # noqa: E731
     assert [post().status_code for _ in range(3)] == [200, 200, 429]

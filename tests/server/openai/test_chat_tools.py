@@ -210,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
     ({"functions": [WEATHER]}, "functions"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.1.tool_calls.0.function"),
     ({"messages": [*HI, {"role": "tool", "content": None, "tool_call_id": "x"}]}, "messages.1.content"),
     ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
@@ -231,6 +231,30 @@ def test_a_schema_that_is_none_is_refused_where_it_is_used(client: openai.OpenAI
     broken: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "no"}}}}}]
     with pytest.raises(openai.BadRequestError, match="tools"):
         client.chat.completions.create(model="m", messages=HI, tools=broken, tool_choice="required")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_effort_is_used_or_named_as_ignored(stream: bool) -> None:
+    def ask(url: str, effort: str, path: str = "chat/completions") -> httpx.Headers:
+        fields: dict[str, Any] = {"messages": HI, "reasoning_effort": effort}
+        if path == "responses":
+            fields = {"input": "a", "reasoning": {"effort": effort}}
+        answer = httpx.post(f"{url}/v1/{path}", json=fields | {"model": "m", "stream": stream})
+        assert answer.status_code == 200, answer.text
+        return answer.headers
+
+    efforts = ("none", "minimal", "low", "medium", "high", "xhigh")
+    told = "{{ reasoning_effort }} {{ enable_thinking }}"
+    for template, ignored in ((WITHOUT_TOOLS, True), (told, False), ("a{{ thinking }}", False)):
+        engine = ScriptedEngine("x", template=template)
+        with serving(engine) as url:
+            for effort in efforts:
+                says = "reasoning_effort" if ignored and effort not in ("none", "medium") else None
+                assert ask(url, effort).get("draftwing-ignored") == says
+                if template == told:
+                    assert engine.prompt == f"{effort} {({'none': False, 'medium': ''}).get(effort, True)}"
+            named = ask(url, "high", "responses").get("draftwing-ignored")
+            assert named == ("reasoning.effort" if ignored else None)
 
 
 def test_servers_that_cannot() -> None:

@@ -218,7 +218,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}}, "text.format"),
     ({"text": {"format": {"type": "text", "strict": True}}}, "text.format.strict"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
 ]

@@ -18,7 +18,17 @@ from draftwing.requests.request import (
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody, checked_choice, checked_functions, template_call
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Asking, Body, Bookkeeping, NotBuilt, OtherKind, Prediction, TokenIds, sampled
+from draftwing.server.schema import (
+    Asking,
+    Body,
+    Bookkeeping,
+    Effort,
+    NotBuilt,
+    OtherKind,
+    Prediction,
+    TokenIds,
+    sampled,
+)
 
 
 class TextPart(Body):
@@ -240,7 +250,7 @@ class ChatRequest(OpenAIBody, ChatBody):
     tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: NotBuilt = None
+    reasoning_effort: Effort | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_OPENAI_LOGPROBS)] | None = None
 
@@ -264,6 +274,7 @@ class ChatRequest(OpenAIBody, ChatBody):
             template=self.chat_template_kwargs or {},
             continued=bool(self.continue_final_message),
             thinking=False if self.reasoning_effort == "none" else None,
+            effort=self.reasoning_effort,
             separate_reasoning=self.separate_reasoning is not False,
             stream_reasoning=self.stream_reasoning is not False,
         )

@@ -12,7 +12,7 @@ from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import Body, Bookkeeping, Effort, NotBuilt, OtherKind, sampled
 
 
 class Content(Body):
@@ -88,7 +88,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    effort: str | None = None
+    effort: Effort | None = None
     summary: NotBuilt = None  # reasoning is not summarised
     generate_summary: NotBuilt = None
 
@@ -149,12 +149,14 @@ class ResponsesRequest(ChatBody):
         self._check()
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         functions = checked_functions([_function(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])])
+        effort = None if self.reasoning is None else self.reasoning.effort
         return Chat(
             _conversation(items, self.instructions),
             functions,
             checked_choice(_choice(self.tool_choice), functions),
             parallel=self.parallel_tool_calls is not False,
-            thinking=False if self.reasoning is not None and self.reasoning.effort == "none" else None,
+            thinking=False if effort == "none" else None,
+            effort=effort,
         )
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
@@ -170,12 +172,6 @@ class ResponsesRequest(ChatBody):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
-        reasoning = self.reasoning or Reasoning()
-        if reasoning.effort not in (None, "none", "medium"):
-            raise RequestError(
-                f"reasoning.effort must be 'none' or 'medium', the model's own; found {show(reasoning.effort)}",
-                "reasoning.effort",
-            )
         if self.store:
             raise RequestError("store is not supported: responses are not stored; leave it out or send false", "store")
 
