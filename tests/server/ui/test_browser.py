@@ -29,6 +29,25 @@ PAUSE = 0.03  # seconds that a step of the stand-in takes, so that there is some
 Open = Callable[..., Any]
 
 
+class BusyEngine(FakeEngine):
+    """Has numbers as an engine has them that drafted."""
+
+    def stats(self) -> dict[str, Any]:
+        drafts = {"drafts": 5, "proposed": 20, "accepted": 8, "proposed_at": [10, 10], "accepted_at": [5, 3]}
+        option = {
+            "option": "chains of 2", "price_ms": 9.5, "expected_accepted_drafts": 1.2,
+            "expected_tokens_per_second": 232.0, "chosen": True,
+        }  # fmt: skip
+        return super().stats() | {
+            "prefilled_tokens": 40, "queried_tokens": 60, "hit_tokens": 20, "retractions": 0,
+            "steps": {"prefill": 1, "plain": 2, "speculative": 5},
+            "step_seconds": {"prefill": 0.1, "plain": 0.02, "speculative": 0.2}, "host_seconds": 0.01,
+            "stage_seconds": {"draft": 0.05, "verify": 0.1, "commit": 0.03}, "staged_steps": 7,
+            "drafters": {"EAGLE3": drafts, "NGRAM": drafts}, "speedup": 1.4,
+            "explain": {"requests": 1, "summary": "chains of 2 are drafted", "options": [option]},
+        }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     names = ("chromium", "chromium-browser", "google-chrome")
@@ -76,7 +95,7 @@ def engine() -> FakeEngine:
         speculative_eagle_topk=2,
         speculative_num_draft_tokens=6,
     )
-    return FakeEngine(Options(random_seed=7, **shape), pause=PAUSE)
+    return BusyEngine(Options(random_seed=7, **shape), pause=PAUSE)
 
 
 @pytest.fixture
@@ -98,7 +117,7 @@ def wait_for_end(page: Any, seconds: float = 60) -> None:
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_a_message_and_its_tree(url: str, open_page: Open, size: Any) -> None:
     page = open_page(url, size)
-    ask(page, "Hello, **tree** that grows for as long as there is something left to be said by anybody")
+    ask(page, "Hello, **tree**" + " that grows and grows" * 20)
     page.wait_for_selector(".tree .accepted", timeout=20000)
     assert page.locator("#send").text_content() == "Stop", "the tree grows while the answer runs"
     early = int(page.locator("input[type=range]").get_attribute("max"))
@@ -254,6 +273,28 @@ def test_a_server_with_a_key(open_page: Open) -> None:
         assert page.locator(".assistant .text").text_content() == "fine"
         stored = page.evaluate("JSON.stringify([{...localStorage}, document.cookie])")
         assert "right" not in stored, "the key is kept in the tab alone"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_axe_finds_nothing(url: str, open_page: Open, size: Any, scheme: str) -> None:
+    """Names, contrasts, what the keyboard reaches: axe's rules, in each view."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    # axe is a script of another's, which the page itself would not let in.
+    page = open_page(url, size, color_scheme=scheme, reduced_motion="reduce", bypass_csp=True)
+
+    def check() -> None:
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+
+    check()
+    page.locator("#settings-toggle").click()
+    ask(page, "A `word`, [a link](https://example.com/), and more")
+    wait_for_end(page)
+    check()
+    page.get_by_role("link", name="Engine").click()
+    page.wait_for_selector(".card tr[data-chosen]")
+    check()
 
 
 HOSTILE = (

@@ -139,7 +139,7 @@ function cache({ queried_tokens: asked, hit_tokens: hit, prefilled_tokens: compu
 function policy(current, last) {
   if (!current) return sub("This server drafts nothing.");
   const explain = last ?? current;
-  const head = ["", "ms a step", "drafts accepted", "tokens/s"];
+  const head = ["drafts", "ms a step", "accepted", "tokens/s"];
   const rows = explain.options.map((option) => h("tr", { "data-chosen": option.chosen },
     h("td", {}, option.option), h("td", { class: "n" }, number(option.price_ms, 2)),
     h("td", { class: "n" }, number(option.expected_accepted_drafts == null ? null : option.expected_accepted_drafts / Math.max(explain.requests, 1), 2)),
