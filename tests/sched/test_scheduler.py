@@ -78,7 +78,7 @@ def test_prefill_and_decode_alternate():
 def test_beside_requests_that_decode_prefills_are_short():
     sched = make(slots=9000, chunk=4000)
     for tokens in range(10, 2000, 60):
-        sched._pace.record(tokens, 0.004 + 2e-5 * tokens)  # so 600 tokens take 4 times the shortest
+        sched._pace.record(tokens, 0.004 + 2e-5 * tokens)  # so 400 tokens take 3 times the shortest
     sched.submit(req("a", length=900))
     assert [chunk.length for chunk in turn(sched).chunks] == [900]  # nobody waits for it
     sched.submit(req("b", length=1000, first=2000))

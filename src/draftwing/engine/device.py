@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,19 +25,11 @@ from draftwing.ops.torch.ops import TorchOps
 T = TypeVar("T")
 
 
-class Download:
-    """A tensor on its way to the host. `wait` blocks until it is there; `ready_at` is the monotonic time it was."""
+class Download(NamedTuple):
+    """A tensor on its way to the host. wait: blocks until it is there; once. done: when that is, see `Device.mark`."""
 
-    def __init__(self, fetch: Callable[[], IntArray], ready_at: float | None) -> None:
-        self._fetch = fetch
-        self.ready_at = ready_at
-
-    def wait(self) -> IntArray:
-        """Once."""
-        host = self._fetch()
-        if self.ready_at is None:
-            self.ready_at = time.monotonic()
-        return host
+    wait: Callable[[], IntArray]
+    done: Any
 
 
 class Staging:
@@ -106,12 +98,11 @@ class Device:
         """Starts the copy of a [B, W] int64 to the host, in order with the compute stream."""
         if not self.is_cuda:
             host = tensor.numpy().copy()  # the next step may use the tensor's memory
-            return Download(lambda: host, time.monotonic())
+            return Download(lambda: host, self.mark())
         buffer = self._down.take(tensor.numel())
         pinned = buffer[: tensor.numel()].view(tensor.shape)
         pinned.copy_(tensor, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        arrived = self.mark()
 
         def fetch() -> IntArray:
             arrived.synchronize()
@@ -119,7 +110,19 @@ class Device:
             self._down.give(buffer)
             return host
 
-        return Download(fetch, None)
+        return Download(fetch, arrived)
+
+    def mark(self) -> Any:
+        """A point of time in what the device does, which `seconds` knows when it is past."""
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks, both past."""
+        return float(begin.elapsed_time(end) / 1e3 if self.is_cuda else end - begin)
 
     def record(self, fn: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Captures what `fn` puts on the device: how to run it, and its tensors, empty as long as it has not run.
@@ -155,33 +158,19 @@ class Device:
             torch.set_num_threads(count)
 
     def step_times(self) -> StepTimes:
-        """Returns what times the stages of steps: on a GPU, where they run later than they are called, by events, of
-        some steps only."""
+        """Returns what times the stages of steps; of some steps only where that takes marks on the device."""
         if not self.is_cuda:
             return StepTimes()
-
-        def mark() -> torch.cuda.Event:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-
-        return StepTimes(8, mark, lambda begin, end: begin.elapsed_time(end) / 1e3, lambda event: event.query())
+        return StepTimes(8, self.mark, self.seconds, lambda event: event.query())
 
     def timed(self, fn: Callable[[], object], times: int) -> list[float]:
         """Seconds that the device takes for each of so many calls, one right after the other."""
-        if not self.is_cuda:
-            marks = [time.perf_counter()]
-            for _ in range(times):
-                fn()
-                marks.append(time.perf_counter())
-            return [end - begin for begin, end in pairwise(marks)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-        events[0].record()
-        for event in events[1:]:
+        marks = [self.mark()]
+        for _ in range(times):
             fn()
-            event.record()
-        events[-1].synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+            marks.append(self.mark())
+        self.synchronize()
+        return [self.seconds(begin, end) for begin, end in pairwise(marks)]
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""

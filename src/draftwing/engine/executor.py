@@ -11,8 +11,8 @@ batch), `verify` (the target's forward), `commit`. On CUDA they are captured as 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -67,7 +67,7 @@ class Pending(NamedTuple):
     """A launched step: the target has run, nothing is sampled yet."""
 
     plan: Plan
-    started: float
+    started: Any  # a mark of the device
     verified: Verified | None  # None, as `drafted`, where it is left in the memory of graphs
     upload: Upload | None = None  # prefill only
     batch: Batch | None = None
@@ -84,27 +84,23 @@ class InFlight:
         self,
         plan: Plan,
         download: Download,
-        started: float,
+        seconds: Callable[[], float],
         logprobs: Logprobs | None = None,
         drafts: Download | None = None,
     ) -> None:
-        """drafts: as `Traces.fetch` gives them."""
+        """seconds: that the device took, from the later of the launch and the end of the step before; known once the
+        result is there.  drafts: as `Traces.fetch` gives them."""
         self.plan = plan
         self._download = download
-        self._started = started
+        self._seconds = seconds
         self._logprobs = logprobs
         self._drafts = drafts
 
-    def wait(self, previous_ready: float) -> tuple[StepResult, float]:
-        """The result and the monotonic time it was ready; the step is charged from the later of its own launch and
-        `previous_ready`, the end of the step before it."""
+    def wait(self) -> StepResult:
         packed = self._download.wait()
-        ready = self._download.ready_at
-        assert ready is not None
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
-        seconds = ready - max(self._started, previous_ready)
-        rest = dict(seconds=seconds, logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
-        return unpack(packed, self.plan.shape, **rest), ready
+        rest = dict(seconds=self._seconds(), logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
+        return unpack(packed, self.plan.shape, **rest)
 
 
 class Executor:
@@ -156,7 +152,7 @@ class Executor:
     @torch.inference_mode()
     def launch(self, plan: Plan, guidance: Guidance | None = None) -> Pending:
         """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
-        started = time.monotonic()
+        started = self.device.mark()
         if plan.catch_up is not None:
             assert self._lag is not None
             self._lag.catch_up(plan.catch_up, plan.rows[plan.noisy])
@@ -179,7 +175,9 @@ class Executor:
             packed, logprobs = self.run_stage("commit", None, self._commit_special, pending)
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
-        return InFlight(plan, self.device.download(packed), pending.started, logprobs, pending.drafts)
+        download = self.device.download(packed)
+        seconds = partial(self.device.seconds, pending.started, download.done)
+        return InFlight(plan, download, seconds, logprobs, pending.drafts)
 
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 
@@ -383,7 +381,7 @@ class Executor:
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: float, guidance: Guidance | None) -> Pending:
+    def _launch_prefill(self, plan: Plan, started: Any, guidance: Guidance | None) -> Pending:
         upload = self.table.upload(plan)
         batch = self._batches.prompts(plan, upload, self._tail)
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None

@@ -21,7 +21,6 @@ class Loop:
         self._overlap = overlap
         self._watch = watch
         self._flying: tuple[InFlight, Guidance | None] | None = None
-        self._ready = 0.0  # when the last result was there
 
     @property
     def idle(self) -> bool:
@@ -46,6 +45,6 @@ class Loop:
         self._flying = flying
 
     def _commit(self, flying: InFlight, guidance: Guidance | None) -> None:
-        result, self._ready = flying.wait(self._ready)
+        result = flying.wait()
         self._watch(flying.plan, result)
         self._sched.commit(flying.plan, result, guidance)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-STALL = 4.0  # times the shortest prefill: as long may one take beside requests that decode
+STALL = 3.0  # times the shortest prefill: as long may one take beside requests that decode
 SHARE = 8  # of the tokens that wait one in so many is prefilled at once, if that is more
 LEAST = 64  # tokens: fewer are not worth a step
 REST = 0.15  # of a part: as much more is taken along rather than left over

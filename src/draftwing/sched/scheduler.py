@@ -331,10 +331,8 @@ class Scheduler:
         if plan.kind == "prefill":
             self._pace.record(sum(chunk.length for chunk in plan.chunks), result.seconds)
         else:
-            # What a drafter catches up with is not the price of the drafts that come after it. And a result is looked
-            # at when the step after it was launched, which of a long prompt takes longer than the step.
+            # What a drafter catches up with is not the price of the drafts that come after it.
             usual = not plan.special and (plan.catch_up is None or plan.shape in self.config.lagging)
-            usual &= not self._prefilled_last
             self.policy.record(plan.shape, self._load_before(live), result, usual)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):

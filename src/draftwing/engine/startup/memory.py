@@ -180,7 +180,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
 
 def peak(executor: Executor, plan: Plan) -> int:
     """Bytes allocated at most by a step beyond what was allocated before."""
-    return executor.device.peak(lambda: executor.commit(executor.launch(plan)).wait(0.0))
+    return executor.device.peak(lambda: executor.commit(executor.launch(plan)).wait())
 
 
 def first_step(tokens: int, longest: int, length: int) -> Plan:

@@ -121,7 +121,7 @@ def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> float
     """-> seconds, counted as those of any step. Without context the rows are the row table's dummy."""
     rows = np.arange(size) if context else np.full(size, executor.table.rows)
     plan = Plan(0, "tree", rows, rows, shape, context or 1)
-    result, _ = executor.commit(executor.launch(plan)).wait(0.0)
+    result = executor.commit(executor.launch(plan)).wait()
     return result.seconds
 
 

@@ -48,7 +48,7 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
 
 def _run(executor: Executor, plan: Plan) -> float:
     """-> seconds, counted as those of any step"""
-    result, _ = executor.commit(executor.launch(plan)).wait(0.0)
+    result = executor.commit(executor.launch(plan)).wait()
     return result.seconds
 
 
