@@ -27,7 +27,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
     return load_tokenizer(smollm2_path)
 
 
-def reference(pieces: list[str], patterns: tuple[str, ...]) -> tuple[int, int, str] | None:
+def reference(pieces: list[str], patterns: tuple[str, ...]) -> tuple[int, int, str, str] | None:
     """What ends first, after the first token with which anything matches."""
     text = ""
     for piece in pieces:
@@ -35,7 +35,7 @@ def reference(pieces: list[str], patterns: tuple[str, ...]) -> tuple[int, int, s
         found = [m for m in (regex.search(pattern, text) for pattern in patterns) if m] if piece else []
         if found:
             first = min(found, key=lambda m: (m.end(), m.start()))
-            return first.start(), first.end(), first.group()
+            return first.start(), first.end(), first.group(), first.re.pattern
     return None
 
 

@@ -139,10 +139,10 @@ def test_stop_regex_in_stream_and_plain_agree(client: TestClient, path: str, kee
     choice = ok(client, path, **body)["choices"][0]
     text = choice["text"] if path == COMPLETION else choice["message"]["content"]
     assert text.endswith("one 12 two " + "345" * keep)
-    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", "345")
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", r"\d{3}")
     chunks = [c["choices"][0] for c in events(client.post(path, json=body | {"stream": True}).text)]
     streamed = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in chunks)
-    assert streamed == text and chunks[-1]["matched_stop"] == "345"
+    assert streamed == text and chunks[-1]["matched_stop"] == r"\d{3}"
 
 
 def test_a_stop_regex_that_takes_too_long_ends_the_request(client: TestClient, engine: FakeEngine) -> None:

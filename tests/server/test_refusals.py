@@ -20,15 +20,25 @@ MESSAGES = [{"role": "user", "content": "a"}]
 
 NOT_BUILT_OPENAI = {
     "lora_path": "x", "session_params": {"id": 1}, "extra_key": "k", "return_hidden_states": True,
-    "return_cached_tokens_details": True, "return_spec_tokens_details": True, "return_token_ids": True,
-    "return_prompt_token_ids": True, "return_meta_info": True,
+    "return_cached_tokens_details": True, "return_spec_tokens_details": True, "return_prompt_token_ids": True,
+    "return_meta_info": True, "ec_transfer_params": {"a": 1}, "guided_decoding_backend": "x",
+    "guided_whitespace_pattern": " ", "kv_transfer_params": {"a": 1}, "length_penalty": 2, "logits_processors": ["x"],
+    "logprob_token_ids": [1], "mm_processor_kwargs": {"a": 1}, "prompt_logprobs": 1, "repetition_detection": {},
+    "return_token_offsets": True, "return_tokens_as_token_ids": True, "return_weight_versions": True,
+    "routed_experts_prompt_start": 1, "stream_interval": 2, "thinking_token_budget": 5, "truncate_prompt_tokens": 5,
+    "truncation_side": "middle", "use_beam_search": True, "vllm_xargs": {"a": 1}, "watermarking": {},
+    "bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1, "custom_labels": {"a": "b"},
+    "data_parallel_rank": 1, "images_config": {}, "return_routed_experts": True, "return_sampling_mask": True,
+    "routed_experts_start_len": 1, "session_id": "s", "watermark": {},
 }  # fmt: skip
 NOT_BUILT_CHAT = NOT_BUILT_OPENAI | {
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {"voice": "x"}, "web_search_options": {},
-    "verbosity": "low",
+    "verbosity": "low", "add_special_tokens": True, "chat_template": "x", "echo": True,
+    "include_reasoning": False, "input_ids": [1], "media_io_kwargs": {"a": 1}, "task": "x",
+    "use_audio_in_video": True, "video_config": {},
 }  # fmt: skip
-NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"suffix": "x"}
+NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"suffix": "x", "prompt_embeds": "x"}
 NOT_BUILT_GENERATE = {
     "input_embeds": [[0.5]], "image_data": "x", "audio_data": "x", "video_data": "x", "return_hidden_states": True,
     "return_prompt_token_ids": True, "return_entropy": True, "lora_path": "x", "session_params": {"id": 1},
@@ -43,11 +53,16 @@ NEUTRAL_OPENAI = {
     "user": "u", "metadata": {"a": [1]}, "store": True, "service_tier": "auto", "safety_identifier": "s",
     "prompt_cache_key": "k", "prompt_cache_retention": "24h", "stop": None, "seed": None, "n": None, "stream": False,
     "temperature": None, "max_tokens": None, "rid": None,
+    "include_stop_str_in_output": False, "return_token_ids": False, "prompt_logprobs": None, "use_beam_search": False,
+    "kv_transfer_params": None, "request_id": "r", "length_penalty": 1.0, "mm_processor_kwargs": {},
+    "guided_json": None, "guided_choice": None, "structured_outputs": None, "truncate_prompt_tokens": None,
+    "add_special_tokens": None, "custom_labels": None, "stream_interval": 1, "return_sampling_mask": False,
 }  # fmt: skip
 NEUTRAL_CHAT = NEUTRAL_OPENAI | {
     "logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none", "parallel_tool_calls": True,
     "modalities": ["text"], "separate_reasoning": True, "stream_reasoning": True, "reasoning_effort": None,
-    "functions": [], "function_call": "none",
+    "functions": [], "function_call": "none", "add_generation_prompt": True, "include_reasoning": True, "echo": False,
+    "add_special_tokens": False, "documents": None, "chat_template": None,
 }  # fmt: skip
 NEUTRAL_COMPLETION = NEUTRAL_OPENAI | {"logprobs": None, "best_of": 1, "echo": False, "suffix": ""}
 
@@ -80,7 +95,8 @@ def refused(client: TestClient, path: str, body: Any, param: str) -> str:
     assert response.status_code == 400, response.text
     data = response.json()
     if path.startswith("/v1"):
-        assert set(data) == {"object", "message", "type", "param", "code"}
+        assert set(data) == {"error", "object", "message", "type", "param", "code"}
+        assert data["error"] == {name: data[name] for name in ("message", "type", "param", "code")}  # OpenAI's shape
         assert (data["object"], data["type"], data["code"]) == ("error", "BadRequestError", 400)
         assert data["param"] == param or data["param"].startswith(param + ".")
         return data["message"]
@@ -297,7 +313,7 @@ def test_template_variables_cannot_replace_the_messages(client: TestClient) -> N
 def test_bodies_that_are_not_what_they_should_be(client: TestClient, path: str, raw: bytes) -> None:
     response = client.post(path, content=raw, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
-    assert "message" in (response.json() if path.startswith("/v1") else response.json()["error"])
+    assert "message" in response.json()["error"]
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ";"])
@@ -345,7 +361,7 @@ def test_a_refusal_names_the_entry_and_what_it_must_be(
     response = client.post(path, json=body)
     assert response.status_code == 400
     found = response.json()
-    assert found.get("error", found)["message"] == message
+    assert found["error"]["message"] == message
 
 
 def test_openapi_bounds_lists_of_texts(client: TestClient) -> None:

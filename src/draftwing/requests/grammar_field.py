@@ -26,7 +26,12 @@ class _Format(BaseModel):
 
 
 class _Free(_Format):
-    type: Literal["text", "json_object"]
+    type: Literal["text"]
+
+
+class _ObjectFormat(_Format):
+    type: Literal["json_object"]
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")  # as llama.cpp has it
 
 
 class _Schema(_Format):
@@ -48,7 +53,9 @@ class _TagFormat(_Format):
     format: Any = None
 
 
-_FORMAT: TypeAdapter[Any] = TypeAdapter(Annotated[_Free | _SchemaFormat | _TagFormat, Field(discriminator="type")])
+_FORMAT: TypeAdapter[Any] = TypeAdapter(
+    Annotated[_Free | _ObjectFormat | _SchemaFormat | _TagFormat, Field(discriminator="type")]
+)
 
 
 def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
@@ -59,15 +66,22 @@ def read_grammar(kind: Any, value: Any, names: Names) -> Grammar | None:
         except ValidationError as error:
             raise _format_refusal(error, value, names) from None
         if isinstance(made, _Free):
-            return None if made.type == "text" else Grammar("json_object", "")
+            return None
+        if isinstance(made, _ObjectFormat):
+            given = made.schema_
+            return Grammar("json_object", "") if given is None else _schema(kind, given, names)
         if isinstance(made, _SchemaFormat):
-            return Grammar("json_schema", as_json(kind, made.json_schema.schema_, (Mapping, bool), names))
+            return _schema(kind, made.json_schema.schema_, names)
         return Grammar("structural_tag", as_json(kind, value, (Mapping,), names))
     if kind in ("json_schema", "structural_tag") and not isinstance(value, str):
         value = as_json(kind, value, (Mapping, bool) if kind == "json_schema" else (Mapping,), names)
     if not isinstance(value, str) or not value:
         raise names.error(kind, f"must be a text that is not empty; found {show(value)}")
     return Grammar(kind, check_text(value, names[kind]))
+
+
+def _schema(field: str, value: Any, names: Names) -> Grammar:
+    return Grammar("json_schema", as_json(field, value, (Mapping, bool), names))
 
 
 def as_json(field: str, value: Any, kinds: tuple[type, ...], names: Names) -> str:

@@ -29,11 +29,12 @@ _PARTS = re.compile(
 
 
 class Match(NamedTuple):
-    """start, end: characters of the whole text."""
+    """start, end: characters of the whole text.  pattern: the expression."""
 
     start: int
     end: int
     text: str
+    pattern: str
 
 
 def compile_stop(pattern: str) -> Any:
@@ -125,5 +126,5 @@ class RegexScanner:
             elif found.partial:
                 self._start[i] = found.start()
             elif best is None or (found.end(), found.start()) < (best.end, best.start):
-                best = Match(found.start(), found.end(), found.group())
+                best = Match(found.start(), found.end(), found.group(), pattern.pattern)
         return best

@@ -17,7 +17,7 @@ from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
 from draftwing.server.parsers.message import MessageReader, MessageStyle
 from draftwing.server.parsers.reasoning import REASONING_STYLES, start_of
-from draftwing.server.parsers.tools import TOOL_STYLES
+from draftwing.server.parsers.tools import TOOL_STYLES, style_of
 from draftwing.server.schema import Asking, Body
 from draftwing.server.service import Generation, Service
 from draftwing.text.continuation import render_continued
@@ -36,8 +36,8 @@ class Chat:
     """A conversation, and how it goes on, whatever the API.
 
     messages: as chat templates want them.  template: further variables of the template.  continued: the answer goes on
-    with the last message.  thinking: True and False tell the template whether to reason, None leaves it to it.
-    effort: how much to reason, for templates that ask.
+    with the last message.  prompted: the template begins the answer.  thinking: True and False tell the template
+    whether to reason, None leaves it to it.  effort: how much to reason, for templates that ask.
     """
 
     messages: list[dict[str, Any]]
@@ -46,6 +46,7 @@ class Chat:
     parallel: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     continued: bool = False
+    prompted: bool = True
     thinking: bool | None = None
     effort: str | None = None
     separate_reasoning: bool = True
@@ -77,7 +78,7 @@ class Chats:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.reasoning = _style(REASONING_STYLES, service.options.reasoning_parser)
-        self.tools = _style(TOOL_STYLES, service.options.tool_call_parser)
+        self.tools = _style(TOOL_STYLES, service.options.tool_call_parser) or style_of(service.tokenizer.chat_source)
 
     async def ask(self, body: ChatBody) -> tuple[Generation, MessageStyle]:
         """The answers to a conversation, and how they are read. Raises RequestError or EngineDead."""
@@ -126,14 +127,16 @@ class Chats:
         if chat.offers:
             if self.tools is None:
                 raise RequestError(
-                    f"{names['tools']} needs a server that was started with --tool-call-parser", names["tools"]
+                    f"{names['tools']}: the model's chat template does not tell how it writes calls; start the server "
+                    "with --tool-call-parser",
+                    names["tools"],
                 )
             if not self._takes_tools:
                 raise RequestError(f"{names['tools']}: the model's chat template knows no tools", names["tools"])
             variables["tools"] = [template_tool(function) for function in chat.functions]
         if chat.continued:
             return render_continued(tokenizer, chat.messages, **variables)
-        return tokenizer.render_chat(chat.messages, **variables)
+        return tokenizer.render_chat(chat.messages, add_generation_prompt=chat.prompted, **variables)
 
     @property
     def _knows_effort(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -53,13 +53,27 @@ _TYPES = {
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None, code: Any = None) -> dict[str, Any]:
-    """The documented shape: Anthropic's under /v1/messages, flat elsewhere under /v1, nested for native endpoints."""
-    if path.startswith("/v1/messages"):
+    """The documented shape: Anthropic's under /v1/messages; elsewhere under /v1 OpenAI's, nested, and beside it the
+    same flat, as SGLang has it; for native endpoints the nested message alone."""
+    kind = dialect(path)
+    if kind == "anthropic":
         return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}}
-    if path.startswith("/v1"):
-        kind = _TYPES.get(status, "InternalServerError")
-        return {"object": "error", "message": message, "type": kind, "param": param, "code": code or status}
-    return {"error": {"message": message}}
+    if kind == "native":
+        return {"error": {"message": message}}
+    name = _TYPES.get(status, "InternalServerError")
+    told = {"message": message, "type": name, "param": param, "code": code or status}
+    return {"error": told, "object": "error", **told}
+
+
+def dialect(path: str) -> Literal["openai", "responses", "anthropic", "native"]:
+    """Whose clients use a path. The paths of the dialects are there with and without /v1."""
+    short = path.removeprefix("/v1")
+    if short.startswith("/messages"):
+        return "anthropic"
+    if short.startswith("/responses"):
+        return "responses"
+    known = ("/chat/completions", "/completions", "/models")
+    return "openai" if path != short or short.startswith(known) else "native"
 
 
 def error_response(
@@ -71,12 +85,13 @@ def error_response(
 def stream_error(path: str, error: Exception) -> str:
     """An error that comes when the response has begun, as an event of the stream."""
     message = str(error) if isinstance(error, EngineDead) else "internal error; the server's log has the cause"
-    if path.startswith("/v1/messages"):
+    kind = dialect(path)
+    if kind == "anthropic":
         return named_event("error", error_body(path, 503, message))
-    if path.startswith("/v1/responses"):
+    if kind == "responses":
         return named_event("error", {"code": "server_error", "message": message, "param": None})
-    if path.startswith("/v1"):
-        return event({"error": error_body(path, 503, message)})
+    if kind == "openai":
+        return event(error_body(path, 503, message))
     return event({"error": {"message": message, "type": "server_error", "code": 503, "retryable": False}})
 
 
@@ -238,7 +253,7 @@ async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     except Exception as error:
         logger.exception("a stream of %s ended by an exception", path)
         yield stream_error(path, error)
-    if not path.startswith(("/v1/messages", "/v1/responses")):  # their last event says that it is the last
+    if dialect(path) not in ("anthropic", "responses"):  # their last event says that it is the last
         yield DONE
 
 

@@ -26,26 +26,40 @@ MOST_ENTRIES = 16_384  # of a list in a body, where it has no limit of its own
 _EMPTY: tuple[Any, ...] = ([], {}, False)
 # Values that ask for nothing, of fields that are not built; others have none but null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
     "audio_data": ([],),
     "background": (False,),
-    "context_management": _EMPTY,
+    "context_management": (*_EMPTY, {"edits": []}),
+    "custom_labels": ({},),
     "extra_key": ("",),
     "function_call": ("none", "auto", []),
     "functions": ([],),
     "image_data": ([],),
-    "include": ([],),
     "include_obfuscation": (False,),
+    "include_reasoning": (True,),
+    "length_penalty": (1.0, 1),
+    "log_metrics": (True,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "session_params": ({},),
+    "stream_interval": (1,),
     "suffix": ("",),
     "top_logprobs": (0,),
+    "truncation_side": ("left", "right"),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
     "video_data": ([],),
+    "vllm_xargs": ({},),
     **dict.fromkeys(("allowed_callers", "defer_loading", "input_examples", "mcp_servers", "output_schema"), _EMPTY),
     **dict.fromkeys(("container", "diagnostics", "display", "effort", "inference_geo", "speed"), _EMPTY),
     **dict.fromkeys(("return_hidden_states", "return_entropy", "return_prompt_token_ids"), (False,)),
-    **dict.fromkeys(("return_token_ids", "return_meta_info"), (False,)),
+    **dict.fromkeys(("return_meta_info", "return_sampling_mask", "return_routed_experts", "return_bytes"), (False,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "return_weight_versions", "return_token_offsets"), (False,)),
+    **dict.fromkeys(("use_beam_search", "use_audio_in_video", "require_reasoning", "no_logs", "echo"), (False,)),
+    **dict.fromkeys(("disable_fallback", "disable_any_whitespace", "disable_additional_properties"), (False,)),
+    **dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"), (False,)),
+    **dict.fromkeys(("routed_experts_start_len", "routed_experts_prompt_start"), (0,)),
     **dict.fromkeys(("return_cached_tokens_details", "return_spec_tokens_details"), (False,)),
 }
 
@@ -112,11 +126,12 @@ class Body(BaseModel):
 class Asking(Body):
     """Body of a request for answers, in any dialect.
 
-    source: name of the field that holds the prompt.  names: the dialect's words in errors, where no field of it is
-    `sampled` under the engine's name.
+    source: name of the field that holds the prompt.  id_prefix: how ids of responses begin.  names: the dialect's words
+    in errors, where no field of it is `sampled` under the engine's name.
     """
 
     source: ClassVar[str]
+    id_prefix: ClassVar[str] = ""
     names: ClassVar[Mapping[str, str]] = {}
 
     stream: bool | None = None
@@ -132,12 +147,20 @@ class Asking(Body):
         extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
         return {name: extra.name for name, extra in extras.items() if isinstance(extra, _Sampled)}
 
-    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+    @property
+    def asked_id(self) -> str | None:
+        """The id that the client gave its request."""
+        return self.rid
+
+    def sampling(
+        self, defaults: Mapping[str, Any], *, called: Mapping[str, str] | None = None, **fields: Any
+    ) -> SamplingParams:
         """Checked parameters. Raises RequestError.
 
         defaults: of the model, for what is not given.  fields: others that the body asks for by fields of its own.
+        called: what those are called in the body, where no class says it.
         """
-        given, names = {**defaults, **fields}, dict(self.names)
+        given, names = {**defaults, **fields}, {**self.names, **(called or {})}
         for name, ours in self._sampled().items():
             value = getattr(self, name)
             if value is not None:

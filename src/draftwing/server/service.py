@@ -81,12 +81,15 @@ class Service:
         self._draw = random.Random(self.options.random_seed)
         self._strangers: set[str] = set()
 
-    async def encode(self, field: str, value: str | list[Any]) -> tuple[list[list[int]], bool]:
+    async def encode(
+        self, field: str, value: str | list[Any], add_special_tokens: bool = True
+    ) -> tuple[list[list[int]], bool]:
         """Prompts as token ids from any of the forms, and whether they came as a batch."""
         prompts, batched = split_prompts(field, value)
         # Prompts are all texts or all token ids.
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        ids = await self.tokenize(texts, field) if texts else [prompt for prompt in prompts if isinstance(prompt, list)]
+        given = [prompt for prompt in prompts if isinstance(prompt, list)]
+        ids = await self.tokenize(texts, field, add_special_tokens) if texts else given
         if not all(ids):
             raise RequestError(f"{field} must have at least one token; found a text that has none", field)
         return ids, batched
@@ -119,7 +122,7 @@ class Service:
         count = sum(request.params.n for request in requests)
         if count > MAX_ANSWERS:
             raise RequestError(f"one request takes at most {MAX_ANSWERS} answers; found {count}", "n")
-        id = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
+        id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         shared["client"] = client.get()
         if predicted:

@@ -81,6 +81,8 @@ class Answer:
         delta = self._detok.push(shown, reason is not None)
         if reason is not None and self._detok.failed and self._detok.stopped is None:
             delta += self._detok.end_at(matched if isinstance(matched, str) else None)
+        if reason is not None and self._detok.expression is not None and isinstance(matched, str):
+            self.finish_reason = {**reason, "matched": self._detok.expression}
         self.text += delta
         return delta
 

@@ -99,6 +99,7 @@ class IncrementalDetokenizer:
         track: bool = False,
     ) -> None:
         self.stopped: str | None = None  # the text that met a stop
+        self.expression: str | None = None  # of stop_regex, if it was one
         self.starts: list[int] | None = [] if track else None  # characters of certain text before each token
         self._source = _TokenText(tokenizer, skip_special_tokens)
         self._stop = tuple(s for s in stop if s)
@@ -178,6 +179,7 @@ class IncrementalDetokenizer:
             found = self._regex.push(new) if new else None
             if found is not None and (match is None or (found.end, found.start) < (first + match[1], first + match[0])):
                 match = max(found.start - first, unsent), found.end - first, found.text
+                self.expression = found.pattern
             if self._regex.failed:
                 hold = len(buffer) - unsent  # until `end_at`
             elif not final:

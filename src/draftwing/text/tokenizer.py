@@ -85,6 +85,12 @@ class Tokenizer:
         """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def chat_source(self) -> str | None:
+        """The text of the chat template that is shown tools; None without one."""
+        template = self._tool_template or self._template
+        return None if template is None else template.source
+
     def render_chat(
         self,
         messages: Sequence[Message],

@@ -13,6 +13,7 @@ from draftwing.server.service import Service
 
 
 def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
+    @app.post("/messages", include_in_schema=False)
     @app.post("/v1/messages", openapi_extra=schema(MessagesRequest))
     async def messages(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
@@ -20,6 +21,7 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
         message = Message(generation, chats.reader(style), service.name_for(body.model))
         return await respond(request, message, body.stream)
 
+    @app.post("/messages/count_tokens", include_in_schema=False)
     @app.post("/v1/messages/count_tokens", openapi_extra=schema(CountRequest))
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request, CountRequest)

@@ -89,6 +89,15 @@ class OutputConfig(Body):
     effort: NotBuilt = None
 
 
+class ContextEdit(Body):
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(Body):
+    edits: list[ContextEdit] | None = None
+
+
 class CountRequest(Body):
     """Body of /v1/messages/count_tokens: what the prompt is made of."""
 
@@ -102,7 +111,7 @@ class CountRequest(Body):
     cache_control: Bookkeeping = None
     speed: NotBuilt = None
     mcp_servers: NotBuilt = None
-    context_management: NotBuilt = None
+    context_management: ContextManagement | None = None
 
     def chat(self) -> Chat:
         """The conversation. Raises RequestError for what it cannot be."""
@@ -151,11 +160,14 @@ class MessagesRequest(CountRequest, ChatBody):
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.max_tokens is None:
             raise RequestError("max_tokens is missing", "max_tokens")
+        _check_edits(self.context_management)
         form, thinking = (self.output_config or OutputConfig()).format, self.thinking
-        if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
+        budget = None if thinking is None else thinking.budget_tokens
+        # The most that Anthropic's clients may send leaves one token for the text: max_tokens is the bound then.
+        if budget is not None and isinstance(self.max_tokens, int) and budget < self.max_tokens - 1:
             raise RequestError(
-                "thinking.budget_tokens is not supported: reasoning has no bound of its own beside max_tokens; use "
-                "thinking {'type': 'adaptive'}",
+                "thinking.budget_tokens must be at least max_tokens - 1: reasoning has no bound of its own; leave it "
+                f"out, or use thinking {{'type': 'adaptive'}}; found {budget}",
                 "thinking.budget_tokens",
             )
         if form is not None:
@@ -163,6 +175,14 @@ class MessagesRequest(CountRequest, ChatBody):
                 raise RequestError("output_config.format.schema is missing", "output_config.format.schema")
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         return super().sampling(defaults, **fields)
+
+
+def _check_edits(management: ContextManagement | None) -> None:
+    """Raises RequestError for edits of the conversation, but for the one that keeps all."""
+    for i, edit in enumerate((management or ContextManagement()).edits or []):
+        if not edit.type.startswith("clear_thinking_") or edit.keep != "all":
+            name = f"context_management.edits.{i}"
+            raise RequestError(f"{name} is not supported: the server clears nothing of a conversation", name)
 
 
 def _function(tool: AnthropicTool, where: str) -> tuple[Function, str]:
@@ -224,6 +244,8 @@ def _assistant(found: Conversation, content: list[Block], where: str) -> None:
             _only(block, ("thinking",), here)
             if block.thinking:
                 found.think(block.thinking)
+        elif block.type == "redacted_thinking":
+            _only(block, ("data",), here)  # another server's: nobody here can read it
         elif block.type == "tool_use":
             _only(block, ("id", "name", "input", "caller", "toolset_name"), here)
             if block.id is None or block.name is None or block.input is None:

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's clients, under /v1."""
+"""The endpoints of OpenAI's clients, under /v1 and, as llama.cpp has them, without it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def add_openai_routes(app: FastAPI, service: Service, chats: Chats) -> None:
 
 
 def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", openapi_extra=schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatRequest)
@@ -30,12 +31,14 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
         completion = ChatCompletion(generation, service, body, lambda: chats.reader(style))
         return await respond(request, completion, body.stream)
 
+    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", openapi_extra=schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionRequest)
         params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
         await service.check_grammars([(params, body.grammar_field)])
-        every, _ = await unless_disconnected(request, service.encode("prompt", body.prompt))
+        specials = body.add_special_tokens is not False
+        every, _ = await unless_disconnected(request, service.encode("prompt", body.prompt, specials))
         generation = await service.submit(
             [GenerationRequest("", ids, params, logprobs=logprobs) for ids in every], body
         )
@@ -46,10 +49,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
         return model_card(service.model, int(service.started), service.engine.info.context_length)
 
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card()]}
 
+    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         if name == service.model:

@@ -17,9 +17,9 @@ from draftwing.requests.request import (
 )
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, ChatBody, checked_choice, checked_functions, template_call
+from draftwing.server.openai.peers import PeerFields
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import (
-    Asking,
     Body,
     Bookkeeping,
     Effort,
@@ -39,8 +39,12 @@ class TextPart(Body):
     input_audio: OtherKind = None
     video_url: OtherKind = None
     file: OtherKind = None
-    refusal: OtherKind = None
+    refusal: str | None = None
     cache_control: Bookkeeping = None
+
+    def said(self, answers: bool) -> str | None:
+        """Its text; None where it has none. answers: whether it is of the assistant, who may refuse."""
+        return {"text": self.text, "refusal": self.refusal if answers else None}.get(self.type)
 
 
 class CalledFunction(Body):
@@ -62,6 +66,7 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # as vLLM names it
     refusal: Bookkeeping = None
     annotations: Bookkeeping = None
     audio: NotBuilt = None
@@ -80,9 +85,12 @@ class Message(Body):
             raise RequestError(f"{where}.role 'function' is not supported: use tools and 'tool'", f"{where}.role")
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         message["content"] = self._text(where)
-        for name in ("name", "reasoning_content", "tool_call_id"):
+        for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if thought is not None:
+            message["reasoning_content"] = thought
         # Templates ask whether the key is there.
         if self.tool_calls:
             message["tool_calls"] = [
@@ -97,13 +105,14 @@ class Message(Body):
             return ""
         if isinstance(self.content, str):
             return self.content
-        for i, part in enumerate(self.content):
-            if part.type != "text" or part.text is None:
+        parts = [part.said(self.role == "assistant") for part in self.content]
+        for i, text in enumerate(parts):
+            if text is None:
                 raise RequestError(
                     f"{where}.content.{i} must be {{'type': 'text', 'text': ...}}; other kinds are not supported",
                     f"{where}.content.{i}",
                 )
-        return "".join(part.text or "" for part in self.content)
+        return "".join(text or "" for text in parts)
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
@@ -125,7 +134,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIBody(Asking):
+class OpenAIBody(PeerFields):
     """What chat and text completions share. `default_length` is max_tokens where it is not given."""
 
     default_length: ClassVar[int | None]
@@ -176,15 +185,7 @@ class OpenAIBody(Asking):
     prompt_cache_key: Bookkeeping = None
     prompt_cache_retention: Bookkeeping = None
 
-    lora_path: NotBuilt = None
-    session_params: NotBuilt = None
-    extra_key: NotBuilt = None
-    return_hidden_states: NotBuilt = None
-    return_cached_tokens_details: NotBuilt = None
-    return_spec_tokens_details: NotBuilt = None
-    return_token_ids: NotBuilt = None
-    return_prompt_token_ids: NotBuilt = None
-    return_meta_info: NotBuilt = None
+    return_token_ids: bool | None = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:
@@ -238,13 +239,14 @@ class ChatRequest(OpenAIBody, ChatBody):
     """Body of /v1/chat/completions. Without max_tokens an answer runs to the context limit."""
 
     default_length = None
-    source = "messages"
+    source, id_prefix = "messages", "chatcmpl-"
     names: ClassVar = {"top_logprobs_num": "top_logprobs", "thinking": "reasoning_effort"}
 
     messages: list[Message]
     max_completion_tokens: Any = sampled("max_new_tokens")
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     tools: list[ChatTool] | None = None
@@ -261,9 +263,24 @@ class ChatRequest(OpenAIBody, ChatBody):
     web_search_options: NotBuilt = None
     verbosity: NotBuilt = None
 
+    # SGLang's and vLLM's
+    add_special_tokens: NotBuilt = None
+    chat_template: NotBuilt = None
+    documents: list[dict[str, Any]] | None = None
+    echo: NotBuilt = None
+    include_reasoning: NotBuilt = None
+    input_ids: NotBuilt = None
+    media_io_kwargs: NotBuilt = None
+    task: NotBuilt = None
+    use_audio_in_video: NotBuilt = None
+    video_config: NotBuilt = None
+
     def chat(self) -> Chat:
         given = self.tools or []
         functions = checked_functions([(tool.function.plain(), f"tools.{i}.function") for i, tool in enumerate(given)])
+        if self.continue_final_message and self.add_generation_prompt:
+            name = "add_generation_prompt"
+            raise RequestError(f"{name} and continue_final_message cannot both be true", name)
         choice = self.tool_choice or "auto"
         named = ToolChoice(choice) if isinstance(choice, str) else ToolChoice("named", choice.function.name)
         return Chat(
@@ -271,8 +288,9 @@ class ChatRequest(OpenAIBody, ChatBody):
             functions,
             checked_choice(named, functions),
             parallel=self.parallel_tool_calls is not False,
-            template=self.chat_template_kwargs or {},
+            template=({"documents": self.documents} if self.documents else {}) | (self.chat_template_kwargs or {}),
             continued=bool(self.continue_final_message),
+            prompted=self.add_generation_prompt is not False,
             thinking=False if self.reasoning_effort == "none" else None,
             effort=self.reasoning_effort,
             separate_reasoning=self.separate_reasoning is not False,
@@ -292,7 +310,7 @@ class CompletionRequest(OpenAIBody):
     """Body of /v1/completions."""
 
     default_length = 16
-    source = "prompt"
+    source, id_prefix = "prompt", "cmpl-"
     names: ClassVar = {"top_logprobs_num": "logprobs"}
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
@@ -301,6 +319,8 @@ class CompletionRequest(OpenAIBody):
     best_of: int | None = None
 
     suffix: NotBuilt = None
+    add_special_tokens: bool | None = None
+    prompt_embeds: NotBuilt = None
 
     def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
         params = super().sampling(defaults, **fields)

@@ -30,16 +30,31 @@ class ToolStyle:
 
 _HERMES = ToolStyle("<tool_call>", "</tool_call>")
 _LLAMA = ToolStyle("<|python_tag|>", bare="{", arguments="parameters")
+_MISTRAL = ToolStyle("[TOOL_CALLS]", separator="[ARGS]", id_length=9)
 TOOL_STYLES = {
     "hermes": _HERMES,
     "json": ToolStyle(bare="{["),
     "llama3": _LLAMA,
     "llama3_json": _LLAMA,
-    "mistral": ToolStyle("[TOOL_CALLS]", separator="[ARGS]", id_length=9),
+    "mistral": _MISTRAL,
     "qwen": _HERMES,
     "qwen25": _HERMES,
     "qwen3": _HERMES,
 }
+
+
+def style_of(template: str | None) -> ToolStyle | None:
+    """Returns how calls are written by the family whose chat template this is; None where it does not tell."""
+    if template is None or any(marker in template for marker in _OTHERS):
+        return None
+    if '"name"' not in template and "tool_calls" not in template:
+        return None
+    found = (style for style in (_HERMES, _MISTRAL, _LLAMA) if style.begin and style.begin in template)
+    return next(found, None)
+
+
+# Of families whose calls are no JSON, or that nest it in other markers.
+_OTHERS = ("<function=", "<arg_key>", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>", "<minimax:tool_call>")
 
 
 @dataclass(frozen=True)

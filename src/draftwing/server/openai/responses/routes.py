@@ -13,6 +13,7 @@ from draftwing.server.service import Service
 
 
 def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
+    @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", openapi_extra=schema(ResponsesRequest))
     async def create(request: Request) -> Response:
         body = await read_body(request, ResponsesRequest)

@@ -14,6 +14,18 @@ from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_ch
 from draftwing.server.parsers.grammars import Function, ToolChoice
 from draftwing.server.schema import Body, Bookkeeping, Effort, NotBuilt, OtherKind, sampled
 
+# What responses may hold besides. Reasoning comes as text that can be sent again, and nothing comes of tools that a
+# server would run: these ask for nothing more.
+INCLUDED = (
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+
 
 class Content(Body):
     """A part of an item: input_text, output_text, reasoning_text or summary_text."""
@@ -31,7 +43,7 @@ class Content(Body):
     filename: OtherKind = None
     detail: OtherKind = None
     input_audio: OtherKind = None
-    refusal: OtherKind = None
+    refusal: str | None = None
     prompt_cache_breakpoint: Bookkeeping = None
 
 
@@ -123,7 +135,9 @@ class ResponsesRequest(ChatBody):
     # Beyond OpenAI's, as in the other APIs.
     seed: Any = sampled("seed")
 
-    store: bool | None = None
+    include: list[str] | None = None
+    max_tool_calls: Bookkeeping = None  # of tools that a server runs
+    store: Bookkeeping = None
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -137,8 +151,6 @@ class ResponsesRequest(ChatBody):
     context_management: NotBuilt = None
     conversation: NotBuilt = None
     image: NotBuilt = None
-    include: NotBuilt = None
-    max_tool_calls: NotBuilt = None
     moderation: NotBuilt = None
     prompt: NotBuilt = None
     prompt_cache_options: NotBuilt = None
@@ -172,8 +184,10 @@ class ResponsesRequest(ChatBody):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", "stream_options")
-        if self.store:
-            raise RequestError("store is not supported: responses are not stored; leave it out or send false", "store")
+        for i, name in enumerate(self.include or []):
+            if name not in INCLUDED:
+                known = ", ".join(INCLUDED)
+                raise RequestError(f"include.{i} must be one of {known}; found {show(name)}", f"include.{i}")
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""Fields that SGLang, vLLM and llama.cpp add to OpenAI's: other names for what is here, and what is not built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict
+
+from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import GRAMMARS
+from draftwing.requests.refusals import check_text, show
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.schema import Asking, Body, NotBuilt, sampled
+
+# vLLM's and llama.cpp's fields for a grammar, and what each is called here.
+GRAMMAR_FIELDS = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+    "grammar": "ebnf",
+}
+_SPECIAL = frozenset(r"\.+*?()|[]{}^$")  # of regular expressions
+MOST_CHOICES = 1000
+
+
+class StructuredOutputs(Body):
+    """vLLM's field for a grammar, of which it takes one."""
+
+    model_config = ConfigDict(alias_generator=lambda name: name.removesuffix("_"))
+
+    json_: Any = None
+    regex: Any = None
+    choice: Any = None
+    grammar: Any = None
+    structural_tag: Any = None
+    json_object: bool | None = None
+
+    disable_fallback: NotBuilt = None
+    disable_any_whitespace: NotBuilt = None
+    disable_additional_properties: NotBuilt = None
+    whitespace_pattern: NotBuilt = None
+
+
+class PeerFields(Asking):
+    """What chat and text completions of the peers know."""
+
+    include_stop_str_in_output: Any = sampled("no_stop_trim")
+    request_id: str | None = None
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    grammar: Any = None
+
+    # vLLM's
+    ec_transfer_params: NotBuilt = None
+    guided_decoding_backend: NotBuilt = None
+    guided_whitespace_pattern: NotBuilt = None
+    kv_transfer_params: NotBuilt = None
+    length_penalty: NotBuilt = None
+    logits_processors: NotBuilt = None
+    logprob_token_ids: NotBuilt = None
+    mm_processor_kwargs: NotBuilt = None
+    prompt_logprobs: NotBuilt = None
+    repetition_detection: NotBuilt = None
+    return_token_offsets: NotBuilt = None
+    return_tokens_as_token_ids: NotBuilt = None
+    return_weight_versions: NotBuilt = None
+    routed_experts_prompt_start: NotBuilt = None
+    stream_interval: NotBuilt = None
+    thinking_token_budget: NotBuilt = None
+    truncate_prompt_tokens: NotBuilt = None
+    truncation_side: NotBuilt = None
+    use_beam_search: NotBuilt = None
+    vllm_xargs: NotBuilt = None
+    watermarking: NotBuilt = None
+
+    # SGLang's
+    bootstrap_host: NotBuilt = None
+    bootstrap_port: NotBuilt = None
+    bootstrap_room: NotBuilt = None
+    custom_labels: NotBuilt = None
+    data_parallel_rank: NotBuilt = None
+    extra_key: NotBuilt = None
+    images_config: NotBuilt = None
+    lora_path: NotBuilt = None
+    return_cached_tokens_details: NotBuilt = None
+    return_hidden_states: NotBuilt = None
+    return_meta_info: NotBuilt = None
+    return_prompt_token_ids: NotBuilt = None
+    return_routed_experts: NotBuilt = None
+    return_sampling_mask: NotBuilt = None
+    return_spec_tokens_details: NotBuilt = None
+    routed_experts_start_len: NotBuilt = None
+    session_id: NotBuilt = None
+    session_params: NotBuilt = None
+    watermark: NotBuilt = None
+
+    @property
+    def asked_id(self) -> str | None:
+        return self.rid if self.rid is not None else self.request_id
+
+    @property
+    def grammar_field(self) -> str | None:
+        found = self._peer_grammar()
+        return super().grammar_field if found is None else found[0]
+
+    def sampling(self, defaults: Mapping[str, Any], **fields: Any) -> SamplingParams:
+        found = self._peer_grammar()
+        if found is not None:
+            name, kind, value = found
+            other = next((one for one in GRAMMARS if getattr(self, one, None) is not None), None)
+            if other is not None:
+                raise RequestError(f"{name} and {other} cannot be given together", name)
+            if kind == "choice":
+                kind, value = "regex", _one_of(value, name)
+            elif kind == "json_object":
+                kind, value = "response_format", {"type": "json_object"}
+            return super().sampling(defaults, **fields, **{kind: value}, called={kind: name})
+        return super().sampling(defaults, **fields)
+
+    def _peer_grammar(self) -> tuple[str, str, Any] | None:
+        """(the field, the kind of grammar, its value) of a grammar in the peers' fields. Raises RequestError."""
+        given = [(name, kind, getattr(self, name)) for name, kind in GRAMMAR_FIELDS.items()]
+        inner = self.structured_outputs or StructuredOutputs()
+        names = {"json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf"}
+        names |= {"structural_tag": "structural_tag"}
+        given += [
+            (f"structured_outputs.{name.removesuffix('_')}", kind, getattr(inner, name)) for name, kind in names.items()
+        ]
+        given.append(("structured_outputs.json_object", "json_object", inner.json_object or None))
+        found = [one for one in given if one[2] is not None]
+        if len(found) > 1:
+            raise RequestError(f"{found[1][0]} and {found[0][0]} cannot be given together", found[1][0])
+        return found[0] if found else None
+
+
+def _one_of(choices: Any, name: str) -> str:
+    """The regular expression of one of several texts. Raises RequestError."""
+    if not isinstance(choices, list) or not 0 < len(choices) <= MOST_CHOICES:
+        raise RequestError(f"{name} must be a list of 1 to {MOST_CHOICES} texts; found {show(choices)}", name)
+    for i, choice in enumerate(choices):
+        if not isinstance(choice, str) or not choice:
+            raise RequestError(f"{name}.{i} must be a text that is not empty; found {show(choice)}", f"{name}.{i}")
+        check_text(choice, f"{name}.{i}")
+    return "|".join("".join("\\" + char if char in _SPECIAL else char for char in choice) for choice in choices)

@@ -1,0 +1,164 @@
+"""Requests as clients of SGLang, vLLM and llama.cpp send them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, local
+from starlette.testclient import TestClient
+
+from draftwing.requests.grammar_field import Grammar
+from draftwing.server.app import create_app
+from draftwing.server.parsers.tools import TOOL_STYLES, style_of
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeEngine, TestClient]]:
+    engine = FakeEngine()
+    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
+        yield engine, client
+
+
+@pytest.fixture
+def client(served: tuple[FakeEngine, TestClient]) -> TestClient:
+    served[0].requests.clear()
+    return served[1]
+
+
+def body_of(path: str) -> dict[str, Any]:
+    return ({"messages": HI} if path == CHAT else {"prompt": "hi"}) | {"max_tokens": 8}
+
+
+def ok(client: TestClient, path: str, **fields: Any) -> dict[str, Any]:
+    response = client.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"guided_json": {"type": "object"}}, Grammar("json_schema", '{"type": "object"}')),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c")),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+        ({"structured_outputs": {"choice": ["(x)"]}}, Grammar("regex", r"\(x\)")),
+        ({"structured_outputs": {"json": {"type": "object"}}}, Grammar("json_schema", '{"type": "object"}')),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
+        ({"response_format": {"type": "json_object", "schema": True}}, Grammar("json_schema", "true")),
+    ],
+)
+def test_grammars_by_the_peers_names(
+    client: TestClient, served: tuple[FakeEngine, TestClient], path: str, fields: dict[str, Any], grammar: Grammar
+) -> None:
+    ok(client, path, **body_of(path), **fields)
+    assert served[0].requests[-1].params.grammar == grammar
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 5]}, "guided_choice.1"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"structured_outputs": {"json": {"type": "no"}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"nonsense": 1}}, "structured_outputs.nonsense"),
+        ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
+    ],
+)
+def test_wrong_grammars_are_refused_by_the_names_that_were_sent(
+    client: TestClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    response = client.post(path, json=body_of(path) | fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+    assert param in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/messages"])
+def test_paths_without_v1(client: TestClient, path: str) -> None:
+    fields: dict[str, dict[str, Any]] = {
+        "/chat/completions": {"messages": HI},
+        "/completions": {"prompt": "hi"},
+        "/responses": {"input": "hi"},
+        "/messages": {"messages": HI, "model": "m", "max_tokens": 5},
+    }
+    short, whole = (client.post(p, json=fields[path] | {"temperature": 0}) for p in (path, f"/v1{path}"))
+    assert short.status_code == whole.status_code == 200 and short.json().keys() == whole.json().keys()
+    short, whole = (client.post(p, json=fields[path] | {"temperature": -1}) for p in (path, f"/v1{path}"))
+    assert short.status_code == 400 and short.json() == whole.json()
+
+
+def test_ids_begin_as_openais_do(client: TestClient) -> None:
+    assert ok(client, CHAT, **body_of(CHAT))["id"].startswith("chatcmpl-")
+    assert ok(client, COMPLETION, **body_of(COMPLETION))["id"].startswith("cmpl-")
+    assert ok(client, CHAT, **body_of(CHAT), request_id="mine")["id"] == "mine"
+    assert ok(client, CHAT, **body_of(CHAT), rid="mine", request_id="other")["id"] == "mine"
+
+
+def test_a_stop_in_the_output(client: TestClient) -> None:
+    said = ok(client, COMPLETION, prompt="a stop b", max_tokens=50, stop="stop", include_stop_str_in_output=True)
+    assert said["choices"][0]["text"].endswith("stop")
+
+
+def test_an_answer_of_the_assistant_comes_back(client: TestClient, served: tuple[FakeEngine, TestClient]) -> None:
+    said = [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}], "reasoning": "hm"},
+        {"role": "assistant", "content": None, "refusal": None, "reasoning": None, "annotations": []},
+    ]
+    for message in said:
+        ok(client, CHAT, messages=[*HI, message, *HI], max_tokens=5)
+    response = client.post(CHAT, json={"messages": [{"role": "user", "content": said[0]["content"]}]})
+    assert response.status_code == 400 and response.json()["param"] == "messages.0.content.0"
+
+
+def test_continuing_as_vllm_asks_for_it(client: TestClient, served: tuple[FakeEngine, TestClient]) -> None:
+    messages = [*HI, {"role": "assistant", "content": "so"}]
+    for more in ({}, {"add_generation_prompt": False}):
+        ok(client, CHAT, messages=messages, continue_final_message=True, max_tokens=5, **more)
+    first, second = served[0].requests[-2:]
+    assert first.prompt_ids == second.prompt_ids
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert client.post(CHAT, json=both).json()["param"] == "add_generation_prompt"
+    ok(client, CHAT, messages=HI, add_generation_prompt=False, max_tokens=5)
+    ok(client, CHAT, messages=HI, max_tokens=5)
+    short, whole = (request.prompt_ids for request in served[0].requests[-2:])
+    assert whole[: len(short)] == short
+
+
+def test_responses_as_agents_ask_for_them(client: TestClient) -> None:
+    said = ok(client, "/v1/responses", input="hi", store=True, include=["reasoning.encrypted_content"])
+    assert said["store"] is False
+    response = client.post("/v1/responses", json={"input": "hi", "include": ["message.output_text.logprobs"]})
+    assert response.status_code == 400 and response.json()["param"] == "include.0"
+
+
+def test_messages_as_agents_ask_for_them(client: TestClient) -> None:
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    history = [*HI, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, *HI]
+    ok(client, "/v1/messages", model="m", max_tokens=9, messages=history, context_management=keep)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ('{"name": <f>, "arguments": {}} <tool_call>', "hermes"),
+        ("{{ tool_calls }} <|python_tag|>", "llama3"),
+        ("{{ message.tool_calls }} [TOOL_CALLS]", "mistral"),
+        ("{{ message.tool_calls }} <tool_call><function=f>", None),
+        ("<tool_call>f\n<arg_key>{{ tool_calls }}", None),
+        ("{{ messages }}", None),
+        (None, None),
+    ],
+)
+def test_the_parser_is_found_by_the_chat_template(template: str | None, name: str | None) -> None:
+    assert style_of(template) == (None if name is None else TOOL_STYLES[name])
