@@ -24,7 +24,7 @@ def test_log_probabilities() -> None:
     assert logprob_params(True) == LogprobParams(0, (), -1)
     assert logprob_params(True, 3, 2, [7, 8]) == LogprobParams(2, (7, 8), 3)
     for values, name in (
-        ((False, 4), "logprob_start_len"), ((False, -1, 1), "top_logprobs_num"),
+        ((False, -1, 1), "top_logprobs_num"),
         ((None, -1, 0, [1]), "token_ids_logprob"),
         ((True, -2), "logprob_start_len"), ((True, -1, MOST_LOGPROBS + 1), "top_logprobs_num"),
         ((True, -1, True), "top_logprobs_num"), ((True, -1, 0, [1.5]), "token_ids_logprob"),

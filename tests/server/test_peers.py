@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,6 +147,62 @@ def test_messages_as_agents_ask_for_them(client: TestClient) -> None:
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     history = [*HI, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, *HI]
     ok(client, "/v1/messages", model="m", max_tokens=9, messages=history, context_management=keep)
+
+
+def test_log_probabilities_of_a_prompt_alone(client: TestClient) -> None:
+    ids = client.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
+    said = ok(
+        client,
+        "/generate",
+        input_ids=ids,
+        sampling_params={"max_new_tokens": 0, "temperature": 0},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    info = said["meta_info"]
+    assert (said["text"], said["output_ids"], info["completion_tokens"]) == ("", [], 0)
+    assert [entry[1] for entry in info["input_token_logprobs"]] == ids and info["output_token_logprobs"] == []
+    assert info["finish_reason"] == {"type": "length", "length": 0}
+    for stream in (False, True):
+        body = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
+        response = client.post(COMPLETION, json=body)
+        assert response.status_code == 200
+        if not stream:
+            (choice,) = response.json()["choices"]
+            assert choice["text"] == "abc" and len(choice["logprobs"]["tokens"]) == len(ids)
+            assert choice["finish_reason"] == "length" and response.json()["usage"]["completion_tokens"] == 0
+    refused = client.post(COMPLETION, json={"prompt": "abc", "max_tokens": 0})
+    assert refused.status_code == 400 and refused.json()["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_token_ids_in_responses(client: TestClient, served: tuple[FakeEngine, TestClient], path: str) -> None:
+    body = body_of(path) | {"return_token_ids": True, "temperature": 0}
+    choice = ok(client, path, **body)["choices"][0]
+    assert choice["prompt_token_ids"] == served[0].requests[-1].prompt_ids and choice["token_ids"]
+    events = client.post(path, json=body | {"stream": True}).text.split("\n\n")
+    found = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if "{" in event]
+    assert found[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert [token for event in found for token in event["token_ids"]] == choice["token_ids"]
+    assert "token_ids" not in ok(client, path, **body_of(path))["choices"][0]
+
+
+def test_generate_as_sglangs_clients_serialise_it(client: TestClient) -> None:
+    neutral = {
+        "modalities": None, "background": False, "return_bytes": False, "no_logs": False, "custom_labels": None,
+        "require_reasoning": False, "routing_key": "r", "conversation_id": "c", "log_metrics": True,
+        "logprob_start_len": 5, "return_logprob": False, "use_audio_in_video": False, "mm_processor_kwargs": None,
+    }  # fmt: skip
+    ok(client, "/generate", text="a", sampling_params={"max_new_tokens": 2}, **neutral)
+
+
+def test_tokens_by_the_peers_names(client: TestClient) -> None:
+    said = ok(client, "/tokenize", content="abc", return_token_strs=True)
+    assert said["tokens"] == ok(client, "/tokenize", prompt="abc")["tokens"]
+    assert len(said["token_strs"]) == len(said["tokens"])
+    back = ok(client, "/detokenize", tokens=said["tokens"])
+    assert back["text"] == back["prompt"] == "abc"
+    ok(client, "/tokenize", messages=HI, add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(

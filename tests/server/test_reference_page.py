@@ -119,10 +119,10 @@ def test_tokenize_and_back(client: TestClient) -> None:
     for prefix in ("", "/v1"):
         one = client.post(f"{prefix}/tokenize", json={"model": "m", "prompt": "héllo"}).json()
         assert set(one) == {"tokens", "count", "max_model_len"} and one["count"] == len(one["tokens"]) == 6
-        assert client.post(f"{prefix}/detokenize", json={"tokens": one["tokens"]}).json() == {"text": "héllo"}
+        assert client.post(f"{prefix}/detokenize", json={"tokens": one["tokens"]}).json()["text"] == "héllo"
         many = client.post(f"{prefix}/tokenize", json={"prompt": ["a", "bc", ""]}).json()
         assert many["count"] == [1, 2, 0]
-        assert client.post(f"{prefix}/detokenize", json={"tokens": many["tokens"]}).json() == {"text": ["a", "bc", ""]}
+        assert client.post(f"{prefix}/detokenize", json={"tokens": many["tokens"]}).json()["text"] == ["a", "bc", ""]
     ended = [*one["tokens"], 256]
     assert client.post("/detokenize", json={"tokens": ended}).json()["text"] == "héllo"
     shown = client.post("/detokenize", json={"tokens": ended, "skip_special_tokens": False})

@@ -42,7 +42,12 @@ NOT_BUILT_COMPLETION = NOT_BUILT_OPENAI | {"suffix": "x", "prompt_embeds": "x"}
 NOT_BUILT_GENERATE = {
     "input_embeds": [[0.5]], "image_data": "x", "audio_data": "x", "video_data": "x", "return_hidden_states": True,
     "return_prompt_token_ids": True, "return_entropy": True, "lora_path": "x", "session_params": {"id": 1},
-    "session_id": "s", "extra_key": "k",
+    "session_id": "s", "extra_key": "k", "background": True, "bootstrap_host": "h", "bootstrap_port": 1,
+    "bootstrap_room": 1, "custom_labels": {"a": "b"}, "data_parallel_rank": 1, "images_config": {},
+    "log_metrics": False, "max_thinking_tokens": 5, "mm_processor_kwargs": {"a": 1}, "modalities": ["image"],
+    "no_logs": True, "require_reasoning": True, "return_bytes": True, "return_flat_raw_output_top_logprobs": True,
+    "return_flat_raw_top_logprobs": True, "return_routed_experts": True, "return_sampling_mask": True,
+    "routed_experts_start_len": 1, "use_audio_in_video": True, "video_config": {}, "watermark": {},
 }  # fmt: skip
 NOT_BUILT_SAMPLING = {"beam_width": 2, "stream_interval": 2}
 
@@ -186,7 +191,7 @@ def test_combinations(client: TestClient) -> None:
     refused(client, "/generate", {"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params")
     refused(client, "/generate", {"text": ["a", "b"], "rid": ["x"]}, "rid")
     refused(client, COMPLETION, {"prompt": ["a"] * 100, "n": 100}, "n")
-    for name, value in (("best_of", 2), ("best_of", 10**400), ("logprobs", 6), ("logprobs", -1), ("logprobs", True)):
+    for name, value in (("best_of", 2), ("best_of", 10**400), ("logprobs", 21), ("logprobs", -1), ("logprobs", True)):
         refused(client, COMPLETION, {"prompt": "a", name: value}, name)
     for name, value in (("top_logprobs", 21), ("top_logprobs", -1), ("logprobs", 1), ("top_logprobs", 2)):
         refused(client, CHAT_PATH, {"messages": MESSAGES, name: value}, name)
@@ -217,7 +222,7 @@ def test_generate_conflicts_and_log_probabilities(client: TestClient) -> None:
     def said(fields: dict[str, Any], param: str) -> None:
         refused(client, "/generate", {"text": "abc"} | fields, param)
 
-    for name, value in (("top_logprobs_num", 2), ("token_ids_logprob", [1]), ("logprob_start_len", 2)):
+    for name, value in (("top_logprobs_num", 2), ("token_ids_logprob", [1])):
         said({name: value}, name)
     for name, value in (
         ("top_logprobs_num", 129), ("top_logprobs_num", -1), ("token_ids_logprob", [257]),

@@ -94,7 +94,7 @@ class EngineInfo:
         self._check_edits(request, stop_ids)
         self._check_logprobs(request)
         self._check_drafts(request)
-        return request._replace(terms=Terms(wanted, stop_ids))
+        return request._replace(terms=Terms(max(wanted, 1), stop_ids))
 
     def _check_edits(self, request: GenerationRequest, stop_ids: frozenset[int]) -> None:
         params = request.params

@@ -13,7 +13,7 @@ from draftwing.requests.sampling_params import SamplingParams
 MAX_PREDICTED: Final = 16384  # tokens of a predicted output
 MOST_LOGPROBS: Final = 128  # best tokens, and further tokens, of a position
 MOST_OPENAI_LOGPROBS: Final = 20  # in chat completions
-MOST_COMPLETION_LOGPROBS: Final = 5
+MOST_COMPLETION_LOGPROBS: Final = 20  # as vLLM; OpenAI has 5
 LOGPROB_FIELDS = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 _SPECULATIVE = ("algorithm", "num_steps", "topk", "num_draft_tokens")
 
@@ -48,9 +48,9 @@ def logprob_params(
     """From `/generate`'s fields; None where nothing is asked for. where: what comes before a list's index in names."""
     values = dict(zip(LOGPROB_FIELDS, (logprob_start_len, top_logprobs_num, token_ids_logprob), strict=True))
     if not return_logprob:
-        # -1 and 0 are what clients send that ask for nothing.
         for name, value in values.items():
-            if value and not (name == "logprob_start_len" and value == -1):
+            # A start alone asks for nothing: clients send it with either.
+            if value and name != "logprob_start_len":
                 raise RequestError(f"{where}{name} needs return_logprob: true", where + name)
         return None
     start = _whole(f"{where}logprob_start_len", -1 if logprob_start_len is None else logprob_start_len, -1, 2**31 - 1)

@@ -117,8 +117,9 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    max_new_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = Field(
-        128, description="most tokens of the answer; null runs to the context limit"
+    max_new_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = Field(
+        128,
+        description="most tokens of the answer; null runs to the context limit, 0 tells of the prompt alone",
     )
     temperature: Annotated[float, AfterValidator(lambda value: 0.0 if value < GREEDY_BELOW else value)] = Field(
         1.0, ge=0, le=100, description="0 takes the likeliest token"

@@ -104,7 +104,9 @@ class _Sampled:
         about = {"description": described.pop("description")} if "description" in described else {}
         if self.name == "max_new_tokens":
             about = {"description": "most tokens of the answer"}  # what null is, every dialect says for itself
-        kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
+        kinds = [dict(kind) for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
+        if self.name == "max_new_tokens":
+            kinds[0]["minimum"] = 1  # 0 is for what has `prompt_alone`
         kinds += [] if self.required else [{"type": "null"}]
         schema.update({"anyOf": kinds} if len(kinds) > 1 else kinds[0], **about)
 
@@ -167,7 +169,16 @@ class Asking(Body):
                 given[ours] = value
             if value is not None or ours not in names:
                 names[ours] = name
-        return SamplingParams.read(given, names)
+        params = SamplingParams.read(given, names)
+        if params.max_new_tokens == 0 and not self.prompt_alone:
+            name = self.length or "max_new_tokens"
+            raise RequestError(f"{name} must be at least 1; found 0", name)
+        return params
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Whether the response may tell of the prompt and have no answer."""
+        return False
 
     @property
     def length(self) -> str | None:

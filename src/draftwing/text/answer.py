@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,15 @@ LEAST = -9999.0  # what stands for minus infinity, which JSON does not have
 
 def finite(value: float) -> float:
     return max(value, LEAST)
+
+
+def _without_tokens(output: Output) -> Output:
+    """The engine gives at least one token; a request for none has asked for its prompt's log probabilities."""
+    reason = output.finish_reason
+    if reason is not None and reason["type"] != "abort":
+        reason = {"type": "length", "length": 0}
+    meta = {**output.meta, "completion_tokens": 0} if reason is not None else output.meta
+    return dataclasses.replace(output, token_ids=[], logprobs=[], finish_reason=reason, meta=meta)
 
 
 class Answer:
@@ -63,6 +73,8 @@ class Answer:
     def push(self, output: Output) -> str:
         """Takes news of this answer and returns the text that can be shown since the last call."""
         assert self.finish_reason is None, f"news of {self.request.uid} after its end"
+        if self.request.params.max_new_tokens == 0:
+            output = _without_tokens(output)
         self.token_ids += output.token_ids
         self._trace += output.trace
         if self.wanted is not None:

@@ -198,17 +198,21 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            chat = Chat(conversation(body.messages))
+            chat = Chat(conversation(body.messages), prompted=body.add_generation_prompt is not False)
             every = [await unless_disconnected(request, chats.ids(chat, "messages"))]
         else:
             asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False)
             every = await unless_disconnected(request, asked)
         batched = isinstance(body.prompt, list)
-        return {
+        found: dict[str, Any] = {
             "tokens": every if batched else every[0],
             "count": [len(ids) for ids in every] if batched else len(every[0]),
             "max_model_len": service.engine.info.context_length,
         }
+        if body.return_token_strs:
+            pieces = [[service.tokenizer.piece(token) for token in ids] for ids in every]
+            found["token_strs"] = pieces if batched else pieces[0]
+        return found
 
     @app.post("/v1/detokenize", include_in_schema=False)
     @app.post("/detokenize", openapi_extra=schema(DetokenizeRequest))
@@ -216,7 +220,8 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
         body = await read_body(request, DetokenizeRequest)
         every, batched = body.batch(service.engine.info.vocab_size)
         texts = [service.tokenizer.decode(ids, body.skip_special_tokens is not False) for ids in every]
-        return {"text": texts if batched else texts[0]}
+        text = texts if batched else texts[0]
+        return {"text": text, "prompt": text}  # as SGLang and as vLLM name it
 
 
 def _names(rid: str | list[str] | None, prompts: int) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import WithJsonSchema
+from pydantic import WithJsonSchema, model_validator
 
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import LogprobParams, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
 from draftwing.server.openai.schema import Message
-from draftwing.server.schema import MAX_PROMPTS, Asking, Body, NotBuilt, TokenIds
+from draftwing.server.schema import MAX_PROMPTS, Asking, Body, Bookkeeping, NotBuilt, TokenIds
 
 _Sampling = Annotated[
     dict[str, Any],
@@ -46,6 +46,30 @@ class GenerateRequest(Asking):
     lora_path: NotBuilt = None
     session_params: NotBuilt = None
     session_id: NotBuilt = None
+    background: NotBuilt = None
+    bootstrap_host: NotBuilt = None
+    bootstrap_port: NotBuilt = None
+    bootstrap_room: NotBuilt = None
+    conversation_id: Bookkeeping = None
+    custom_labels: NotBuilt = None
+    data_parallel_rank: NotBuilt = None
+    images_config: NotBuilt = None
+    log_metrics: NotBuilt = None
+    max_thinking_tokens: NotBuilt = None
+    mm_processor_kwargs: NotBuilt = None
+    modalities: NotBuilt = None
+    no_logs: NotBuilt = None
+    require_reasoning: NotBuilt = None
+    return_bytes: NotBuilt = None
+    return_flat_raw_output_top_logprobs: NotBuilt = None
+    return_flat_raw_top_logprobs: NotBuilt = None
+    return_routed_experts: NotBuilt = None
+    return_sampling_mask: NotBuilt = None
+    routed_experts_start_len: NotBuilt = None
+    routing_key: Bookkeeping = None
+    use_audio_in_video: NotBuilt = None
+    video_config: NotBuilt = None
+    watermark: NotBuilt = None
     extra_key: NotBuilt = None
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
@@ -117,8 +141,17 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | list[str] | None = None
+    content: str | None = None  # as llama.cpp names the prompt
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> TokenizeRequest:
+        if self.prompt is None:
+            self.prompt = self.content
+        return self
 
     def prompts(self) -> list[str]:
         every = self.prompt if isinstance(self.prompt, list) else [self.prompt or ""]

@@ -53,6 +53,7 @@ class Completion:
         """echo: answers begin with their prompt."""
         self.generation, self._asked, self._echo = generation, body, echo
         self._echoed: dict[int, str] = {}  # prompts by index of the answer
+        self._told: dict[int, int] = {}  # how many token ids events had, by index of the answer
         self._model = service.name_for(body.model)
         self._tokenizer, self._texts = service.tokenizer, service.texts
 
@@ -60,7 +61,7 @@ class Completion:
         return {
             **self._head(chunk=False),
             "choices": [
-                {"index": answer.index, **self._whole(answer), **self._ending(answer)}
+                {"index": answer.index, **self._whole(answer), **self._ending(answer), **self._ids(answer)}
                 for answer in self.generation.answers
             ],
             "usage": self._usage(),
@@ -73,7 +74,8 @@ class Completion:
 
         def chunk(answer: Answer, content: dict[str, Any], ending: Any = None) -> str:
             end = ending or {"finish_reason": None, "matched_stop": None}
-            data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end}]}
+            ids = self._new_ids(answer)
+            data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end, **ids}]}
             if asked.continuous_usage:
                 data["usage"] = usage(len(answer.request.prompt_ids), [answer])
             elif asked.include_usage:
@@ -138,6 +140,21 @@ class Completion:
                 echo += " " if self._texts.text(first[0]) == " " + alone else ""
             self._echoed[answer.index] = echo
         return self._echoed[answer.index]
+
+    def _ids(self, answer: Answer) -> dict[str, Any]:
+        """The token ids of prompt and answer, where they were asked for; those of a stop that is not shown included."""
+        if not self._asked.return_token_ids:
+            return {}
+        return {"prompt_token_ids": answer.request.prompt_ids, "token_ids": answer.token_ids}
+
+    def _new_ids(self, answer: Answer) -> dict[str, Any]:
+        """The same for an event: the prompt's with the first one, of the answer those that have come since."""
+        if not self._asked.return_token_ids:
+            return {}
+        told = self._told.get(answer.index)
+        self._told[answer.index] = len(answer.token_ids)
+        first = {"prompt_token_ids": answer.request.prompt_ids} if told is None else {}
+        return {**first, "token_ids": answer.token_ids[told or 0 :]}
 
     # -- what is around choices -----------------------------------------------------------------------------------
 

@@ -331,5 +331,9 @@ class CompletionRequest(OpenAIBody):
             )
         return params
 
+    @property
+    def prompt_alone(self) -> bool:
+        return bool(self.echo)
+
     def wanted_logprobs(self) -> LogprobParams | None:
         return None if self.logprobs is None else LogprobParams(self.logprobs, start=0 if self.echo else -1)
