@@ -120,6 +120,9 @@ def wrong_bodies() -> Iterator[tuple[str, str, bytes]]:
     yield "a long text", generate, b'{"text":"' + b"1" * (4 * MB - 100) + b'"}'
     yield "long texts", "/v1/completions", repeated(b'{"prompt":[', b'"' + b"1" * 500_000 + b'",', b"]}")
     yield "a long chat", chat, repeated(b'{"messages":[{"role":"user","content":"', b"1", b'"}]}')
+    yield "a model's name", "/v1/completions", b'{"prompt":"a","stream":true,"model":"' + b"m" * (4 * MB - 100) + b'"}'
+    yield "a request's name", generate, b'{"text":"a","stream":true,"rid":"' + b"m" * (4 * MB - 100) + b'"}'
+    yield "ids to decode", "/detokenize", repeated(b'{"tokens":[', b"97,", b"]}")
     yield "system", "/v1/messages", repeated(b'{"model":"m","max_tokens":1,"messages":[', b"{},", b"]}")
     yield "items", "/v1/responses", repeated(b'{"input":[', b"{},", b"]}")
 
@@ -326,4 +329,31 @@ def test_a_million_messages_cost_little(server: Attacked) -> None:
     body = b'{"messages":[' + (message * (4 * MB // len(message) - 2)).rstrip(b",") + b"]}"
     answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=JSON, timeout=60)
     assert answer.status_code == 400
+    works(server)
+
+
+# -- requests that are hardly any -------------------------------------------------------------------------------------
+
+ODD = [
+    b"POST /generate HTTP/1.1\r\nhost: [\r\n\r\n", b"GET /health HTTP/1.1\r\nhost: a/b?c#d@e\xff\r\n\r\n",
+    head("/generate", "content-length: 5", "transfer-encoding: chunked") + b"0\r\n\r\n",
+    head("/generate", "content-length: 5", "content-length: 6") + b"abcdef", head("/generate", "content-length: -5"),
+    head("/generate", f"content-length: {10**23}"), head("/generate", f"content-length: {2**64 - 1}"),
+    head("/generate", "transfer-encoding: chunked, identity") + b"0\r\n\r\n",
+    head("/generate", "transfer-encoding: chunked") + b"ffffffffffffffffff\r\n", b"CONNECT a:80 HTTP/1.1\r\n\r\nxxxx",
+    b"OPTIONS * HTTP/1.1\r\n\r\n", b"GET http://[/health HTTP/1.1\r\n\r\n", b"GET /%ff%00%0a\xc2\x9b HTTP/1.1\r\n\r\n",
+    b"GET /health\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes.fromhex("16030100c8010000c40303") + bytes(100),
+    b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
+    head("/generate", "content-type: \u00ff\u009b"),
+    head("/generate", "expect: 100-continue", "content-length: 999999999"), head("/generate", "authorization: \u00ff"),
+]  # fmt: skip
+
+
+def test_requests_that_are_hardly_any(server: Attacked) -> None:
+    """Each is answered by something, and none by a 500."""
+    for request in ODD:
+        with server.connect(5) as sock:
+            sock.sendall(request)
+            sock.shutdown(socket.SHUT_WR)
+            assert b" 500 " not in reply(sock)[:20], request
     works(server)

@@ -62,6 +62,8 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 def _pairs(value: Any) -> Any:
     """{token id: bias} as pairs; JSON's keys are strings."""
+    if isinstance(value, Mapping) and len(value) > MAX_BIASES:  # before a million pairs are made of them
+        raise ValueError(f"takes at most {MAX_BIASES} entries; found {len(value)}")
     pairs = value.items() if isinstance(value, Mapping) else value
     if not isinstance(value, (Mapping, tuple)) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
         raise ValueError(f"must map token ids to numbers; found {show(value)}")

@@ -76,6 +76,7 @@ NotBuilt = Annotated[Any, AfterValidator(_refused)]
 OtherKind = Any  # of parts of another kind, which are refused by their kind rather than by an unknown field
 Bookkeeping = Any  # for the client's own accounts; no effect here
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # of reasoning, as OpenAI has them
+Name = Annotated[str, Field(max_length=1024)]  # chosen by the client, repeated in each event of a stream
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
 
@@ -137,7 +138,7 @@ class Asking(Body):
     names: ClassVar[Mapping[str, str]] = {}
 
     stream: bool | None = None
-    rid: str | None = None
+    rid: Name | None = None
     speculative: Speculative | None = None
     priority: Priority | None = None
     cache_salt: str | None = None

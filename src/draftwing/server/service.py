@@ -7,7 +7,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from draftwing.engine.session import prepare
@@ -104,6 +105,19 @@ class Service:
         return await self.lanes.run(
             size, lambda gone: encode_bounded(self.tokenizer, texts, most, field, add_special_tokens, gone)
         )
+
+    async def detokenize(self, every: list[list[int]], field: str, skip_special_tokens: bool = True) -> list[str]:
+        """The texts of ids from a field of a request, as `tokenize`."""
+        longest, most = max(map(len, every), default=0), self.engine.info.context_length
+        if longest > most:
+            raise RequestError(f"{field} takes at most {most} ids, as many as the context; found {longest}", field)
+        size = sum(map(len, every))
+
+        def decode(ids: list[int], gone: Callable[[], bool]) -> str:
+            return self.tokenizer.decode(ids, skip_special_tokens)
+
+        # One by one, so that it ends when it is cancelled.
+        return [await self.lanes.run(size, partial(decode, ids)) for ids in every]
 
     async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
         """Raises RequestError for a grammar that cannot be used. asked: parameters, and the field that holds their

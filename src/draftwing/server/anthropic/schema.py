@@ -12,7 +12,7 @@ from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Body, Bookkeeping, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import Body, Bookkeeping, Name, NotBuilt, OtherKind, sampled
 
 
 class TextBlock(Body):
@@ -101,7 +101,7 @@ class ContextManagement(Body):
 class CountRequest(Body):
     """Body of /v1/messages/count_tokens: what the prompt is made of."""
 
-    model: str
+    model: Name
     messages: list[AnthropicMessage]
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None

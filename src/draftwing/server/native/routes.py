@@ -219,7 +219,8 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await read_body(request, DetokenizeRequest)
         every, batched = body.batch(service.engine.info.vocab_size)
-        texts = [service.tokenizer.decode(ids, body.skip_special_tokens is not False) for ids in every]
+        asked = service.detokenize(every, "tokens", body.skip_special_tokens is not False)
+        texts = await unless_disconnected(request, asked)
         text = texts if batched else texts[0]
         return {"text": text, "prompt": text}  # as SGLang and as vLLM name it
 

@@ -12,7 +12,7 @@ from draftwing.requests.refusals import check_text
 from draftwing.requests.request import LogprobParams, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
 from draftwing.server.openai.schema import Message
-from draftwing.server.schema import MAX_PROMPTS, Asking, Body, Bookkeeping, NotBuilt, TokenIds
+from draftwing.server.schema import MAX_PROMPTS, Asking, Body, Bookkeeping, Name, NotBuilt, TokenIds
 
 _Sampling = Annotated[
     dict[str, Any],
@@ -26,7 +26,7 @@ class GenerateRequest(Asking):
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
     sampling_params: _Sampling | list[_Sampling] | None = None
-    rid: str | list[str] | None = None  # type: ignore[assignment]
+    rid: Name | list[Name] | None = None  # type: ignore[assignment]
 
     # One for all prompts, or a list of one for each.
     return_logprob: bool | list[bool] | None = None

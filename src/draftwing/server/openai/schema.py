@@ -23,6 +23,7 @@ from draftwing.server.schema import (
     Body,
     Bookkeeping,
     Effort,
+    Name,
     NotBuilt,
     OtherKind,
     Prediction,
@@ -139,7 +140,7 @@ class OpenAIBody(PeerFields):
 
     default_length: ClassVar[int | None]
 
-    model: str | None = None
+    model: Name | None = None
     stream_options: StreamOptions | None = None
 
     max_tokens: Any = sampled("max_new_tokens")

@@ -12,7 +12,7 @@ from draftwing.requests.refusals import show
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import AUTO, Chat, ChatBody, Conversation, checked_choice, checked_functions, only
 from draftwing.server.parsers.grammars import Function, ToolChoice
-from draftwing.server.schema import Body, Bookkeeping, Effort, NotBuilt, OtherKind, sampled
+from draftwing.server.schema import Body, Bookkeeping, Effort, Name, NotBuilt, OtherKind, sampled
 
 # What responses may hold besides. Reasoning comes as text that can be sent again, and nothing comes of tools that a
 # server would run: these ask for nothing more.
@@ -119,7 +119,7 @@ class ResponsesRequest(ChatBody):
         "thinking": "reasoning.effort",
     }
 
-    model: str | None = None
+    model: Name | None = None
     input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: Any = sampled("max_new_tokens")
