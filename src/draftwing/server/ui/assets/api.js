@@ -4,7 +4,7 @@ import { byId } from "./dom.js";
 
 const KEY = "draftwing-key";
 
-export class ApiError extends Error {}
+class ApiError extends Error {}
 
 /** GET or POST; the answer as JSON. */
 export async function ask(path, body, signal) {

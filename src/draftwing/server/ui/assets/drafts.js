@@ -164,13 +164,10 @@ export class Drafts {
 
   drawNumbers() {
     const { trace, figures } = this;
-    const one = (name, value, unit) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", h("small", {}, unit)));
-    const steps = trace.decoding.length;
-    const rate = figures?.();
+    const one = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
     this.numbers.replaceChildren(
-      one("Tokens per step", number(trace.perStep, 2), ""),
-      one(`Forwards for ${number(trace.tokens)} tokens`, number(steps), ""),
-      one("Speed", rate ? number(rate) : "–", "tokens/s"));
+      one("Tokens per step", number(trace.perStep, 2)), one("Forwards", number(trace.decoding.length)),
+      one("Tokens", number(trace.tokens)), one("Tokens per second", number(figures?.())));
   }
 
   drawBars() {
@@ -211,9 +208,9 @@ export class Drafts {
   }
 }
 
-/** The step to begin with: the first of those in which the most drafts were right. */
+/** The step to begin with: the first in which the most drafts were right, and of those the one with the largest tree. */
 function best(steps) {
-  const right = steps.map((step) => acceptedOf(step).length);
-  return right.indexOf(Math.max(...right));
+  const worth = steps.map((step) => acceptedOf(step).length * 1000 + step.nodes.length);
+  return worth.indexOf(Math.max(...worth));
 }
 

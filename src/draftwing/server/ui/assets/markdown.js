@@ -9,6 +9,8 @@ const RULE = /^\s{0,3}([-*_])(\s*\1){2,}\s*$/;
 const ROW = /^\s*\|.*\|\s*$/;
 const DIVIDER = /^\s*\|?[\s:|-]*-[\s:|-]*\|?\s*$/;
 
+const LONG = 2000; // characters of a line from which on it is taken as it is: patterns take the square of it at worst
+
 /** Elements for a text. */
 export function markdown(text) {
   return blocks(text.split("\n"), 0);
@@ -21,12 +23,13 @@ function blocks(lines, depth) {
     const line = lines[at];
     const before = at;
     if (!line.trim()) at += 1;
+    else if (line.length > LONG) { out.push(h("p", {}, line)); at += 1; }
     else if (FENCE.test(line)) at = fence(lines, at, out);
     else if (HEADING.test(line)) at = heading(line, at, out);
     else if (RULE.test(line)) { out.push(h("hr")); at += 1; }
     else if (/^\s{0,3}>/.test(line) && depth < 8) at = quote(lines, at, out, depth);
     else if (ITEM.test(line) && depth < 8) at = list(lines, at, out, depth);
-    else if (ROW.test(line) && DIVIDER.test(lines[at + 1] ?? "")) at = table(lines, at, out);
+    else if (ROW.test(line) && DIVIDER.test((lines[at + 1] ?? "").slice(0, LONG))) at = table(lines, at, out);
     if (at === before) at = paragraph(lines, at, out);
   }
   return out;
@@ -96,7 +99,7 @@ function paragraph(lines, at, out) {
   const words = [lines[at]];
   for (at += 1; at < lines.length; at += 1) {
     const line = lines[at];
-    if (!line.trim() || FENCE.test(line) || HEADING.test(line) || ITEM.test(line) || /^\s{0,3}>/.test(line)) break;
+    if (!line.trim() || line.length > LONG || FENCE.test(line) || HEADING.test(line) || ITEM.test(line) || /^\s{0,3}>/.test(line)) break;
     words.push(line);
   }
   const parts = words.flatMap((line, i) => [i ? h("br") : null, ...inline(line.trim())]);

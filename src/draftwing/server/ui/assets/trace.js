@@ -36,7 +36,7 @@ export class Trace {
   }
 }
 
-export const said = (step) => step.tokens.map((token) => token.text).join("");
+const said = (step) => step.tokens.map((token) => token.text).join("");
 
 /** Accepted drafts of a step, from the root down. */
 export const acceptedOf = (step) => step.nodes.filter((node) => node.accepted);

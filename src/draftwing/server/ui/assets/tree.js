@@ -33,7 +33,7 @@ export function inWords(step) {
   return `${drafted} drafted, ${right}: one forward, ${plural(step.tokens.length, "token")}.`;
 }
 
-export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function layout(step, before) {
   const root = { text: context(before), depth: 0, kind: "root", below: [] };
