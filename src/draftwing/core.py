@@ -23,6 +23,11 @@ NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices
 # from which bit on who proposed it, and from which bit on its survival in units of 1 / MARK_ONE.
 MARK_DEPTH, MARK_VERIFIED, MARK_SOURCE, MARK_SURVIVAL, MARK_ONE = 0xFF, 1 << 8, 9, 16, (1 << 15) - 1
 
+# Set beside a drawn token, the same in the kernels: the logits that it was drawn from were not finite, so it means
+# nothing. No draft equals such a token, so it is the last of its step.
+NOT_FINITE = 1 << 32
+TOKEN = NOT_FINITE - 1  # the token alone
+
 
 class TreeShape(NamedTuple):
     """Shape of one draft tree. Plain decoding is `(0, 1, 1)`, a chain of k drafts is `(k, 1, k + 1)`.
@@ -204,7 +209,8 @@ class TracedStep(NamedTuple):
 class StepResult:
     """What a step gave, on the host.
 
-    tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk).
+    tokens[B, depth + 1], count[B]: committed tokens of each row (prefill: one token of each final chunk); the last may
+        be `NOT_FINITE`.
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
     mark[B, nodes]: of the draft's nodes, see `depth`, `verified`, `source` and `survival`.
     confidence[B]: the drafter's confidence for the next step.

@@ -13,6 +13,10 @@ class CheckpointError(DraftwingError):
     """A model file that cannot be served: missing or misshapen tensors, unsupported types or config keys."""
 
 
+class GenerationError(DraftwingError):
+    """An answer that cannot be given, though the request is right (HTTP 500)."""
+
+
 class RequestError(DraftwingError):
     """A request that is refused. `param` names the offending field (HTTP 400)."""
 

@@ -12,6 +12,7 @@ import torch
 from reference.noise import gumbel64
 from torch import Tensor
 
+from draftwing.core import NOT_FINITE, TOKEN
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.torch.sampling import sample
@@ -191,7 +192,8 @@ def test_infinities(
     assert ids[1, 0].tolist() == [*range(7), 150] and added[1, 0].isfinite().tolist() == [False] * 7 + [True]
     assert ids[2, 0].tolist() == [*range(6), 9, 190] and added[2, 0].isfinite().sum() <= 2
     one = kernels.candidates(x, zero, zero, own, torch.arange(6), 1)[0].flatten().tolist()
-    assert one[:2] == [0, 150] and one[2] in (9, 190) and one[3] == 7 and one[4] < 100 and one[5] == 77
+    assert one[:2] == [NOT_FINITE, 150] and one[2] in (9, 190) and one[3] == 7 | NOT_FINITE
+    assert one[4] < 100 and one[5] == 77 | NOT_FINITE
 
 
 def test_the_heaviest_candidate(kernels: CpuOps) -> None:
@@ -202,9 +204,11 @@ def test_the_heaviest_candidate(kernels: CpuOps) -> None:
     noise[torch.rand(noise.shape, generator=generator) < 0.2] = -math.inf
     noise[0] = -math.inf
     logits[1, :, 3:5] = math.nan
-    wanted = ids.gather(-1, (noise + logits).max(-1).indices.unsqueeze(-1)).squeeze(-1)
+    best = (noise + logits).max(-1)
+    wanted = ids.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1) + ~best.values.isfinite() * NOT_FINITE
     assert torch.equal(kernels.best_candidate(ids, noise, logits), wanted)
-    assert torch.equal(kernels.best_candidate(ids[..., :1], noise[..., :1], logits[..., :1]), ids[..., 0])
+    first = kernels.best_candidate(ids[..., :1], noise[..., :1], logits[..., :1])
+    assert torch.equal(first & TOKEN, ids[..., 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ import torch
 from reference.noise import gumbel64
 from torch import Tensor
 
+from draftwing.core import NOT_FINITE, TOKEN
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.torch.sampling import CANDIDATES
@@ -225,7 +226,7 @@ def test_ties_go_to_the_lowest_id(ops: TorchOps) -> None:
     zero = torch.zeros(4, 1, dtype=torch.int64)
     table = make_table(["", "", "", ""], vocab, torch.Generator())
     case = Case(logits, logits, logits, zero, zero, torch.arange(4), table)
-    assert case.drawn(ops, False, False).flatten().tolist() == [140, 1999, 0, 0]
+    assert case.drawn(ops, False, False).flatten().tolist() == [140, 1999, NOT_FINITE, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,8 +238,10 @@ def test_broken_logits_give_valid_ids(ops: TorchOps, dtype: torch.dtype) -> None
     case.logits[:, 2] = -math.inf
     case.hidden[:, 1] = torch.nan
     for rescored in (False, True) if CUDA else (dtype == torch.bfloat16,):
-        tokens = case.drawn(ops, rescored, True)
+        drawn = case.drawn(ops, rescored, True)
+        tokens, spoilt = drawn & TOKEN, (drawn & NOT_FINITE) != 0
         assert tokens.min() >= 0 and tokens.max() < 2500
+        assert spoilt[:, 1:3].all() and not spoilt[:, 3].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

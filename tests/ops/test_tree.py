@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftwing.core import TreeShape
+from draftwing.core import NOT_FINITE, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.torch.ops import TorchOps
@@ -282,6 +282,25 @@ def test_all_dead_is_plain_decoding(ops: TorchOps) -> None:
     threes = torch.full((2, 5), 3)
     _, done = run(ops, Draft(threes, torch.zeros(2, 5, dtype=torch.int64), alive), threes, 3)
     assert done.count.tolist() == [1, 1] and done.tokens.tolist() == [[3, 0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_what_is_not_finite_ends_the_path_and_is_told_to_the_host_alone(ops: TorchOps, nodes: int) -> None:
+    parent = torch.arange(nodes).sub(1).clamp(min=0)[None].expand(2, -1)
+    tokens = torch.arange(nodes)[None].expand(2, -1) + 7
+    target = tokens + 1
+    target[0, nodes // 2] |= NOT_FINITE
+    world = make_world(ops, 0)
+    at = torch.arange(2, device=ops.device)
+    draft = Draft(*(part.to(ops.device) for part in (tokens, parent, torch.ones(2, nodes, dtype=torch.bool))))
+    tree, inputs = ops.tree_inputs(world.slots, at, draft, nodes - 1)
+    done = ops.commit(world.slots, at, draft, tree, target.to(ops.device), inputs.prefix_len, 0, True)
+    told, count = unpack(done.packed.cpu().numpy(), TreeShape(nodes - 1, 1, nodes)), nodes // 2 + 1
+    assert told.count.tolist() == [count, nodes]
+    assert (told.tokens >= NOT_FINITE).nonzero()[1].tolist() == [count - 1]
+    assert done.tokens[0, count - 1] == world.slots.last[0] == 7 + count and done.path is not None
+    for kept in (done.tokens, world.slots.tokens, world.slots.last, done.path.ids):
+        assert kept.max() < NOT_FINITE
 
 
 def test_the_random_trees_are_worth_it() -> None:

@@ -15,8 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_process import engines
+from fake_engine import FakeEngine
+from starlette.testclient import TestClient
 from tiny_checkpoint import write_checkpoint
 
+from draftwing.core import Output
 from draftwing.engine.progress import Progress
 from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
@@ -206,3 +209,27 @@ def test_the_request_that_kills_the_engine_is_refused_and_others_are_served(tmp_
         assert refused.status_code == 400 and "ran this request alone" in refused.json()["error"]["message"]
         other = client.post("/generate", json=endless(3) | {"stream": True})
         assert '"type":"length"' in other.text and state() == 0
+
+
+def test_an_answer_that_the_model_cannot_give_is_an_error_with_its_reason(
+    engine: FakeEngine, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = {"type": "abort", "message": "the model's logits are not finite", "status_code": 500}
+    advance = engine._advance
+
+    def spoilt(uid: str) -> Output:
+        prompt = engine.tokenizer.decode(engine.running[uid][0].prompt_ids)
+        return engine._end(uid, [], reason) if "nan" in prompt else advance(uid)
+
+    monkeypatch.setattr(engine, "_advance", spoilt)
+    for path, body in (
+        ("/v1/completions", {"prompt": "nan"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "nan"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "nan"}], "max_tokens": 5, "model": "x"}),
+        ("/generate", {"text": "nan"}),
+    ):
+        whole = client.post(path, json=body)
+        assert whole.status_code == 500 and "logits are not finite" in whole.text
+        streamed = client.post(path, json=body | {"stream": True}).text
+        assert "logits are not finite" in streamed and '"finish_reason":"abort"' not in streamed
+    assert client.post("/v1/completions", json={"prompt": "abc"}).json()["choices"][0]["text"] == "abc"

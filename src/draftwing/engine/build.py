@@ -27,7 +27,7 @@ from draftwing.engine.startup.memory import Rig, row_length, size_pool
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.engine.startup.prices import GRAPH_SECONDS, measure_graphs, measure_steps
-from draftwing.engine.startup.warm_up import warm_up
+from draftwing.engine.startup.warm_up import try_prompt, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
@@ -190,6 +190,8 @@ def assemble(
     known = prices is None or prices.complete
     if graph_size:
         capture(executor, pool, policy.menu, None if known else prices)
+        if not options.drafter_spec.own:
+            try_prompt(executor)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
     if prices is not None and isinstance(policy, MostTokens):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.core import PLAIN, Plan, StepResult, TreeShape
+from draftwing.core import PLAIN, TOKEN, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.device import Device, Download
 from draftwing.engine.graphs.cpu_tape import RecordedStages
@@ -179,6 +179,13 @@ class Executor:
         seconds = partial(self.device.seconds, pending.started, download.done)
         return InFlight(plan, download, seconds, logprobs, pending.drafts)
 
+    @torch.inference_mode()
+    def clear(self, slots: IntArray) -> None:
+        """Zeroes KV of slots [n] that is not finite: times a weight of 0 it would still be NaN."""
+        at = self.device.upload(slots)
+        for kv in self.attn.pool.kv:
+            kv.index_fill_(0, at, 0)
+
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -296,7 +303,7 @@ class Executor:
         packed = self._accept(step, drafted, verified, target)
         packed[:, CONFIDENCE] = self._special.confidence(plan, step.rows, packed[:, CONFIDENCE])
         width = step.shape.max_commit
-        tokens, nodes = packed[:, HEAD : HEAD + width], packed[:, HEAD + width : HEAD + 2 * width]
+        tokens, nodes = packed[:, HEAD : HEAD + width] & TOKEN, packed[:, HEAD + width : HEAD + 2 * width]
         return packed, Logprobs(self._special.path_logprobs(plan, drawn, nodes, tokens), [])
 
     def _nodes(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Drawn:
@@ -429,11 +436,13 @@ class Executor:
         tokens = table.tokens[rows.unsqueeze(1), position]
         zero = torch.zeros_like(position)
         nodes = Drawn(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
-        picked = self._sample(upload.drawing, len(plan.filtered) > 0, nodes)  # [F, 1]
+        drawn = self._sample(upload.drawing, len(plan.filtered) > 0, nodes)  # [F, 1]
         logprobs = None
         if plan.special:
-            picked = self._special.draw(plan, nodes, picked, pending.guidance)
+            drawn = self._special.draw(plan, nodes, drawn, pending.guidance)
+        picked = drawn & TOKEN
+        if plan.special:
             logprobs = self._special.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
         table.last.index_copy_(0, rows, picked.squeeze(1))
         table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
-        return picked.squeeze(1), logprobs
+        return drawn.squeeze(1), logprobs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.core import PLAIN, IntArray, Plan, TokenLogprobs, TreeShape
+from draftwing.core import NOT_FINITE, PLAIN, TOKEN, IntArray, Plan, TokenLogprobs, TreeShape
 from draftwing.engine.device import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
@@ -141,7 +141,9 @@ class SpecialRows:
         for which in (np.setdiff1d(plan.edited, processed), processed):
             if len(which):
                 at = self._rows_of(which)
-                target = target.index_copy(0, at, self._draw_rows(plan, which, at, drawn, masks, guidance))
+                edited = self._draw_rows(plan, which, at, drawn, masks, guidance) & TOKEN
+                # What edits have made of the logits is no fault of the model's.
+                target = target.index_copy(0, at, edited | target.index_select(0, at) & NOT_FINITE)
         return target
 
     def _draw_rows(

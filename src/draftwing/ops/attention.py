@@ -146,6 +146,7 @@ class AttnBackend(Protocol):
     `Batch.tiles` may be given, as made by `TiledAttention`, which such a backend is.
     """
 
+    pool: Pool
     capturable: bool
     takes_tiles: bool
 

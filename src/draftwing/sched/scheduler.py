@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from draftwing.core import LAG, PLAIN, Admission, Chunk, IntArray, Output, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.core import (
+    LAG,
+    NOT_FINITE,
+    PLAIN,
+    Admission,
+    Chunk,
+    IntArray,
+    Output,
+    Plan,
+    StepResult,
+    TokenLogprobs,
+    TreeShape,
+)
 from draftwing.errors import RequestError
 from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.guidance import Guidance, GuidedRow
@@ -28,6 +41,11 @@ from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.trace import traced_step
+
+log = logging.getLogger("draftwing")
+SPOILT = (
+    "the model's logits are not finite (NaN or infinity): its weights are damaged, or --dtype is too narrow for them"
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,7 @@ class Scheduler:
         self._catch_ups = CatchUps(config.lagging, config.lag)
         self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
+        self._spoilt: list[IntArray] = []  # slots, see `take_spoilt`
         self._news: list[Output] = []
 
     # -- requests in, requests out ------------------------------------------------------------------------------
@@ -96,6 +115,13 @@ class Scheduler:
         req = self._by_uid.get(uid)
         if req is not None:
             self._finish(req, [], {"type": "abort", "message": message})
+
+    def take_spoilt(self) -> IntArray | None:
+        """Slots whose KV nobody may read, not even where it has no weight; mostly None."""
+        if not self._spoilt:
+            return None
+        out, self._spoilt = np.concatenate(self._spoilt), []
+        return out
 
     def take_outputs(self) -> list[Output]:
         out, self._news = self._news, []
@@ -344,6 +370,9 @@ class Scheduler:
             if req is None:
                 continue
             new, failure = tokens[:count], None
+            if count and new[-1] >= NOT_FINITE:
+                self._fail(req)
+                continue
             if guidance is not None:
                 new, failure = guidance.until_failure(i, new)
                 if failure is not None and not new:
@@ -362,6 +391,16 @@ class Scheduler:
                 self._trace(req, result, i, traced[i], len(plan.rows), number)
             if failure is not None and req.running:
                 self._finish(req, [], {"type": "abort", "message": failure})
+
+    def _fail(self, req: Req) -> None:
+        """Ends a request whose logits are not finite. Neither its KV is kept nor what is cached and it may have read:
+        some of it may be what spoils them."""
+        log.error("request %.100r: the model's logits are not finite", req.request.name)
+        self._spoilt.append(req.slots[: req.covered][req.owned[: req.covered]])
+        req.kv = 0
+        self._finish(req, [], {"type": "abort", "message": SPOILT, "status_code": 500})
+        self._spoilt.append(self.radix.evict(self.radix.evictable))
+        self.pool.free(self._spoilt[-1])
 
     def _trace(self, req: Req, result: StepResult, i: int, traced: int, requests: int, number: int) -> None:
         """Adds the step to the request's newest output, which is of this step."""

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftwing.engine.process.link import EngineDead
-from draftwing.errors import RequestError
+from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
 
 if TYPE_CHECKING:
@@ -84,15 +84,16 @@ def error_response(
 
 def stream_error(path: str, error: Exception) -> str:
     """An error that comes when the response has begun, as an event of the stream."""
-    message = str(error) if isinstance(error, EngineDead) else "internal error; the server's log has the cause"
-    kind = dialect(path)
+    told = isinstance(error, EngineDead | GenerationError)
+    message = str(error) if told else "internal error; the server's log has the cause"
+    status, kind = 500 if isinstance(error, GenerationError) else 503, dialect(path)
     if kind == "anthropic":
-        return named_event("error", error_body(path, 503, message))
+        return named_event("error", error_body(path, status, message))
     if kind == "responses":
         return named_event("error", {"code": "server_error", "message": message, "param": None})
     if kind == "openai":
-        return event(error_body(path, 503, message))
-    return event({"error": {"message": message, "type": "server_error", "code": 503, "retryable": False}})
+        return event(error_body(path, status, message))
+    return event({"error": {"message": message, "type": "server_error", "code": status, "retryable": False}})
 
 
 def event(data: Any) -> str:
@@ -129,6 +130,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def dead(request: Request, error: Exception) -> Response:
         return error_response(request, 503, str(error))
 
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(request, 500, str(error))
+
     async def disconnected(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
@@ -139,6 +143,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, query)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(EngineDead, dead)
+    app.add_exception_handler(GenerationError, failed)
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(Exception, bug)
 
@@ -248,7 +253,7 @@ async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     try:
         async for text in events:
             yield text
-    except EngineDead as error:
+    except (EngineDead, GenerationError) as error:
         yield stream_error(path, error)
     except Exception as error:
         logger.exception("a stream of %s ended by an exception", path)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from draftwing.engine.session import prepare
-from draftwing.errors import RequestError
+from draftwing.errors import GenerationError, RequestError
 from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -35,7 +35,8 @@ class Generation:
     """Answers that were asked for together.
 
     All of them are handed to the engine at once, so that the n answers to a prompt can share its prefill.
-    Raises EngineDead when made. Iterate or `finish()`, and `close()` in any case.
+    Raises EngineDead when made, and GenerationError where the model fails. Iterate or `finish()`, and `close()` in any
+    case.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Generation:
         """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""
         async for output in self._stream:
             answer = self._by_uid[output.uid]
+            if output.finish_reason is not None and output.finish_reason.get("status_code") == 500:
+                raise GenerationError(output.finish_reason["message"])
             yield answer, answer.push(output)
 
     async def finish(self) -> Sequence[Answer]:

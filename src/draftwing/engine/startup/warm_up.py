@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftwing.core import NOBODY, PLAIN, Admission, Chunk, Plan, TreeShape
+from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.executor import Executor
 from draftwing.engine.startup.prices import measure_steps
+from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.prices import Prices
+from draftwing.sched.scheduler import SPOILT
 
 log = logging.getLogger("draftwing")
 
@@ -26,10 +28,11 @@ STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStage
 def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: Prices | None) -> None:
     """Runs a short prompt, then steps of one row of every shape of the menu in turn, as a first request would. Leaves
     no trace: the prompt is in the pool's dummy slot and in a row that its next request writes anew, the steps are of
-    the row table's dummy. prices: to measure, None where they are known."""
+    the row table's dummy. Raises CheckpointError where the logits are not finite. prices: to measure, None where they
+    are known."""
     started = time.monotonic()
+    try_prompt(executor)
     tokens = min(PROMPT, executor.table.length // 2)
-    _run(executor, _prompt(tokens))
     menu = tuple(menu) if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
     met: set[TreeShape] = set()
     for shape in STEPS * menu:
@@ -49,7 +52,16 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
 def _run(executor: Executor, plan: Plan) -> float:
     """-> seconds, counted as those of any step"""
     result = executor.commit(executor.launch(plan)).wait()
+    if (result.tokens >= NOT_FINITE).any():
+        raise CheckpointError(f"found in the first steps: {SPOILT}")
     return result.seconds
+
+
+def try_prompt(executor: Executor) -> None:
+    """Runs a short prompt and leaves no trace. Raises CheckpointError where the model's logits are not finite."""
+    _run(executor, _prompt(min(PROMPT, executor.table.length // 2)))
+    if executor.drafter is not None:
+        executor.drafter.flush()
 
 
 def _prompt(tokens: int) -> Plan:

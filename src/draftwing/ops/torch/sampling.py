@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from draftwing.core import NOT_FINITE
 from draftwing.ops.torch.argmax import first_argmax, top_candidates
 from draftwing.ops.torch.filters import keep_mask
 from draftwing.ops.torch.noise import gumbel, gumbel_at
@@ -94,7 +95,8 @@ def sample(
     No index occurs twice in one of these tensors.
     exact: gives logits of chosen ids in float32, where `logits` are rounded to a half type; the last choice, among the
     `CANDIDATES` best, is made with it.
-    Returns [B, N] int64. Nodes of a row at the same depth share their noise, as the same position must.
+    Returns [B, N] int64, with `core.NOT_FINITE` where the best is not a finite number. Nodes of a row at the same depth
+    share their noise, as the same position must.
     """
     assert params is not None or (not noisy.shape[0] and not banning.shape[0])
     if params is not None and banning.shape[0]:
@@ -120,12 +122,19 @@ def _choose(z: Tensor, logits: Tensor, exact: Exact | None, rows: Tensor | None 
     """Argmax of z [B, N, V], which is `logits` with noise added and tokens removed; rows: which rows of the batch these
     are, None for all. With `exact` the best few are weighed again by their true logits."""
     if exact is None:
-        return first_argmax(z)
+        ids = first_argmax(z)
+        return _marked(ids, z.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
     ids = top_candidates(z, min(CANDIDATES, z.shape[-1]))  # [B, N, K], ascending
     at = z.gather(-1, ids).float()
     value = at - logits.gather(-1, ids).float() + exact(ids, rows)  # noise + true logit
     value = torch.where(at == -math.inf, at, value)  # what was removed stays so
-    return ids.gather(-1, value.max(-1).indices.unsqueeze(-1)).squeeze(-1)
+    best = value.max(-1)
+    return _marked(ids.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1), best.values)
+
+
+def _marked(tokens: Tensor, values: Tensor) -> Tensor:
+    """Tokens with the values by which they were chosen, of the same shape."""
+    return tokens.add_(values.isfinite().logical_not_(), alpha=NOT_FINITE)
 
 
 def _noised(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwing.core import TOKEN
 from draftwing.ops.torch.assign import learn
 from draftwing.ops.torch.noise import position_words
 from draftwing.ops.types import AcceptedPath, Calibration, Committed, Draft, RowTensors, TargetInputs, Tree
@@ -52,15 +53,17 @@ class TreeOps:
         """Accepts, and advances the rows: permutes the page-table entries past kv_len so that the accepted path comes
         first, appends the tokens, moves kv_len and last. The dummy row stays empty.
 
-        target [B, N]: what the target drew at every node; prefix_len [B]: kv_len of the rows; confidence: for the
-        packed result; with_path: whether `Committed.path` is wanted; mark [B, N]: of the nodes, without one their
-        depths; calibration: learns from what is accepted of the draft's live nodes.
+        target [B, N]: what the target drew at every node, of which `core.NOT_FINITE` goes to the packed result alone;
+        prefix_len [B]: kv_len of the rows; confidence: for the packed result; with_path: whether `Committed.path` is
+        wanted; mark [B, N]: of the nodes, without one their depths; calibration: learns from what is accepted of the
+        draft's live nodes.
         """
-        accepted = accept(draft.tokens, draft.parent, draft.alive, tree, target)
+        drawn = accept(draft.tokens, draft.parent, draft.alive, tree, target)
+        accepted = drawn._replace(committed=drawn.committed & TOKEN)
         _advance(table, rows, accepted, prefix_len)
         zero = tree.depth[:, :1]  # the root's
         head = zero + confidence if confidence else zero, accepted.count.unsqueeze(1)
-        packed = torch.cat((*head, accepted.committed, accepted.order, tree.depth if mark is None else mark), 1)
+        packed = torch.cat((*head, drawn.committed, accepted.order, tree.depth if mark is None else mark), 1)
         path = _accepted_path(table, rows, accepted, prefix_len) if with_path else None
         if calibration is not None:
             learn(draft, tree, packed, rows == table.rows, calibration)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.core import NOT_FINITE
 from draftwing.ops.torch.sampling import CANDIDATES, SamplingOps
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.ops.triton.continuations import LAST, key_place, key_value, sort_key
@@ -26,6 +27,7 @@ _FEW = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
 _FAN = 16  # groups of a block of groups, and tokens of a block of tokens
 _DOT_STEP = 1024
 _PICK_WARPS = 8
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
 
 
 @triton.jit
@@ -153,10 +155,11 @@ def _pick_kernel(
         rounded = tl.load(logits + place.to(tl.int64) * VOCAB + inside).to(tl.float32)
         value = score - rounded + _dots(hidden, weight, place, inside, HIDDEN, STEP)  # noise + true logit
         value = tl.where((score > float("-inf")) & (value > float("-inf")), value, float("-inf"))
-        token = key_place(tl.max(sort_key(value, chosen)))
+        best = tl.max(sort_key(value, chosen))
     else:
-        token = key_place(tl.max(keys))
-    tl.store(tokens + place, token.to(tl.int64))
+        best = tl.max(keys)
+    finite = tl.abs(key_value(best)) < float("inf")
+    tl.store(tokens + place, key_place(best).to(tl.int64) | tl.where(finite, 0, _NOT_FINITE).to(tl.int64))
 
 
 class TritonSamplingOps(SamplingOps):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.core import MARK_DEPTH
+from draftwing.core import MARK_DEPTH, TOKEN
 from draftwing.ops.torch.assign import DEPTHS
 from draftwing.ops.torch.tree import FRACTION_BITS, TreeOps
 from draftwing.ops.triton.common import launch_options, start
@@ -28,6 +28,7 @@ from draftwing.ops.types import (
     packed_width,
 )
 
+_TOKEN = tl.constexpr(TOKEN)
 _DEPTH_BITS, _DEPTHS = tl.constexpr(MARK_DEPTH), tl.constexpr(DEPTHS)
 
 
@@ -147,7 +148,9 @@ def _commit_kernel(
     room = length - kv_len
     moves = row != dummy  # several programs may run the dummy row: it stays as it is
     inside = (lane < NODES) & (lane < room) & moves
-    newest = tl.load(target_ptr + first + leaf)
+    newest = tl.load(target_ptr + first + leaf) & _TOKEN
+    drawn = committed
+    committed = committed & _TOKEN
     slot = tl.load(table_ptr + row_at + lane, mask=inside, other=0)
     tl.debug_barrier()  # all is read before anything is written in its place
     tl.store(table_ptr + row_at + place, slot, mask=inside)
@@ -158,7 +161,7 @@ def _commit_kernel(
     packed = packed_ptr + b * (HEAD + DEPTH + 1 + 2 * NODES)
     tl.store(packed, confidence)
     tl.store(packed + 1, count.to(tl.int64))
-    tl.store(packed + HEAD + step, committed, mask=step <= DEPTH)
+    tl.store(packed + HEAD + step, drawn, mask=step <= DEPTH)
     order = packed + HEAD + DEPTH + 1
     tl.store(order + place, lane.to(tl.int64), mask=lane < NODES)
     mark = tl.load(mark_ptr + first + lane, mask=lane < NODES, other=0)

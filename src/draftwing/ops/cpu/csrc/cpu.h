@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#define NOT_FINITE 0x100000000 /* as in core.py: beside a token that was drawn from logits that are not finite */
+#define TOKEN_PART 0xffffffff
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 #define HIDDEN __attribute__((visibility("hidden"))) /* shared by the files, not by the module */

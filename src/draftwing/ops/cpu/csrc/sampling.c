@@ -344,7 +344,9 @@ INLINE void draw_row(const Draw *d, int64_t i, uint32_t *scratch, const int half
     if (r.limit != ALL) scan(d, &r, &best, half, 1, 1);
     else if (noisy) scan(d, &r, &best, half, 1, 0);
     else scan(d, &r, &best, half, 0, 0);
+    const int bad = !best.held || !(best.z[0] - best.z[0] == 0.0f);
     finish(&best, d->ids + i * d->count, d->noise + i * d->count);
+    if (bad && d->count == 1) d->ids[i] |= NOT_FINITE; /* of several, `heaviest` sees it */
 }
 static void draw_float(const Draw *d, int64_t i, uint32_t *scratch) { draw_row(d, i, scratch, 0); }
 static void draw_half(const Draw *d, int64_t i, uint32_t *scratch) { draw_row(d, i, scratch, 1); }
@@ -387,7 +389,7 @@ PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
 }
 
 /* tokens [rows], ids, noise, logits [rows, count], rows, count: of each row the id with the largest noise + logit, the
-   first of equals, or the first that is NaN */
+   first of equals, or the first that is NaN; NOT_FINITE where that sum is not */
 PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[6];
     if (!numbers(args, given, 6, n)) return NULL;
@@ -403,7 +405,7 @@ PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
                 at = i;
             }
         }
-        ((int64_t *)POINTER(n[0]))[row] = ids[at];
+        ((int64_t *)POINTER(n[0]))[row] = ids[at] | (most - most == 0.0f ? 0 : NOT_FINITE);
     }
     Py_RETURN_NONE;
 }

@@ -90,7 +90,7 @@ typedef struct {
     int64_t *packed, *committed, *count, *path_ids, *path_positions, *path_slots, *path_nodes; /* paths: or NULL */
 } Commit;
 
-/* From the root to a child while it equals the target's token at its parent; the tokens go to `committed`, the nodes
+/* From the root to a child while it equals the target's token at its parent, which NOT_FINITE never does; the tokens go to `committed`, the nodes
    to the front of `order`, followed by all others. Returns how many there are. */
 static int64_t walk(const Commit *s, int64_t first, int64_t *committed, int64_t *order) {
     const int64_t *tokens = s->tokens + first, *parent = s->parent + first, *target = s->target + first;
@@ -132,13 +132,14 @@ static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
     packed[0] = s->confidence;
     packed[1] = s->count[b] = count;
     memcpy(order + n, s->mark + first, (size_t)n * 8);
-    memcpy(s->committed + b * width, packed + HEAD, (size_t)width * 8);
+    int64_t *committed = s->committed + b * width;
+    for (int64_t i = 0; i < width; i++) committed[i] = packed[HEAD + i] & TOKEN_PART;
     if (row != s->dummy) { /* which stays as it is */
         memcpy(moved, table, (size_t)n * 8);
         for (int64_t i = 0; i < n; i++) table[i] = moved[order[i]];
-        memcpy(text + 1, packed + HEAD, (size_t)width * 8); /* past the count: overwritten before anybody reads it */
+        memcpy(text + 1, committed, (size_t)width * 8); /* past the count: overwritten before anybody reads it */
         s->kv_len[row] = from + count;
-        s->last[row] = packed[HEAD + count - 1];
+        s->last[row] = committed[count - 1];
         if (s->seen) learn(s, first, count, order);
     }
     if (!s->path_ids) return 1;

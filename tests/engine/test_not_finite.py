@@ -1,0 +1,94 @@
+"""Models whose logits are NaN or infinite: found at the start, and in operation, where nobody else suffers from it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.config.options import Options
+from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.device import pick_device
+from draftwing.engine.engine import Engine
+from draftwing.errors import CheckpointError
+from draftwing.requests.request import LogprobParams
+from draftwing.sched.scheduler import SPOILT
+
+CHAIN = TreeShape(3, 1, 4)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("algorithm", ["none", "NGRAM"])
+def test_damaged_weights_are_found_at_the_start(tmp_path: Path, name: str, value: float, algorithm: str) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    weights = load_file(folder / "model.safetensors")
+    weights[name].flatten()[3] = value
+    save_file(weights, folder / "model.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        options = Options(model=str(folder), device="cpu", dtype=dtype, speculative_algorithm=algorithm, num_threads=1)
+        with pytest.raises(CheckpointError, match="found in the first steps: the model's logits are not finite"):
+            Engine(options)
+
+
+def spoil(rig: Any, req: Any) -> None:
+    """Some of the KV of a running request."""
+    for layer in rig.pool.kv:
+        layer[torch.from_numpy(req.slots[: req.covered].copy())] = math.nan
+
+
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_spoilt_ends_and_others_go_on(
+    harness: Any, shape: TreeShape, lag: int, temperature: float, dtype: torch.dtype
+) -> None:
+    h = harness
+    model = h.tiny_model(seed=3, dtype=dtype)
+    prompts = h.prompts_for(4)
+    params = [h.seeded(40, seed=i, temperature=temperature) for i in range(4)]
+    alone = h.plain_answers(model, prompts, params)
+    own = {} if h.device == "cuda" else {"attn": pick_device("cpu").ops.attention}
+    rig = h.Rig(model, shapes=(shape,), lag=lag, drafter="ngram" if shape is CHAIN else None, **own)
+    reqs = [rig.submit(str(i), prompt, params[i]) for i, prompt in enumerate(prompts)]
+
+    def between(turn: int) -> None:
+        if turn == 8:
+            spoil(rig, reqs[2])
+
+    got = rig.run(between=between)
+    assert got.final["2"].finish_reason == {"type": "abort", "message": SPOILT, "status_code": 500}
+    assert got.tokens["2"] == alone.tokens["2"][: len(got.tokens["2"])] and len(got.tokens["2"]) < 40
+    for uid in "013":
+        assert got.tokens[uid] == alone.tokens[uid]
+    rig.submit("again", prompts[2], params[2])  # in slots that held NaN, and with nothing of them in the cache
+    for i in (0, 1):
+        rig.submit(f"beside {i}", prompts[i], params[i])
+    later = rig.run()
+    assert later.tokens["again"] == alone.tokens["2"] and later.tokens["beside 1"] == alone.tokens["1"]
+
+
+def test_rows_that_ask_for_more(harness: Any) -> None:
+    """Edited logits and log probabilities of a spoilt row; and what edits alone have made infinite is no fault of the
+    model's."""
+    h = harness
+    model = h.tiny_model(seed=3)
+    rig = h.Rig(model)
+    edited = rig.submit("edited", [1, 2, 3], h.greedy(40, frequency_penalty=0.5))
+    told = rig.submit("told", [4, 5, 6], h.greedy(40), logprobs=LogprobParams(top=2))
+    rig.submit("allowed", [7, 8, 9], h.greedy(20, allowed_token_ids=(5, 6)))
+
+    def between(turn: int) -> None:
+        if turn == 8:
+            spoil(rig, edited)
+            spoil(rig, told)
+
+    got = rig.run(between=between)
+    assert [got.final[uid].finish_reason["message"] for uid in ("edited", "told")] == [SPOILT] * 2
+    assert got.final["allowed"].finish_reason["type"] == "length" and set(got.tokens["allowed"]) <= {5, 6}
