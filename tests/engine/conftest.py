@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -145,6 +146,22 @@ class Answers:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     final: dict[str, Output] = field(default_factory=dict)
+
+
+class Cycle:
+    """Another shape each step, plain decoding included."""
+
+    sees_predictions = True
+
+    def __init__(self, *shapes):
+        self.menu = (*shapes, PLAIN)
+        self._next = itertools.cycle(self.menu)
+
+    def choose(self, load):
+        return next(self._next)
+
+    def record(self, *step):
+        pass
 
 
 class Rig:
@@ -355,7 +372,7 @@ def harness(request):
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}
     return SimpleNamespace(
-        Rig=partial(Rig, **how), tiny_model=model, prompts_for=prompts_for,
+        Rig=partial(Rig, **how), Cycle=Cycle, tiny_model=model, prompts_for=prompts_for,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

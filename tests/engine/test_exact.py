@@ -3,7 +3,6 @@
 Every test also asserts that it met its subject: accepted drafts, later children, retractions, cached tokens.
 """
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -24,22 +23,6 @@ pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", CUDA], indirec
 
 def mixed_params(h, count, tokens=40):
     return [h.greedy(tokens) if i % 2 else h.seeded(tokens, seed=i) for i in range(count)]
-
-
-class Cycle:
-    """Another shape each step, plain decoding included."""
-
-    sees_predictions = True
-
-    def __init__(self, *shapes):
-        self.menu = (*shapes, PLAIN)
-        self._next = itertools.cycle(self.menu)
-
-    def choose(self, confidences):
-        return next(self._next)
-
-    def record(self, shape, confidences, accepted, seconds):
-        pass
 
 
 @pytest.fixture(scope="session")
@@ -99,8 +82,8 @@ def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
     params = [harness.greedy(40) for _ in prompts]
     expected = harness.plain_answers(model, prompts, params)
     rig, _ = answer(
-        harness, (model, prompts, params, expected, book), drafter=drafter, policy=Cycle(PART, PART, TREE), miss=1,
-        lag=lag,
+        harness, (model, prompts, params, expected, book), drafter=drafter, miss=1, lag=lag,
+        policy=harness.Cycle(PART, PART, TREE),
     )  # fmt: skip
     assert rig.stats.shapes == {PART, TREE, PLAIN} and rig.accept_length > 1.2
     seen = rig.executor.calibration.seen
@@ -117,7 +100,7 @@ def test_matched_drafts(harness, repetitive, drafter, lag):
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_changing_shapes(harness, case, drafter, lag):
-    rig, _ = answer(harness, case, drafter=drafter, policy=Cycle(CHAIN, TREE, BUSHY), miss=1, lag=lag)
+    rig, _ = answer(harness, case, drafter=drafter, policy=harness.Cycle(CHAIN, TREE, BUSHY), miss=1, lag=lag)
     assert rig.stats.shapes == {CHAIN, TREE, BUSHY, PLAIN}
     assert rig.accept_length > (1.5 if drafter == "oracle" else 1.2)  # every fourth step is plain
 
@@ -207,7 +190,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed):
         return int(torch.randint(0, n, (1,), generator=generator))
 
     rig = harness.Rig(
-        model, drafter="oracle", policy=Cycle(TREE, CHAIN), book=book, lag=lag, slots=150, chunk=7, miss=1
+        model, drafter="oracle", policy=harness.Cycle(TREE, CHAIN), book=book, lag=lag, slots=150, chunk=7, miss=1
     )
     todo, aborted = list(range(36)), set()
 

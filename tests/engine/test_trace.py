@@ -1,28 +1,10 @@
 """Requests that ask to see their drafts: what they are told agrees with what was committed, and changes nothing."""
 
-import itertools
-
 import pytest
 
-from draftwing.core import OTHER, PLAIN, TreeShape
+from draftwing.core import OTHER, TreeShape
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
-
-
-class Cycle:
-    """Another shape each step, plain decoding included."""
-
-    sees_predictions = True
-
-    def __init__(self, *shapes):
-        self.menu = (*shapes, PLAIN)
-        self._next = itertools.cycle(self.menu)
-
-    def choose(self, load):
-        return next(self._next)
-
-    def record(self, *step):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +19,7 @@ def case(harness):
 def run(harness, case, traced, **how):
     """Tokens of all requests, and the traced steps by uid; every second request is traced, if any."""
     model, prompts, params, _, book = case
-    rig = harness.Rig(model, policy=Cycle(TREE, CHAIN), book=book, rows=4, **how)
+    rig = harness.Rig(model, policy=harness.Cycle(TREE, CHAIN), book=book, rows=4, **how)
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         rig.submit(str(i), prompt, param, traced=traced and i % 2 == 0)
     steps, take = {}, rig.sched.take_outputs

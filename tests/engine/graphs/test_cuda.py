@@ -18,22 +18,6 @@ from draftwing.requests.request import LogprobParams
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 
 
-class Cycle:
-    """Another shape each step, plain decoding included."""
-
-    sees_predictions = True
-
-    def __init__(self, *shapes):
-        self.menu = (*shapes, PLAIN)
-        self._next = itertools.cycle(self.menu)
-
-    def choose(self, confidences):
-        return next(self._next)
-
-    def record(self, shape, confidences, accepted, seconds):
-        pass
-
-
 @pytest.fixture(scope="module")
 def case(harness):
     model = harness.tiny_model()
@@ -67,7 +51,7 @@ def count_calls(executor):
 @pytest.mark.parametrize(("lag", "ahead"), [(0, 0), (1, 24)])
 @pytest.mark.parametrize("drafter", [None, "oracle", "ngram"])
 def test_the_text_is_the_same(harness, case, drafter, lag, ahead):
-    policy = Cycle(TREE, CHAIN) if drafter else None
+    policy = harness.Cycle(TREE, CHAIN) if drafter else None
     rig, got, calls = answer(harness, case, drafter=drafter, policy=policy, miss=2, lag=lag, graph_size=8, ahead=ahead)
     assert got.tokens == case[3].tokens
     assert calls[0] > 60 and calls[1] == 0
@@ -84,7 +68,7 @@ def test_with_the_attention_of_cuda(harness, case, drafter, exact):
     attn = partial(paged.PagedAttention, exact=exact)
     model, prompts, params, _, _ = case
     expected = harness.plain_answers(model, prompts, params, attn=attn)
-    policy = Cycle(TREE, CHAIN) if drafter else None
+    policy = harness.Cycle(TREE, CHAIN) if drafter else None
     rig = harness.Rig(
         model, drafter=drafter, policy=policy, book=harness.make_book(prompts, expected), lag=1, graph_size=8,
         attn=attn, ahead=24,
@@ -144,7 +128,7 @@ def test_capturing_leaves_running_requests_alone(harness, case):
 
 
 def test_every_shape_is_captured_for_every_size(harness, case):
-    rig = harness.Rig(case[0], drafter="ngram", policy=Cycle(TREE, CHAIN), graph_size=6)
+    rig = harness.Rig(case[0], drafter="ngram", policy=harness.Cycle(TREE, CHAIN), graph_size=6)
     assert set(rig.captured) == {Key(shape, size) for shape in (TREE, CHAIN, PLAIN) for size in (1, 2, 4, 6)}
     assert all(seconds > 0 for seconds in rig.captured.values())
     graphs = rig.executor.graphs
