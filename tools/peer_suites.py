@@ -105,7 +105,7 @@ import os
 import unittest
 
 import openai
-import pytest
+import peer_plugin
 
 KITS = {kits!r}
 URL, MODEL = os.environ["PEER_URL"], os.environ["PEER_MODEL"]
@@ -114,6 +114,7 @@ URL, MODEL = os.environ["PEER_URL"], os.environ["PEER_MODEL"]
 def host(kit, base):
     fields = dict(
         base_url=URL, url=URL, model=MODEL, api_key="none", __test__=True,
+        tokenizer=property(lambda self: peer_plugin.get_tokenizer()),
         setUp=lambda self: setattr(self, "client", openai.Client(base_url=URL + "/v1", api_key="none")),
     )
     return type("Test" + base.__name__, (base, unittest.TestCase), fields)

@@ -139,6 +139,8 @@ def test_continuing_as_vllm_asks_for_it(client: TestClient, served: tuple[FakeEn
 def test_responses_as_agents_ask_for_them(client: TestClient) -> None:
     said = ok(client, "/v1/responses", input="hi", store=True, include=["reasoning.encrypted_content"])
     assert said["store"] is False
+    more = {"top_k": 5, "stop": ["x"], "presence_penalty": 0.5, "chat_template_kwargs": {"a": 1}}
+    ok(client, "/v1/responses", input="hi", **more)
     response = client.post("/v1/responses", json={"input": "hi", "include": ["message.output_text.logprobs"]})
     assert response.status_code == 400 and response.json()["param"] == "include.0"
 
@@ -185,6 +187,8 @@ def test_token_ids_in_responses(client: TestClient, served: tuple[FakeEngine, Te
     assert found[0]["prompt_token_ids"] == choice["prompt_token_ids"]
     assert [token for event in found for token in event["token_ids"]] == choice["token_ids"]
     assert "token_ids" not in ok(client, path, **body_of(path))["choices"][0]
+    whole = ok(client, path, **body)
+    assert whole.get("prompt_token_ids") == (choice["prompt_token_ids"] if path == CHAT else None)
 
 
 def test_generate_as_sglangs_clients_serialise_it(client: TestClient) -> None:

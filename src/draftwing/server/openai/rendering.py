@@ -66,6 +66,7 @@ class Completion:
             ],
             "usage": self._usage(),
             "metadata": {"weight_version": "default"},
+            **self._prompt_ids(),
         }
 
     async def events(self) -> AsyncIterator[str]:
@@ -75,7 +76,8 @@ class Completion:
         def chunk(answer: Answer, content: dict[str, Any], ending: Any = None) -> str:
             end = ending or {"finish_reason": None, "matched_stop": None}
             ids = self._new_ids(answer)
-            data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end, **ids}]}
+            top = self._prompt_ids() if "prompt_token_ids" in ids else {}
+            data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end, **ids}], **top}
             if asked.continuous_usage:
                 data["usage"] = usage(len(answer.request.prompt_ids), [answer])
             elif asked.include_usage:
@@ -147,6 +149,10 @@ class Completion:
             return {}
         return {"prompt_token_ids": answer.request.prompt_ids, "token_ids": answer.token_ids}
 
+    def _prompt_ids(self) -> dict[str, Any]:
+        """Those of the prompt, where all answers have one: vLLM's clients look for them here."""
+        return {}
+
     def _new_ids(self, answer: Answer) -> dict[str, Any]:
         """The same for an event: the prompt's with the first one, of the answer those that have come since."""
         if not self._asked.return_token_ids:
@@ -197,6 +203,10 @@ class ChatCompletion(Completion):
             pieces[0]["logprobs"] = logprobs
         role = {"delta": {"role": "assistant", "content": "", "reasoning_content": None}}
         return [role, *pieces] if first else pieces
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        asked = self._asked.return_token_ids
+        return {"prompt_token_ids": self.generation.answers[0].request.prompt_ids} if asked else {}
 
     def _nothing(self) -> dict[str, Any]:
         return {"delta": {}}

@@ -60,6 +60,7 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Bookkeeping = None
+    provider_specific_fields: Bookkeeping = None
 
 
 class Message(Body):
@@ -70,6 +71,7 @@ class Message(Body):
     reasoning: str | None = None  # as vLLM names it
     refusal: Bookkeeping = None
     annotations: Bookkeeping = None
+    provider_specific_fields: Bookkeeping = None  # LiteLLM sends its answers back with it
     audio: NotBuilt = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

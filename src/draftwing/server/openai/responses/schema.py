@@ -134,6 +134,17 @@ class ResponsesRequest(ChatBody):
 
     # Beyond OpenAI's, as in the other APIs.
     seed: Any = sampled("seed")
+    top_k: Any = sampled("top_k")
+    min_p: Any = sampled("min_p")
+    stop: Any = sampled("stop")
+    stop_token_ids: Any = sampled("stop_token_ids")
+    ignore_eos: Any = sampled("ignore_eos")
+    skip_special_tokens: Any = sampled("skip_special_tokens")
+    frequency_penalty: Any = sampled("frequency_penalty")
+    presence_penalty: Any = sampled("presence_penalty")
+    repetition_penalty: Any = sampled("repetition_penalty")
+    logit_bias: Any = sampled("logit_bias")
+    chat_template_kwargs: dict[str, Any] | None = None
 
     include: list[str] | None = None
     max_tool_calls: Bookkeeping = None  # of tools that a server runs
@@ -167,6 +178,7 @@ class ResponsesRequest(ChatBody):
             functions,
             checked_choice(_choice(self.tool_choice), functions),
             parallel=self.parallel_tool_calls is not False,
+            template=self.chat_template_kwargs or {},
             thinking=False if effort == "none" else None,
             effort=effort,
         )
