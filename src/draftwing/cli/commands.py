@@ -277,4 +277,6 @@ def _drawn(path: str | None, title: str, emit: Emit) -> Iterator[Emit]:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
     return round(value, 4) if isinstance(value, float) else value
