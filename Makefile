@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
-.PHONY: serve check test static lint sanitize neon build setup clean
+.PHONY: serve check test static lint sanitize neon soak build setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
@@ -46,6 +46,10 @@ sanitize: $(VENV)/.installed-dev
 # it downloads a Python and a torch.
 neon: $(VENV)/.installed-dev
 	$(BIN)/python tools/neon.py $(ARGS)
+
+# Random mixed traffic and faults, see tools/soak.py. `make soak ARGS="--minutes 60"` takes an hour.
+soak: $(VENV)/.installed-dev
+	$(BIN)/python tools/soak.py $(ARGS)
 
 build: $(VENV)/.installed-dev
 	$(BIN)/python -m build

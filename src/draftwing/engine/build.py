@@ -325,7 +325,7 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
-        most = device.total_memory()
+        most = device.installed_memory()
         model = load_model(path, precision.dtype, device.device, progress, dummy, precision.weights, most)
     model.pack(device.ops, deterministic)
     return model

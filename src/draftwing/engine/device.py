@@ -6,6 +6,7 @@ What is computed there is asked of `Device.ops`. Both know the device; whoever h
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import time
 from collections import deque
@@ -202,6 +203,10 @@ class Device:
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.device)[1]
         return _free_host_memory()
+
+    def installed_memory(self) -> int:
+        """Bytes that the device has, whoever uses them now."""
+        return self.total_memory() if self.is_cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def pick_device(name: str) -> Device:

@@ -1,0 +1,427 @@
+"""Serves random mixed traffic for a long time, breaks the engine meanwhile, and looks at what is left of it.
+
+    python tools/soak.py --minutes 60 --model smollm2 -- --max-total-tokens 32768
+
+Options after `--` go to `draftwing serve`. Faults come in the first third of the time: the engine is killed, stopped
+for a moment, stopped for good; clients leave in the middle of an answer, or do not read it; no file can be written, as
+on a full disk. Afterwards these must hold, or the exit code is 1:
+
+- all slots and rows are back;
+- resident memory, descriptors and threads of engine and server are those of the end of the second third;
+- nothing in the log looks like a bug;
+- answers of a sample equal those of a fresh server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+WORDS = [
+    "river",
+    "stone",
+    "light",
+    "paper",
+    "window",
+    "seven",
+    "green",
+    "music",
+    "number",
+    "winter",
+    "garden",
+    "letter",
+    "road",
+    "engine",
+    "cloud",
+    "simple",
+]
+GROWTH = 0.03  # of resident memory in the last third
+SAMPLE = 24  # answers that are asked for again
+HANG = 5.0  # the watchdog's seconds
+BUGS = ("Traceback", "Exception", "never awaited", "leak", "stopped by an exception")
+EVENTS = ("killed", "stopped for a moment", "stopped")
+GRAMMARS = {"regex", "ebnf", "json_schema"}
+PROMPTS = ("messages", "prompt", "text", "input", "prediction")
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}},
+}
+
+
+@dataclass
+class Asked:
+    """One request: where it goes, and whether its answer is the same each time."""
+
+    path: str
+    body: dict[str, Any]
+    repeats: bool = True
+
+
+@dataclass
+class Outcome:
+    counts: Counter[str] = field(default_factory=Counter)
+    sample: list[tuple[Asked, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def text(generator: random.Random, most: int) -> str:
+    return " ".join(generator.choices(WORDS, k=generator.randint(1, most)))
+
+
+def options(generator: random.Random, path: str) -> dict[str, Any]:
+    """What a request may ask for beside its prompt, in the words of all of these dialects."""
+    chosen: dict[str, Any] = {"temperature": generator.choice((0, 0.7, 1.3)), "seed": generator.getrandbits(30)}
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": generator.choice(WORDS)},
+        {"priority": generator.randint(-2, 2)},
+        {"speculative": "off"},
+        {"top_k": 20, "min_p": 0.05},
+        {"frequency_penalty": 0.4, "logit_bias": {"17": -5}},
+        {"stop": generator.choices(WORDS, k=3)},
+        {"stop_regex": f"{generator.choice(WORDS)[:3]}|[0-9]{{{generator.randint(2, 5)}}}"},
+        {"regex": f"(yes|no|{generator.choice(WORDS)}) [a-z]{{1,{generator.randint(2, 30)}}}"},
+        {"ebnf": 'root ::= part ("," part)* \npart ::= [a-z]+ | "' + generator.choice(WORDS) + '"'},
+        {"json_schema": json.dumps(schema(generator))},
+    ]
+    for wish in generator.sample(wishes, 2):
+        if not (GRAMMARS & wish.keys() and GRAMMARS & chosen.keys()):
+            chosen |= wish
+    if generator.random() < 0.15:
+        chosen["n"] = generator.randint(2, 4)
+    return chosen
+
+
+def schema(generator: random.Random) -> dict[str, Any]:
+    names = generator.sample(WORDS, 3)
+    kinds = [{"type": "string", "maxLength": 12}, {"type": "integer"}, {"enum": generator.sample(WORDS, 4)}]
+    properties = dict(zip(names, generator.sample(kinds, 3), strict=True))
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+def request(generator: random.Random, longest: int, tools: bool) -> Asked:
+    """One of all kinds. longest: words of a prompt.  tools: whether the model's template knows any."""
+    path = generator.choice(
+        (
+            "/generate",
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/chat/completions",
+            "/v1/responses",
+            "/v1/messages",
+        )
+    )
+    tokens, prompt = generator.randint(1, 96), text(generator, generator.choice((4, longest // 5, longest)))
+    chosen = options(generator, path)
+    messages = [{"role": "user", "content": prompt}]
+    stream = {"stream": generator.random() < 0.6}
+    if path == "/generate":
+        beside = {name: chosen.pop(name) for name in ("cache_salt", "priority", "speculative") if name in chosen}
+        seed = {"sampling_seed": chosen.pop("seed")}
+        params = chosen | seed | {"max_new_tokens": tokens}
+        if generator.random() < 0.2:
+            beside |= {"return_logprob": True, "top_logprobs_num": 2}
+        return Asked(path, {"text": prompt, "sampling_params": params, **beside, **stream})
+    if path == "/v1/completions":
+        return Asked(path, {"prompt": prompt, "max_tokens": tokens, **chosen, **stream})
+    if path == "/v1/chat/completions":
+        more: dict[str, Any] = {}
+        if generator.random() < 0.2:
+            more = {"logprobs": True, "top_logprobs": 3}
+        elif generator.random() < 0.2 and not GRAMMARS & chosen.keys() and tools:
+            more = {"tools": [TOOL]}
+        elif generator.random() < 0.2 and "speculative" not in chosen:
+            more = {"prediction": {"type": "content", "content": prompt[:80]}}
+        return Asked(path, {"messages": messages, "max_tokens": tokens, **chosen, **more, **stream})
+    body = {"model": "soak", "temperature": min(chosen["temperature"], 1.0), **stream}  # without a seed
+    if path == "/v1/messages":
+        return Asked(path, {"messages": messages, "max_tokens": tokens, **body}, body["temperature"] == 0)
+    return Asked(path, {"input": prompt, "max_output_tokens": max(tokens, 16), **body}, body["temperature"] == 0)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """`draftwing serve` in a process of its own; its log is kept."""
+
+    def __init__(self, model: str, port: int, more: list[str]) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it is read later)
+        command = [sys.executable, "-m", "draftwing.launch_server", "--model", model, "--port", str(port)]
+        read, write = os.pipe()  # a file could not be written
+        self.process = subprocess.Popen(
+            [*command, "--log-level", "info", "--watchdog-timeout", str(HANG), *more],
+            stderr=write, stdout=write, preexec_fn=full_disk,
+        )  # fmt: skip
+        os.close(write)
+        self._copy = subprocess.Popen(["cat"], stdin=read, stdout=self.log)
+        os.close(read)
+
+    @property
+    def engine(self) -> int | None:
+        """The engine's process, a child of the server's."""
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+                for child in (task / "children").read_text().split():
+                    if b"draftwing.engine.process.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        return int(child)
+        return None
+
+    async def ready(self, client: httpx.AsyncClient, seconds: float = 300.0) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get("/health", timeout=5)).status_code == 200:
+                    return
+            await asyncio.sleep(0.2)
+        raise SystemExit(f"the server is not ready:\n{self.text()[-3000:]}")
+
+    def text(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._copy.wait(30)
+
+
+def full_disk() -> None:
+    """No file grows in this process and its children."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+@dataclass
+class Size:
+    """Of a process: resident bytes, descriptors and threads."""
+
+    pid: int
+    bytes: int
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int | None) -> Size | None:
+        with contextlib.suppress(OSError, ValueError):
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            resident = int(status["VmRSS"].split()[0]) * 1024
+            return cls(int(str(pid)), resident, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
+        return None
+
+
+def short(asked: Asked) -> str:
+    """Without the prompt."""
+    return f"{asked.path} { {name: value for name, value in asked.body.items() if name not in PROMPTS} }"
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+def answer_of(path: str, body: Any) -> str:
+    """What an answer says, without ids and times."""
+    if path == "/generate":
+        return json.dumps([one["text"] for one in (body if isinstance(body, list) else [body])])
+    if path == "/v1/messages":
+        return json.dumps(body["content"])
+    if path == "/v1/responses":
+        return json.dumps([part.get("text") for item in body["output"] for part in item.get("content", [])])
+    return json.dumps([one.get("text", (one.get("message") or {}).get("content")) for one in body["choices"]])
+
+
+def done_by_name(asked: Asked) -> bool:
+    """Whether its stream ends with [DONE]."""
+    return asked.body["stream"] and asked.path.startswith(("/generate", "/v1/c"))
+
+
+async def one_request(client: httpx.AsyncClient, asked: Asked, generator: random.Random, out: Outcome) -> None:
+    fate = generator.random()
+    if not asked.body["stream"] and fate >= 0.1:
+        response = await client.post(asked.path, json=asked.body)
+        out.counts[f"{response.status_code}"] += 1
+        if response.status_code == 200 and asked.repeats and len(out.sample) < SAMPLE and generator.random() < 0.2:
+            out.sample.append((asked, answer_of(asked.path, response.json())))
+        elif response.status_code not in (200, 503):
+            out.problems.append(f"{response.status_code}: {response.text[:300]} for {short(asked)}")
+        return
+    with contextlib.suppress(TimeoutError):
+        async with (
+            asyncio.timeout(generator.uniform(0.05, 1.0) if fate < 0.25 else 120),
+            client.stream("POST", asked.path, json=asked.body) as response,
+        ):
+            last = ""
+            async for line in response.aiter_lines():
+                last = line or last
+                if 0.25 < fate < 0.3:
+                    await asyncio.sleep(0.05)  # a slow reader
+            out.counts[f"stream {response.status_code}"] += 1
+            if response.status_code not in (200, 503):
+                out.problems.append(f"{response.status_code}: {last[:300]} for {short(asked)}")
+            elif response.status_code == 200 and done_by_name(asked) and last != "data: [DONE]":
+                out.problems.append(f"a stream of {asked.path} ended with {last[:200]!r}")
+            return
+    out.counts["left"] += 1
+
+
+async def one_client(url: str, seed: int, longest: int, tools: bool, end: float, out: Outcome) -> None:
+    generator = random.Random(seed)
+    async with httpx.AsyncClient(base_url=url, timeout=180) as client:
+        while time.monotonic() < end:
+            try:
+                await one_request(client, request(generator, longest, tools), generator, out)
+            except httpx.HTTPError as error:
+                out.problems.append(f"{type(error).__name__}: {error}")
+            await asyncio.sleep(generator.expovariate(4))
+
+
+async def faults(server: Server, seed: int, end: float, out: Outcome) -> None:
+    """Three of each kind in turn, and fewer where there is little time; not so many that the server gives up."""
+    generator, began = random.Random(seed), time.monotonic()
+    for i in range(len(EVENTS)):
+        await asyncio.sleep(max((end - began) / (len(EVENTS) + 1) * generator.uniform(0.8, 1.0), 1.0))
+        pid, kind = server.engine, EVENTS[i]
+        if pid is None or time.monotonic() > end:
+            continue
+        out.counts[f"engine {kind}"] += 1
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+            if kind == "stopped for a moment":
+                await asyncio.sleep(HANG / 4)
+                os.kill(pid, signal.SIGCONT)
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+Sizes = list[tuple[float, Size | None, Size | None]]  # time, engine, server
+
+
+async def sizes(server: Server, end: float) -> Sizes:
+    found = []
+    while time.monotonic() < end:
+        found.append((time.monotonic(), Size.of(server.engine), Size.of(server.process.pid)))
+        await asyncio.sleep(min(5.0, max(end - time.monotonic(), 0.1)))
+    return found
+
+
+async def drained(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The engine's numbers once nothing runs any more."""
+    for _ in range(600):
+        response = await client.get("/server_info")
+        if response.status_code == 200:
+            state: dict[str, Any] = response.json()["internal_states"][0]
+            if not state["num_running_reqs"] and not state["num_waiting_reqs"]:
+                return state
+        await asyncio.sleep(0.1)
+    return {}
+
+
+def judge_memory(found: Sizes, began: float, seconds: float, out: Outcome) -> None:
+    for name, at in (("engine", 1), ("server", 2)):
+        whole = [(row[0] - began, row[at]) for row in found]
+        late = [(when, size) for when, size in whole if size is not None and when > 0.6 * seconds]
+        if not late or late[0][1].pid != late[-1][1].pid:
+            out.problems.append(f"the {name} was not there throughout")
+            continue
+        part = max(len(late) // 4, 1)
+        first, last = (sorted(size.bytes for _, size in some)[part // 2] for some in (late[:part], late[-part:]))
+        growth = last / first - 1
+        print(f"{name}: {first / 1e6:.0f} MB after two thirds, {last / 1e6:.0f} MB at the end ({growth:+.1%}), "
+              f"{late[-1][1].files} descriptors, {late[-1][1].threads} threads")  # fmt: skip
+        if seconds >= 170 and growth > GROWTH:
+            out.problems.append(f"the {name} grew by {growth:.1%}")
+        threads = {s.threads for _, s in late}
+        if max(threads) - min(threads) > 8:
+            out.problems.append(f"the {name} has {min(threads)} to {max(threads)} threads")
+
+
+async def soak(args: argparse.Namespace) -> Outcome:
+    out, seconds = Outcome(), args.minutes * 60
+    server = Server(args.model, args.port, args.serve)
+    try:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            await server.ready(client)
+            asking = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "max_tokens": 1}
+            tools = (await client.post("/v1/chat/completions", json=asking)).status_code == 200
+            began = time.monotonic()
+            end = began + seconds
+            seeds = [args.seed * 1000 + i for i in range(args.clients)]
+            clients = [one_client(server.url, seed, args.longest, tools, end, out) for seed in seeds]
+            watching = asyncio.ensure_future(sizes(server, end))
+            breaking = faults(server, args.seed, began + seconds / 3, out) if args.faults else asyncio.sleep(0)
+            await asyncio.gather(*clients, breaking)
+            judge_memory(await watching, began, seconds, out)
+            state = await drained(client)
+            memory = state.get("memory_usage", {})
+            if not state or memory["free_tokens"] + memory["cached_tokens"] != memory["token_capacity"]:
+                out.problems.append(f"rows or slots are not back: {state}")
+            elif (await client.post("/flush_cache?timeout=20")).status_code != 200:
+                out.problems.append("the cache cannot be flushed")
+    finally:
+        server.close()
+    log = server.text()
+    out.problems += [line for line in log.splitlines() if any(bug in line for bug in BUGS)][:20]
+    if args.log:
+        print(log)
+    await compare(args, out)
+    return out
+
+
+async def compare(args: argparse.Namespace, out: Outcome) -> None:
+    """Asks a fresh server for the answers of the sample, one after the other."""
+    fresh = Server(args.model, args.port, args.serve)
+    try:
+        async with httpx.AsyncClient(base_url=fresh.url, timeout=180) as client:
+            await fresh.ready(client)
+            for asked, answer in out.sample:
+                again = await client.post(asked.path, json=asked.body)
+                if again.status_code != 200 or answer_of(asked.path, again.json()) != answer:
+                    out.problems.append(
+                        f"another answer: {answer[:200]} then, {again.text[:300]} now, to {short(asked)}"
+                    )
+    finally:
+        fresh.close()
+
+
+def main(argv: list[str]) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=300, help="words of a prompt")
+    parser.add_argument("--port", type=int, default=30100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-faults", dest="faults", action="store_false")
+    parser.add_argument("--log", action="store_true", help="print the server's log")
+    args = parser.parse_args(argv[:at])
+    args.serve = ["--tool-call-parser", "hermes", *(argv[at + 1 :] or ["--max-total-tokens", "16384"])]
+    out = asyncio.run(soak(args))
+    print(", ".join(f"{name}: {count}" for name, count in sorted(out.counts.items())), f"{len(out.sample)} compared")
+    for problem in out.problems[:40]:
+        print("PROBLEM", problem)
+    return 1 if out.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
