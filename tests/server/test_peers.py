@@ -207,6 +207,8 @@ def test_tokens_by_the_peers_names(client: TestClient) -> None:
     back = ok(client, "/detokenize", tokens=said["tokens"])
     assert back["text"] == back["prompt"] == "abc"
     ok(client, "/tokenize", messages=HI, add_generation_prompt=False)
+    ok(client, "/tokenize", messages=[*HI, {"role": "assistant", "content": "a"}], continue_final_message=True)
+    assert client.get("/version").json()["version"]
 
 
 @pytest.mark.parametrize(

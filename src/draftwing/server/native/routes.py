@@ -110,6 +110,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """As /health, but the engine has to give a token; it gives one a second at most, however many ask."""
         return Response(status_code=200 if await probe.ask() else 503)
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": draftwing.__version__}
+
     @app.get("/get_model_info", include_in_schema=False)
     @app.get("/model_info")
     async def model_info() -> dict[str, Any]:
@@ -198,7 +202,12 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
         if body.messages is not None:
-            chat = Chat(conversation(body.messages), prompted=body.add_generation_prompt is not False)
+            chat = Chat(
+                conversation(body.messages),
+                template=body.chat_template_kwargs or {},
+                continued=bool(body.continue_final_message),
+                prompted=body.add_generation_prompt is not False,
+            )
             every = [await unless_disconnected(request, chats.ids(chat, "messages"))]
         else:
             asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False)
