@@ -97,10 +97,13 @@ def given_options(args: Any, drafter: str) -> dict[str, Any]:
 def make_engine(args: Any, drafter: str, **more: Any) -> Engine | None:
     """An engine, or None where there is no such drafter, which one line says."""
     try:
-        return Engine(Options.from_kwargs(**given_options(args, drafter), **more))
+        engine = Engine(Options.from_kwargs(**given_options(args, drafter), **more))
     except ConfigError as error:
         print(f"{drafter}: {error}", flush=True)
         return None
+    gc.collect()
+    gc.freeze()  # as in the engine's own process: else a step waits 0.1 s now and then
+    return engine
 
 
 def let_go(engine: Engine) -> None:

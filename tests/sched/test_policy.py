@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -210,6 +211,19 @@ def test_what_a_lookup_finds_says_nothing_of_the_model() -> None:
     assert policy.choose(load) == both
     gain = {row["shape"]: row["gain"] for row in policy.explain(load)}
     assert gain[alone] < 0.05 and gain[both] > 1
+
+
+def test_promises_that_are_not_kept_count_less() -> None:
+    """Estimates of single nodes that are too high, as those of a lookup were on text that it does not know."""
+    menu = match_menu(TREE)
+    world = World(menu, 4.0, 0.02, 0.0)
+    policy = MostTokens(menu, world.prices(), least=1)
+    load = Load([MAX_CONFIDENCE] * 8)
+    for _ in range(60):
+        step = world.step(menu[0], [0.9] * 8)
+        policy.record(menu[0], load, replace(step, count=np.ones(8, np.int64)))
+    promised = {one["shape"]: one["gain"] for one in policy.explain(load)}
+    assert promised[menu[0]] < 0.2 * world.tokens(menu[0], [0.9] * 8)
 
 
 def test_a_step_after_a_prefill_is_hardly_longer_than_a_plain_one() -> None:

@@ -78,13 +78,15 @@ def test_prefill_and_decode_alternate():
 def test_beside_requests_that_decode_prefills_are_short():
     sched = make(slots=9000, chunk=4000)
     for tokens in range(10, 2000, 60):
+        sched._pace.record_step(0.004)
         sched._pace.record(tokens, 0.004 + 2e-5 * tokens)  # so 400 tokens take 3 times the shortest
     sched.submit(req("a", length=900))
     assert [chunk.length for chunk in turn(sched).chunks] == [900]  # nobody waits for it
-    sched.submit(req("b", length=1000, first=2000))
-    sched.submit(req("c", length=850, first=4000))
-    lengths = [[chunk.length for chunk in plan.chunks] for _ in range(8) if (plan := turn(sched)).kind == "prefill"]
-    assert lengths == [[600], [400, 200], [650]]
+    sched.submit(req("b", length=600, first=2000))
+    sched.submit(req("c", length=650, first=4000))
+    plans = [turn(sched) for _ in range(8)]
+    lengths = [[chunk.length for chunk in plan.chunks] for plan in plans if plan.kind == "prefill"]
+    assert lengths == [[400], [200, 200], [450]]
 
 
 def test_timeout_ends_waiting_and_running_requests(monkeypatch):

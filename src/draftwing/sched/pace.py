@@ -7,43 +7,47 @@ device well. Where much waits it may be longer, or those who wait would be behin
 
 from __future__ import annotations
 
-import numpy as np
-
 STALL = 3.0  # times the shortest prefill: as long may one take beside requests that decode
 SHARE = 8  # of the tokens that wait one in so many is prefilled at once, if that is more
 LEAST = 64  # tokens: fewer are not worth a step
 REST = 0.15  # of a part: as much more is taken along rather than left over
 DECAY = 0.95  # of what older prefills tell, with each new one
+DRIFT = 1.01  # with each step: what the shortest one takes may change
 
 
 class Pace:
-    """Seconds of a prefill by its tokens: a line through those of late."""
+    """Seconds of a prefill by its tokens: so many for each, on top of the shortest. A prefill of next to nothing takes
+    as long as the shortest step, for that reads all weights, too."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of 1, tokens, seconds, tokens^2, tokens * seconds; the newer the heavier
-        self._base = self._slope = 0.0
+        self._base = float("inf")  # seconds of the shortest step of late
+        self._tokens = self._seconds = 0.0  # of prefills, the newer the heavier; seconds beyond the shortest step
+
+    def record_step(self, seconds: float) -> None:
+        """A step of requests that decode took so long."""
+        if seconds > 0:
+            self._base = min(DRIFT * self._base, seconds)
 
     def record(self, tokens: int, seconds: float) -> None:
         """A prefill of so many tokens took so long."""
         assert tokens > 0
         if seconds <= 0:
             return
-        self._sums = DECAY * self._sums + (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        weight, x, y, xx, xy = self._sums.tolist()
-        spread = weight * xx - x * x
-        mean = y / x
-        # Least squares, neither below 0; through the origin as long as all are alike.
-        self._slope = min(max((weight * xy - x * y) / spread, 0.0), mean) if spread > 0.01 * x * x else mean
-        self._base = (y - self._slope * x) / weight
+        self._tokens = DECAY * self._tokens + tokens
+        self._seconds = DECAY * self._seconds + max(seconds - self._least, 0.0)
+
+    @property
+    def _least(self) -> float:
+        return self._base if self._base < float("inf") else 0.0
 
     def seconds(self, tokens: int) -> float:
         """Returns what a prefill of so many tokens will take; 0 for none, and as long as nothing is known."""
-        return self._base + self._slope * tokens if tokens else 0.0
+        return self._least + self._seconds / self._tokens * tokens if tokens and self._tokens else 0.0
 
     def most(self, waiting: int) -> int:
         """Returns how many of the tokens that wait to be prefilled are so at once, beside requests that decode."""
-        if not self._base or not self._slope:
+        if not self._least or not self._seconds:
             return waiting
-        short = round((STALL - 1) * self._base / self._slope)
+        short = round((STALL - 1) * self._least * self._tokens / self._seconds)
         part = max(LEAST, short, -(-waiting // SHARE))
         return waiting if waiting <= (1 + REST) * part else part

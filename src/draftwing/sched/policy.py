@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -139,6 +139,8 @@ class MostTokens:
     PRIOR = 4  # rows that the first guess counts for
     PROBING = 0.008  # share of the time that options may cost that are only tried to learn from them
     UNPRICED = 0.2  # share of a loss that counts where a price is a guess: a few steps make it a measurement
+    FAITH = 20.0  # drafts: for as many it counts that expectations are taken to be right
+    FADE = 0.98  # of what older steps say about expectations, with each new one
     STALE = 16  # steps after which an option's gain is not known any more
     OLD = 10  # steps without news of an option after which its next step counts for this many
     MARGIN = 1.02  # by which drafting has to be better to begin, for the drafter must catch up
@@ -154,6 +156,8 @@ class MostTokens:
         # gains[option][confidence]: drafts that are accepted of a row, and the rows that this is known from.
         self._gains = [[_first_guess(shape, c, least) for c in range(MAX_CONFIDENCE + 1)] for shape in menu]
         self._rows = [[0] * (MAX_CONFIDENCE + 1) for _ in menu]
+        # Of each option: drafts that were expected to be accepted, and those that were.
+        self._kept = [[self.FAITH, self.FAITH] for _ in menu]
         self._told = [[0] * (MAX_CONFIDENCE + 1) for _ in menu]  # the step that last told of an option and confidence
         self._smaller = [[i for i, other in enumerate(self.menu) if _is_part(other, shape)] for shape in self.menu]
         self._steps = 0
@@ -191,10 +195,15 @@ class MostTokens:
                 continue
             if (shape.depth and load.stall and price > longest) or (shape.verified and load.whole):
                 continue
-            gains = self._gains[i]
-            tokens[i] = batch + sum(count * gains[c] for c, count in counts.items()) if shape.depth else float(batch)
+            tokens[i] = batch + self._expected(i, counts) if shape.depth else float(batch)
             prices[i], rates[i] = price, tokens[i] / price
         return rates, prices, tokens
+
+    def _expected(self, index: int, counts: Mapping[int, int]) -> float:
+        """Drafts that an option will have accepted; counts: rows by confidence. What was chosen because it looked best
+        is a little less good than it looked, so that its promises are held against what came of them."""
+        expected, kept = self._kept[index]
+        return min(kept / expected, 1.0) * sum(count * self._gains[index][c] for c, count in counts.items())
 
     def _to_try(
         self, best: int, rates: dict[int, float], prices: dict[int, float], tokens: dict[int, float],
@@ -223,11 +232,21 @@ class MostTokens:
         if not shape.depth or not any(load.confidences):
             return
         index = self.menu.index(shape)
+        self._hold(index, load.confidences, result)
         told = self._smaller[index]
         before = self._gains[index].copy()
         for i, gains in zip(told, gains_by_row(result, [self.menu[i] for i in told]), strict=True):
             self._learn(i, load.confidences, gains)
         self._carry_over(index, before, set(load.confidences))
+
+    def _hold(self, index: int, confidences: Sequence[int], result: StepResult) -> None:
+        """Compares what was expected of a step with what came of it, row by row that says anything."""
+        gains, kept = self._gains[index], self._kept[index]
+        expected = sum(gains[c] for c in confidences)
+        found = sum(count - 1 for c, count in zip(confidences, result.count.tolist(), strict=True) if c)
+        faith = self.FAITH * (1 - self.FADE)
+        kept[0] = self.FADE * kept[0] + faith + expected
+        kept[1] = self.FADE * kept[1] + faith + found
 
     def _carry_over(self, index: int, before: Sequence[float], confidences: set[int]) -> None:
         """Options that the step told nothing of change as the one that it was: text that is easy, or hard, is so for

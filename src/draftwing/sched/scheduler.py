@@ -359,6 +359,7 @@ class Scheduler:
         else:
             # What a drafter catches up with is not the price of the drafts that come after it.
             usual = not plan.special and (plan.catch_up is None or plan.shape in self.config.lagging)
+            self._pace.record_step(result.seconds)
             self.policy.record(plan.shape, self._load_before(live), result, usual)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
