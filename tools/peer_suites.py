@@ -143,7 +143,7 @@ import pytest
 
 URL, MODEL = os.environ["PEER_URL"], os.environ["PEER_MODEL"]
 STUBBED = tuple(os.environ["PEER_STUBS"].split())
-LONGEST = 30  # seconds of a test
+LONGEST = 20  # seconds of a test
 running = False
 
 
