@@ -37,7 +37,7 @@ def test_a_prefill_is_short_beside_those_who_decode() -> None:
     part = pace.most(2000)
     assert pace.seconds(part) == pytest.approx(STALL * 0.004, rel=0.02) and LEAST < part < 2000
     assert pace.most(part - 100) == part - 100
-    assert pace.most(part + 50) == part + 50  # no rest of a few tokens
+    assert pace.most(part + 15) == part + 15  # no rest of a few tokens
     assert learnt(1e-4, 4e-4, SIZES).most(2000) == 2000 // SHARE  # a slow machine
     assert learnt(1e-4, 4e-4, SIZES).most(300) == LEAST
 
@@ -55,3 +55,15 @@ def test_much_that_waits_goes_in_large_parts() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
     assert pace.most(100_000) == 100_000 // SHARE
     assert Pace().most(100_000) == 100_000
+
+
+def test_after_a_prefill_a_step_is_no_longer_than_waits_are_in_any_case() -> None:
+    pace = learnt(0.004, 2e-5, SIZES)
+    for step in range(300):
+        pace.longer(1000 if step % 10 == 0 else 0)  # more often than one in `RARE`
+    assert pace.longer(0) == float("inf")
+    assert pace.longer(1000) == 0
+    assert pace.longer(100) == pytest.approx(2e-5 * 900, rel=0.01)
+    for _ in range(300):
+        pace.longer(0)
+    assert pace.longer(100) == 0  # long waits have become rare

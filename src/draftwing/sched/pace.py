@@ -7,12 +7,16 @@ device well. Where much waits it may be longer, or those who wait would be behin
 
 from __future__ import annotations
 
+from collections import deque
+from heapq import nlargest
+
 STALL = 3.0  # times the shortest prefill: as long may one take beside requests that decode
 SHARE = 8  # of the tokens that wait one in so many is prefilled at once, if that is more
 LEAST = 64  # tokens: fewer are not worth a step
-REST = 0.15  # of a part: as much more is taken along rather than left over
+REST = 0.05  # of a part: as much more is taken along rather than left over
 DECAY = 0.95  # of what older prefills tell, with each new one
-DRIFT = 1.01  # with each step: what the shortest one takes may change
+STEPS, RARE = 256, 20  # of late; one in so many may be as slow
+DRIFT = 1.002  # with each step: what the shortest one takes may change
 
 
 class Pace:
@@ -20,6 +24,7 @@ class Pace:
     as long as the shortest step, for that reads all weights, too."""
 
     def __init__(self) -> None:
+        self._stalls: deque[float] = deque(maxlen=STEPS)  # seconds of the prefill right before each step, 0 without
         self._base = float("inf")  # seconds of the shortest step of late
         self._tokens = self._seconds = 0.0  # of prefills, the newer the heavier; seconds beyond the shortest step
 
@@ -35,6 +40,17 @@ class Pace:
             return
         self._tokens = DECAY * self._tokens + tokens
         self._seconds = DECAY * self._seconds + max(seconds - self._least, 0.0)
+
+    def longer(self, tokens: int) -> float:
+        """Returns how many seconds longer than a plain one a step may take, right after a prefill of so many tokens.
+
+        Requests that decode have waited for it; with the step they wait no longer than one in `RARE` steps makes them
+        wait in any case. Asked for once before each step, 0 tokens if nothing was before it."""
+        stall = self.seconds(tokens)
+        self._stalls.append(stall)
+        if not stall:
+            return float("inf")
+        return max(nlargest(max(len(self._stalls) // RARE, 1), self._stalls)[-1] - stall, 0.0)
 
     @property
     def _least(self) -> float:

@@ -24,13 +24,13 @@ class Load(NamedTuple):
     """What there is to do in a step.
 
     confidences: of each row, the drafter's; 0 where nothing can be proposed.  context: tokens in the KV of all rows.
-    stall: seconds that a prefill planned right before it keeps these rows from their next token.  whole: whether trees
-    are verified whole, as those of rows are that ask for more than drafts and sampling.
+    longer: seconds that the step may take beyond one without drafts, because of what kept these rows waiting before it.
+    whole: whether trees are verified whole, as those of rows are that ask for more than drafts and sampling.
     """
 
     confidences: Sequence[int]
     context: int = 0
-    stall: float = 0.0
+    longer: float = math.inf
     whole: bool = False
 
 
@@ -145,7 +145,6 @@ class MostTokens:
     OLD = 10  # steps without news of an option after which its next step counts for this many
     MARGIN = 1.02  # by which drafting has to be better to begin, for the drafter must catch up
     MOST = 1024  # queries of a step; more never pay
-    LONGER = 0.05  # of the time without drafts: as much longer may a prefill and the step after it take together
 
     def __init__(
         self, menu: Sequence[TreeShape], prices: Prices, sees_predictions: bool = False, least: int = MAX_CONFIDENCE
@@ -188,12 +187,12 @@ class MostTokens:
         counts = Counter(c for c in load.confidences if c)
         rates, prices, tokens = {}, {}, {}
         plain = self.prices.seconds(PLAIN, batch, context) or math.inf
-        longest = plain + self.LONGER * (plain + load.stall)
+        longest = plain + load.longer
         for i, shape in enumerate(self.menu):
             price = self.prices.seconds(shape, batch, context)
             if price is None or (shape.depth and batch * shape.queries > self.MOST):
                 continue
-            if (shape.depth and load.stall and price > longest) or (shape.verified and load.whole):
+            if (shape.depth and price > longest) or (shape.verified and load.whole):
                 continue
             tokens[i] = batch + self._expected(i, counts) if shape.depth else float(batch)
             prices[i], rates[i] = price, tokens[i] / price

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -260,12 +261,12 @@ class Scheduler:
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
         if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose(self._load(ready))
+        return self.policy.choose(self._load(ready, self._pace.longer(self._prefilled_tokens)))
 
-    def _load(self, ready: Sequence[Req]) -> Load:
+    def _load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
         confidences = [req.confidence if req.may_draft else 0 for req in ready]
         whole = any(req.special or (self.config.draws_alike and req.draws_specially) for req in ready)
-        return Load(confidences, _context(ready), self._pace.seconds(self._prefilled_tokens), whole)
+        return Load(confidences, _context(ready), longer, whole)
 
     def load(self) -> Load:
         """Of a step that ran now; for whoever explains."""

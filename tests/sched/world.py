@@ -1,0 +1,117 @@
+"""Machines and texts that are made up, on which expected tokens per second are known."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, StepResult, TreeShape
+from draftwing.sched.policy import Load, MostTokens
+from draftwing.sched.prices import Prices
+
+TREE = TreeShape(5, 4, 16)
+
+
+class World:
+    """A machine on which a step costs (base + per query + per level), and requests whose drafts survive by `hit`
+    to the power of their depth, spread over a tree of `topk` nodes a level."""
+
+    def __init__(self, menu: Sequence[TreeShape], base: float, query: float, level: float, seed: int = 0) -> None:
+        self.menu, self.base, self.query, self.level = menu, base, query, level
+        self.rng = random.Random(seed)
+
+    def seconds(self, shape: TreeShape, batch: int) -> float:
+        return 1e-3 * (self.base + self.query * batch * shape.queries + self.level * shape.depth)
+
+    def prices(self, sizes: Sequence[int] = (1, 4, 16, 64)) -> Prices:
+        prices = Prices(self.menu, False)
+        for shape in self.menu:
+            for size in sizes:
+                prices.measured(shape, size, 0, self.seconds(shape, size))
+        return prices
+
+    def survivals(self, shape: TreeShape, hit: float) -> list[tuple[float, int]]:
+        """Survival and depth of the nodes of a tree, the root first: at each level the best child takes most of it."""
+        nodes = [(1.0, 0)]
+        share = [0.75, 0.15, 0.07, 0.03][: shape.topk]
+        for node in nodes:
+            if node[1] < shape.depth and len(nodes) < 200:
+                nodes += [(node[0] * hit * s, node[1] + 1) for s in share]
+        best = sorted(nodes[1:], key=lambda n: -n[0])[: shape.nodes - 1]
+        return [nodes[0], *best, *[(0.0, 0)] * (shape.nodes - 1 - len(best))]
+
+    def step(self, shape: TreeShape, hits: Sequence[float], noise: float = 0.1) -> StepResult:
+        trees = [self.survivals(shape, hit) for hit in hits]
+        drafts = sorted((n[0] for tree in trees for n in tree[1:]), reverse=True)
+        spare = len(hits) * (shape.queries - 1)
+        least = drafts[min(spare, len(drafts)) - 1] if spare and drafts else 2.0
+        mark, count = np.zeros((len(hits), shape.nodes), np.int64), []
+        for b, tree in enumerate(trees):
+            accepted = 1
+            for n, (survival, depth) in enumerate(tree):
+                verified = depth > 0 and survival >= least
+                told = min(1.0, survival * (1 + noise * (self.rng.random() - 0.5)))
+                mark[b, n] = depth + verified * MARK_VERIFIED + (int(told * MARK_ONE) << MARK_SURVIVAL)
+                accepted += verified and self.rng.random() < survival
+            count.append(min(accepted, shape.depth + 1))
+        seconds = self.seconds(shape, len(hits)) * self.rng.uniform(0.97, 1.05)
+        zeros = np.zeros((len(hits), shape.nodes), np.int64)
+        return StepResult(zeros, np.asarray(count), zeros, mark, np.full(len(hits), MAX_CONFIDENCE), seconds)
+
+    def tokens(self, shape: TreeShape, hits: Sequence[float]) -> float:
+        """Expected."""
+        drafts = sorted((n[0] for hit in hits for n in self.survivals(shape, hit)[1:]), reverse=True)
+        return len(hits) + sum(drafts[: len(hits) * (shape.queries - 1)])
+
+    def rate(self, shape: TreeShape, hits: Sequence[float]) -> float:
+        return self.tokens(shape, hits) / self.seconds(shape, len(hits))
+
+    def run(self, policy: MostTokens, hits: Sequence[float], steps: int) -> tuple[float, list[TreeShape]]:
+        """-> tokens per second, and what was chosen"""
+        load, tokens, seconds, chosen = Load([MAX_CONFIDENCE] * len(hits), 0), 0.0, 0.0, []
+        for _ in range(steps):
+            shape = policy.choose(load)
+            policy.record(shape, load, self.step(shape, hits))
+            tokens, seconds = tokens + self.tokens(shape, hits), seconds + self.seconds(shape, len(hits))
+            chosen.append(shape)
+        return tokens / seconds, chosen
+
+
+class H200(World):
+    """An 8B model with an EAGLE-3 head: milliseconds that were measured, with contexts of a few hundred tokens."""
+
+    ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048)  # of the target
+    TARGET = (4.05, 4.35, 5.1, 5.8, 7.9, 13.0, 22.0, 40.0)
+    DRAFT: ClassVar = {
+        0: (0.0, 0.0),
+        1: (0.02, 0.0),
+        2: (0.22, 0.0045),
+        3: (0.45, 0.01),
+        4: (0.7, 0.018),
+    }  # and for each row
+
+    def __init__(self, menu: Sequence[TreeShape], seed: int = 0) -> None:
+        super().__init__(menu, 0.0, 0.0, 0.0, seed)
+
+    def seconds(self, shape: TreeShape, batch: int) -> float:
+        rows = batch * shape.queries
+        at = min(max(bisect_left(self.ROWS, rows), 1), len(self.ROWS) - 1)
+        (low, high), (less, more) = self.ROWS[at - 1 : at + 1], self.TARGET[at - 1 : at + 1]
+        fixed, each = self.DRAFT[min(shape.depth, 4)]
+        extend = 0.25 + 0.0035 * batch if shape.depth else 0.0
+        return 1e-3 * (less + (more - less) * (rows - low) / (high - low) + fixed + each * batch + extend)
+
+    @staticmethod
+    def prefill(tokens: int) -> float:
+        return 1e-3 * (4.3 + 0.0216 * tokens)
+
+
+MACHINES = {
+    "gpu": lambda menu: World(menu, 4.0, 0.012, 0.25),
+    "small machine": lambda menu: World(menu, 2.0, 0.5, 0.6),
+    "drafts cost nothing": lambda menu: World(menu, 4.0, 0.02, 0.0),
+}
