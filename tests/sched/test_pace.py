@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draftwing.sched.pace import LEAST, SHARE, STALL, Pace
+from draftwing.sched.pace import EACH, LEAST, SHARE, STALL, Pace
 
 SIZES = [60, 600, 200, 250, 500] * 20
 
@@ -34,12 +34,12 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
 
 def test_a_prefill_is_short_beside_those_who_decode() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
-    part = pace.most(2000)
+    part = pace.most([2000])
     assert pace.seconds(part) == pytest.approx(STALL * 0.004, rel=0.02) and LEAST < part < 2000
-    assert pace.most(part - 100) == part - 100
-    assert pace.most(part + 15) == part + 15  # no rest of a few tokens
-    assert learnt(1e-4, 4e-4, SIZES).most(2000) == 2000 // SHARE  # a slow machine
-    assert learnt(1e-4, 4e-4, SIZES).most(300) == LEAST
+    assert pace.most([part - 100]) == part - 100
+    assert pace.most([part + 15]) == part + 15  # no rest of a few tokens
+    assert learnt(1e-4, 4e-4, SIZES).most([400] * 10) == 4000 // SHARE  # a slow machine
+    assert learnt(1e-4, 4e-4, SIZES).most([300]) == LEAST
 
 
 def test_long_contexts_do_not_make_prefills_long() -> None:
@@ -48,13 +48,14 @@ def test_long_contexts_do_not_make_prefills_long() -> None:
     for start in [*range(0, 16000, 1000)] * 4:
         pace.record_step(0.005)
         pace.record(1000, 0.005 + 2e-5 * 1000 * (1 + start / 16000))
-    assert pace.seconds(pace.most(2000)) < 1.5 * STALL * 0.005
+    assert pace.seconds(pace.most([2000])) < 1.5 * STALL * 0.005
 
 
-def test_much_that_waits_goes_in_large_parts() -> None:
+def test_where_many_wait_it_goes_in_large_parts_but_not_for_a_few_long_prompts() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
-    assert pace.most(100_000) == 100_000 // SHARE
-    assert Pace().most(100_000) == 100_000
+    assert pace.most([300] * 100) == 30_000 // SHARE
+    assert pace.most([6000] * 4) == pace.most([600]) < 4 * EACH
+    assert Pace().most([100_000, 7]) == 100_007
 
 
 def test_after_a_prefill_a_step_is_no_longer_than_waits_are_in_any_case() -> None:

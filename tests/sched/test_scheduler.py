@@ -9,6 +9,7 @@ from step_marks import marks_of
 from draftwing.core import MARK_SOURCE, PLAIN, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.planning import divided
 from draftwing.sched.policy import FixedShape
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
@@ -23,7 +24,8 @@ def make(slots=200, rows=4, chunk=16, shape=PLAIN, radix=True, lookahead=0, cred
 
 def req(uid, length=5, new=10, first=0, **kw):
     tokens = [first + i for i in range(length)]
-    request = GenerationRequest(uid, tokens, SamplingParams(max_new_tokens=new), kw.pop("priority", 0))
+    client = kw.pop("client", "")
+    request = GenerationRequest(uid, tokens, SamplingParams(max_new_tokens=new), kw.pop("priority", 0), client=client)
     return Req(request, seed=0, max_total=length + new, stop_ids=frozenset(kw.pop("stop_ids", ())), **kw)
 
 
@@ -56,6 +58,62 @@ def test_higher_priority_runs_first_and_equals_in_order_of_arrival():
         turn(sched)
         order += [out.uid for out in sched.take_outputs() if out.finish_reason]
     assert order == ["b", "c", "d", "a"]
+
+
+def test_a_short_prompt_is_not_behind_long_ones():
+    sched = make(slots=3000, chunk=100)
+    for i in range(3):
+        sched.submit(req(f"long{i}", length=600, first=1000 * i))
+    turn(sched)
+    sched.submit(req("short", length=20, first=5000))
+    plan = turn(sched)
+    assert sorted(chunk.length for chunk in plan.chunks) == [20, 80] and any(chunk.final for chunk in plan.chunks)
+    assert {out.uid for out in sched.take_outputs()} == {"short"}
+
+
+def test_long_prompts_come_to_an_end_beside_any_number_of_short_ones():
+    sched = make(slots=3000, chunk=40, radix=False)
+    sched.submit(req("long", length=200))
+    for plans in range(1, 100):
+        sched.submit(req(f"short{plans}", length=40, new=1, first=1000))
+        turn(sched)
+        if any(out.uid == "long" for out in sched.take_outputs()):
+            break
+    assert plans <= 200 / 20 + 1, "half of each plan is for it"
+
+
+def test_a_prefill_is_shared_between_clients():
+    sched = make(slots=9000, rows=8, chunk=120)
+    for i in range(3):
+        sched.submit(req(f"a{i}", length=300, first=400 * i, client="a"))
+    sched.submit(req("b", length=300, first=2000, client="b"))
+    sched.submit(req("c", length=30, first=3000, client="c"))
+    plan = sched.plan()
+    lengths = {sched._by_row[chunk.row].uid: chunk.length for chunk in plan.chunks}
+    assert lengths.pop("c") == 30 and lengths.pop("b") == 45 and sum(lengths.values()) == 45
+    sched.submit(req("first", length=500, first=4000, client="a", priority=1))
+    assert sched.plan().kind == "tree"  # of c
+    plan = sched.plan()
+    assert [chunk.length for chunk in plan.chunks] == [120] and plan.rows.tolist() == [sched._by_uid["first"].row]
+
+
+def test_no_part_of_a_prefill_is_left_over():
+    """Whoever asks for what: as many tokens as fit, none twice."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        todo = []
+        for i in range(rng.integers(1, 8)):
+            one = req(
+                str(i), length=int(rng.integers(1, 60)), client=str(rng.integers(3)), priority=int(rng.integers(2))
+            )
+            one.arrival = i
+            todo.append(one)
+        todo.sort(key=lambda r: r.rank)
+        budget = int(rng.integers(1, 200))
+        parts = divided(budget, todo)
+        assert sum(length for _, length in parts) == min(budget, sum(len(one.tokens) for one in todo))
+        assert all(0 < length <= len(one.tokens) for one, length in parts)
+        assert [one.uid for one, _ in parts] == [one.uid for one in todo if one in [r for r, _ in parts]]
 
 
 def test_a_prefill_plan_holds_chunks_of_several_requests_within_the_budget():
@@ -154,13 +212,14 @@ def test_equal_prompts_are_prefilled_once():
     sched = make(chunk=64)
     for uid in "abc":
         sched.submit(req(uid, length=30, new=1))
+    sched.submit(req("d", length=7, new=1, first=50))
     first = turn(sched)
-    assert [chunk.length for chunk in first.chunks] == [30], "the others wait for its KV"
+    assert [chunk.length for chunk in first.chunks] == [30, 7], "others wait for its KV, but nobody else for them"
     second = turn(sched)
     assert [chunk.length for chunk in second.chunks] == [1, 1]
     assert sched.idle
     cached = {out.uid: out.meta["cached_tokens"] for out in sched.take_outputs() if out.finish_reason}
-    assert cached == {"a": 0, "b": 29, "c": 29}
+    assert cached == {"a": 0, "b": 29, "c": 29, "d": 0}
 
 
 def test_who_waits_for_a_prefill_that_is_aborted_goes_on_by_itself():

@@ -2,16 +2,19 @@
 
 Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So beside them a prefill is
 short: `STALL` times what the shortest one takes, which reads all weights for next to nothing; then it still uses the
-device well. Where much waits it may be longer, or those who wait would be behind for as long as others decode.
+device well. Where many wait it may be longer, or they would be behind for as long as others decode. One long prompt is
+not many: those who decode would pay for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import nlargest
 
 STALL = 3.0  # times the shortest prefill: as long may one take beside requests that decode
 SHARE = 8  # of the tokens that wait one in so many is prefilled at once, if that is more
+EACH = 512  # tokens of one request that count for this
 LEAST = 64  # tokens: fewer are not worth a step
 REST = 0.05  # of a part: as much more is taken along rather than left over
 DECAY = 0.95  # of what older prefills tell, with each new one
@@ -60,10 +63,12 @@ class Pace:
         """Returns what a prefill of so many tokens will take; 0 for none, and as long as nothing is known."""
         return self._least + self._seconds / self._tokens * tokens if tokens and self._tokens else 0.0
 
-    def most(self, waiting: int) -> int:
-        """Returns how many of the tokens that wait to be prefilled are so at once, beside requests that decode."""
+    def most(self, waiting: Sequence[int]) -> int:
+        """Returns how many of the tokens that wait to be prefilled, given by request, are so at once, beside requests
+        that decode."""
+        total = sum(waiting)
         if not self._least or not self._seconds:
-            return waiting
+            return total
         short = round((STALL - 1) * self._least * self._tokens / self._seconds)
-        part = max(LEAST, short, -(-waiting // SHARE))
-        return waiting if waiting <= (1 + REST) * part else part
+        part = max(LEAST, short, -(-sum(min(tokens, EACH) for tokens in waiting) // SHARE))
+        return total if total <= (1 + REST) * part else part

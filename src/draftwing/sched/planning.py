@@ -1,8 +1,9 @@
-"""A plan out of the requests that it is for."""
+"""A plan out of the requests that it is for, and who gets how much of a prefill."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -58,6 +59,40 @@ def make_plan(
         prompt_parts=tuple(part for i, chunk in enumerate(chunks) if (part := _prompt_part(i, chunk, reqs[i]))),
         **special,
     )
+
+
+def divided(budget: int, todo: Sequence[Req]) -> list[tuple[Req, int]]:
+    """Who gets how many of `budget` tokens of a prefill; those who get none are left out. todo: by rank.
+
+    Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
+    client's share is for its first request, so that all come to an end. The other half goes to those with the least
+    to do, so that a short prompt does not wait for long ones.
+    """
+    given = dict.fromkeys(todo, 0)
+    for _, equals in groupby(todo, lambda req: req.request.priority):
+        clients: dict[str, list[Req]] = {}
+        for req in equals:
+            clients.setdefault(req.request.client, []).append(req)
+        for share, reqs in _shares(budget, list(clients.values())):
+            budget -= share
+            given[reqs[0]] = min(-(-share // 2), reqs[0].unsent)
+            share -= given[reqs[0]]
+            for req in sorted(reqs, key=lambda req: (req.unsent - given[req], req.rank)):
+                more = min(share, req.unsent - given[req])
+                given[req] += more
+                share -= more
+    return [(req, length) for req, length in given.items() if length]
+
+
+def _shares(budget: int, clients: Sequence[Sequence[Req]]) -> list[tuple[int, Sequence[Req]]]:
+    """Equal shares for clients, or what they need where that is less."""
+    needs = sorted(((sum(req.unsent for req in reqs), i) for i, reqs in enumerate(clients)))
+    shares = []
+    for served, (need, i) in enumerate(needs):
+        share = min(need, -(-budget // (len(needs) - served)))
+        budget -= share
+        shares.append((share, clients[i]))
+    return shares
 
 
 def _indices(found: list[int]) -> IntArray:

@@ -57,6 +57,7 @@ class Req:
     stop_ids: frozenset[int]  # end it; banned by the sampler below min_new_tokens
     salt: int = 0
     arrival: int = 0
+    turn: int = 0  # of its client, see `FairQueue`
     scanner: StopScanner | None = None
     created: float = field(default_factory=time.monotonic)
     admitted: float | None = None  # monotonic seconds, the first time
@@ -146,9 +147,14 @@ class Req:
         return at if at < self.prompt_len else None
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Order of service: higher priority first, then first come."""
-        return (-self.request.priority, self.arrival)
+    def rank(self) -> tuple[int, int, int]:
+        """Order of service: higher priority first, then in turns of their clients, then first come."""
+        return (-self.request.priority, self.turn, self.arrival)
+
+    @property
+    def unsent(self) -> int:
+        """Tokens whose prefill is still to be planned."""
+        return len(self.tokens) - self.sent
 
     @property
     def running(self) -> bool:

@@ -7,7 +7,6 @@ those slots is in flight is safe, because whoever gets them next is launched lat
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import logging
 import math
@@ -37,13 +36,15 @@ from draftwing.sched.alloc import SlotAllocator
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.lag import CatchUps
 from draftwing.sched.pace import Pace
-from draftwing.sched.planning import make_plan
+from draftwing.sched.planning import divided, make_plan
 from draftwing.sched.policy import Load, ShapePolicy
+from draftwing.sched.queue import FairQueue
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.trace import traced_step
 
 log = logging.getLogger("draftwing")
+LOOKED_AT = 32  # requests that wait, each time rows are given: some may have to wait for another's prefill
 SPOILT = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or --dtype is too narrow for them"
 )
@@ -79,7 +80,7 @@ class Scheduler:
         self.spans = spans
         self.pool = SlotAllocator(config.slots)
         self.radix = RadixCache(config.lookahead, config.radix)
-        self.waiting: list[Req] = []
+        self.waiting = FairQueue()
         self.running: list[Req] = []
         self.retractions = 0
         self.stale_results = 0
@@ -89,7 +90,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, str]] = []  # heap; entries of requests that have ended are ignored
         self._first_of_prompt: dict[tuple[int, bytes], Req] = {}  # prompts that are being prefilled, by salt and tokens
         self._reserve = self.RESERVE_MIN
-        self._arrivals = self._admissions = self._steps = 0
+        self._admissions = self._steps = 0
         self._prefilled_last = False
         self._prefilled_tokens = 0  # of the plan before, if it was a prefill
         self._pace = Pace()
@@ -104,12 +105,10 @@ class Scheduler:
     def submit(self, req: Req) -> None:
         """`req.max_total` must leave room for one step in the pool; the engine checks that before."""
         assert req.max_total + self._step_room() <= self.config.slots
-        req.arrival = self._arrivals
-        self._arrivals += 1
         self._by_uid[req.uid] = req
         if req.deadline is not None:
             heapq.heappush(self._deadlines, (req.deadline, req.uid))
-        self._queue(req)
+        self.waiting.join(req)
 
     def abort(self, uid: str, message: str = "aborted") -> None:
         """Ends a request wherever it is; a step still in flight for it is ignored when it comes back."""
@@ -163,43 +162,50 @@ class Scheduler:
         return plan
 
     def _admit(self) -> None:
-        while self.waiting and self._free_rows:
-            req = self.waiting[0]
+        for req in self.waiting.first(LOOKED_AT):
+            if not self._free_rows:
+                return
             tokens = np.asarray(req.tokens, np.int64)
-            match = self.radix.match(tokens, req.salt, self._may_reuse(req))
             prompt = (req.salt, tokens.tobytes())
             if self.radix.enabled and prompt in self._first_of_prompt:
-                return  # its KV is on its way: computed once for all who ask alike
-            self.radix.lock(match.node)
-            cached = len(match.slots)
-            need = len(tokens) - cached + self._step_room()
-            growth = sum(max(other.max_total - other.covered, 0) for other in self.running)
-            reserve = int(self._reserve * growth) + self._step_room() * len(self.running)
-            if self.running and need + reserve > self.pool.available + self.radix.evictable:
-                self.radix.unlock(match.node)
-                return
-            self.waiting.pop(0)
-            req.node = match.node
-            req.row = self._free_rows.popleft()
-            req.admission = self._admissions
-            self._admissions += 1
-            req.state = ReqState.PREFILL
-            req.admitted = req.admitted or time.monotonic()
-            req.covered = 0
-            req.append_slots(match.slots)
-            req.owned[:cached] = False
-            req.kv = req.sent = req.bound = cached
-            req.inflight, req.confidence = 0, self.config.initial_confidence
-            if not req.retractions:
-                req.cached_tokens = cached
-            self._by_row[req.row] = req
-            self.running.append(req)
-            if cached < self._may_reuse(req):
-                self._first_of_prompt[prompt] = req
-            self._admits[req.row] = Admission(
-                req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), req.salt,
-                req.edited, req.bad_word_ids,
-            )  # fmt: skip
+                continue  # its KV is on its way: computed once for all who ask alike
+            if not self._admit_one(req, tokens, prompt):
+                return  # whoever needs less must not pass for ever whoever needs more
+
+    def _admit_one(self, req: Req, tokens: IntArray, prompt: tuple[int, bytes]) -> bool:
+        """Gives it a row, if there are slots enough."""
+        match = self.radix.match(tokens, req.salt, self._may_reuse(req))
+        self.radix.lock(match.node)
+        cached = len(match.slots)
+        need = len(tokens) - cached + self._step_room()
+        growth = sum(max(other.max_total - other.covered, 0) for other in self.running)
+        reserve = int(self._reserve * growth) + self._step_room() * len(self.running)
+        if self.running and need + reserve > self.pool.available + self.radix.evictable:
+            self.radix.unlock(match.node)
+            return False
+        self.waiting.admit(req)
+        req.node = match.node
+        req.row = self._free_rows.popleft()
+        req.admission = self._admissions
+        self._admissions += 1
+        req.state = ReqState.PREFILL
+        req.admitted = req.admitted or time.monotonic()
+        req.covered = 0
+        req.append_slots(match.slots)
+        req.owned[:cached] = False
+        req.kv = req.sent = req.bound = cached
+        req.inflight, req.confidence = 0, self.config.initial_confidence
+        if not req.retractions:
+            req.cached_tokens = cached
+        self._by_row[req.row] = req
+        self.running.append(req)
+        if cached < self._may_reuse(req):
+            self._first_of_prompt[prompt] = req
+        self._admits[req.row] = Admission(
+            req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), req.salt,
+            req.edited, req.bad_word_ids,
+        )  # fmt: skip
+        return True
 
     def _may_reuse(self, req: Req) -> int:
         """Most cached positions that a request can use: it must run the last one, and those whose outcome it wants."""
@@ -214,19 +220,15 @@ class Scheduler:
         todo = sorted((req for req in self.running if req.state is ReqState.PREFILL), key=lambda r: r.rank)
         budget = self.config.chunk_tokens
         if decoding:
-            budget = min(budget, self._pace.most(sum(len(req.tokens) - req.sent for req in todo)))
-        for req in todo:
-            if budget == 0:
-                break
+            budget = min(budget, self._pace.most([req.unsent for req in todo]))
+        for req, length in divided(budget, todo):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
-            length = min(budget, len(req.tokens) - req.sent)
             final = req.sent + length == len(req.tokens)
             if not self._cover(req, req.sent + length + (self.config.tail if final else 0)):
                 continue
             chunks.append(Chunk(req.row, req.sent, length, final))
             chosen.append(req)
-            budget -= length
             req.sent += length
             req.bound = req.sent
             if final:  # decodable before its first token is known here
@@ -323,7 +325,7 @@ class Scheduler:
         self.retractions += 1
         self._reserve = min(1.0, self._reserve + self.RESERVE_STEP)
         req.state = ReqState.WAITING
-        self._queue(req)
+        self.waiting.rejoin(req)
 
     def _release(self, req: Req) -> None:
         """The only function that frees: the committed prefix goes to the radix tree, all else that is owned back to
@@ -520,8 +522,8 @@ class Scheduler:
         if req.running:
             req.kv = min(req.kv, len(req.tokens) - 1)  # the device may have committed past a stop
             self._release(req)
-        elif req in self.waiting:
-            self.waiting.remove(req)
+        else:
+            self.waiting.leave(req)
         req.state = ReqState.DONE
         del self._by_uid[req.uid]
         output = Output(req.uid, new) if output is None else output
@@ -556,9 +558,6 @@ class Scheduler:
         return found
 
     # -- small things -------------------------------------------------------------------------------------------
-
-    def _queue(self, req: Req) -> None:
-        bisect.insort(self.waiting, req, key=lambda r: r.rank)
 
     def _expire(self) -> None:
         now = time.monotonic() if self._deadlines else 0.0
