@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import regex
 
+from draftwing.errors import RequestError
 from draftwing.requests import stop_regex
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.requests.stop_regex import RegexScanner, compile_stop
@@ -155,6 +156,33 @@ def test_a_search_that_takes_too_long(tokenizer: Tokenizer, monkeypatch: pytest.
         out = stream.push(ids) + stream.push((), final=True)
         assert stream.failed and not out.startswith("b a")
         assert out + stream.end_at(matched) == (shown or tokenizer.decode(ids)) == stream.text
+
+
+def test_many_expressions_have_one_allowance(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search is short, but there are many after every token."""
+    now = [0.0]
+
+    class Slow:
+        pattern = "slow"
+
+        def search(self, *_: object, **__: object) -> None:
+            now[0] += 0.0005
+
+    monkeypatch.setattr(stop_regex, "compile_stop", lambda _: Slow())
+    monkeypatch.setattr(stop_regex.time, "thread_time", lambda: now[0])
+    few, many = RegexScanner(["a"] * 3), RegexScanner(["a"] * 64)
+    for _ in range(1000):
+        few.push("x")
+    assert not few.failed
+    for _ in range(10):
+        many.push("x")
+    assert "takes too long" in str(many.failed) and "63 others" in str(many.failed)
+
+
+def test_all_expressions_of_a_request_are_bounded_together() -> None:
+    SamplingParams(stop_regex=tuple(f"{'a' * 200}{i}" for i in range(64)))
+    with pytest.raises(RequestError, match="together"):
+        SamplingParams(stop_regex=tuple(f"a{{900}}{i}" for i in range(64)))
 
 
 def test_which_requests_are_watched(tokenizer: Tokenizer) -> None:

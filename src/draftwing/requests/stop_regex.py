@@ -8,6 +8,7 @@ how many of them arrive at once.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,9 @@ import regex
 
 MAX_PATTERN: Final = 1000  # characters
 MAX_UNROLLED: Final = 10_000  # parts of a pattern; the library writes out what must be repeated, about 1 KB for each
-SEARCH_SECONDS: Final = 0.1  # of processor time, for one search
+MAX_TOGETHER: Final = 20_000  # parts of all patterns of a request
+SEARCH_SECONDS: Final = 0.1  # of processor time, for one search, and for all of an answer beyond `TOKEN_SECONDS`
+TOKEN_SECONDS: Final = 0.002  # of it, for all searches after one token: the other answers wait for them
 
 _VERBOSE = re.compile(r"\(\?(?:#|[a-zA-Z0-9-]*x)")
 _PARTS = re.compile(
@@ -63,6 +66,14 @@ def compile_stop(pattern: str) -> Any:
     return compiled
 
 
+def check_together(patterns: Sequence[str]) -> None:
+    """Raises ValueError where all patterns of a request are too much, though each may do: to compile them takes time,
+    in which others wait."""
+    size = sum(map(_unrolled, patterns))
+    if size > MAX_TOGETHER:
+        raise ValueError(f"has {size} parts in all expressions together, at most {MAX_TOGETHER} are allowed")
+
+
 def _unrolled(pattern: str) -> int:
     """How many parts a pattern has when each is written out as often as it must occur; too many rather than too few.
 
@@ -92,7 +103,8 @@ class RegexScanner:
 
     After a search no match can begin before `_start[i]`: the library tells where the earliest match may still be
     under way. So the work of a token does not grow with the text, unless an expression is never done with its
-    beginning, and then `SEARCH_SECONDS` bounds it.
+    beginning. All expressions together may take `TOKEN_SECONDS` for each token and, once,
+    `SEARCH_SECONDS` more.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -100,6 +112,7 @@ class RegexScanner:
         self._patterns = [compile_stop(pattern) for pattern in patterns]
         self._start = [0] * len(patterns)
         self._text = ""
+        self._left = SEARCH_SECONDS  # of processor time
 
     @property
     def hold(self) -> int:
@@ -108,18 +121,25 @@ class RegexScanner:
 
     def push(self, new: str) -> Match | None:
         """Takes the next text; the match that ends first, of several the one that begins first."""
-        if not self.failed:
-            self._text += new
-            return self._search()
-        return None
+        if self.failed:
+            return None
+        self._text += new
+        self._left = min(self._left + TOKEN_SECONDS, SEARCH_SECONDS)
+        return self._search()
 
     def _search(self) -> Match | None:
         best: Match | None = None
         for i, pattern in enumerate(self._patterns):
+            begun = time.thread_time()
             try:
                 found = pattern.search(self._text, self._start[i], partial=True, timeout=SEARCH_SECONDS)
             except TimeoutError:
+                found, self._left = None, -1.0
+            self._left -= time.thread_time() - begun
+            if self._left < 0:
                 self.failed = f"stop_regex {pattern.pattern!r} takes too long to search"
+                if len(self._patterns) > 1:
+                    self.failed += f", with the {len(self._patterns) - 1} others"
                 return None
             if found is None:
                 self._start[i] = len(self._text)
