@@ -107,6 +107,8 @@ class ToyDevice:
         rows = plan.rows.tolist()
         assert len(set(rows)) == len(rows), "a row runs twice"
         if plan.kind == "prefill":
+            final = [chunk.final for chunk in plan.chunks]
+            assert all(final[: sum(final)]), "those who draw come first"
             steps = [self._prefill(row, chunk, plan) for row, chunk in zip(rows, plan.chunks, strict=True)]
         else:
             steps = [self._tree(row, plan) for row in rows]

@@ -395,9 +395,10 @@ class Executor:
         return Pending(plan, started, Verified(*found or self._target(batch)), upload, batch, guidance=guidance)
 
     def _commit_prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
-        """Result rows: one token for each final chunk, none for the last chunk if it is not. So the first rows draw,
+        """Result rows: one token for each final chunk, none for the others, which come last. So the first rows draw,
         and batch indices of the plan's rows are also those of the rows that draw."""
-        assert all(chunk.final for chunk in pending.plan.chunks[:-1])
+        final = [chunk.final for chunk in pending.plan.chunks]
+        assert all(final[: sum(final)])
         plan, upload, batch, verified = pending.plan, pending.upload, pending.batch, pending.verified
         assert upload is not None and batch is not None and verified is not None
         table = self.table

@@ -236,6 +236,8 @@ class Scheduler:
                 req.inflight += 1
         if not chunks:
             return None
+        order = sorted(range(len(chunks)), key=lambda i: not chunks[i].final)  # the first rows draw
+        chosen, chunks = [chosen[i] for i in order], [chunks[i] for i in order]
         return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
 
     def _plan_tree(self) -> Plan | None:
