@@ -102,17 +102,27 @@ def wrong_bodies() -> Iterator[tuple[str, str, bytes]]:
     def repeated(begin: bytes, unit: bytes, end: bytes) -> bytes:
         return begin + (unit * ((4 * MB - 100) // len(unit))).rstrip(b",") + end
 
+    def fields(count: int) -> bytes:
+        return b",".join(b'"%d":""' % i for i in range(count))
+
     chat, generate = "/v1/chat/completions", "/generate"
     message = b'{"messages":[{"role":"user","content":"a"}],'
-    yield "empty messages", chat, repeated(b'{"messages":[', b"{},", b"]}")
+    empty = b"{" + b" " * 40 + b"},"  # so long that there are fewer than are counted as too many
+    yield "too many messages", chat, repeated(b'{"messages":[', b"{},", b"]}")
+    yield "too many fields in all", generate, b'{"text":"a","speculative":{' + fields(300_000) + b"}}"
+    yield "too many lists", chat, repeated(message + b'"metadata":[', b"[],", b"]}")
+    yield "lists of lists", chat, repeated(message + b'"metadata":[', b"[" * 150 + b"]" * 150 + b",", b"]}")
+    yield "too large metadata", "/v1/responses", b'{"input":"a","metadata":{' + fields(100_000) + b"}}"
+    yield "too many parameters", generate, b'{"text":"a","sampling_params":{' + fields(100_000) + b"}}"
+    yield "empty messages", chat, repeated(b'{"messages":[', empty, b"]}")
     yield "wrong ids", generate, repeated(b'{"input_ids":[', b'"",', b"]}")
     yield "too many ids", generate, repeated(b'{"input_ids":[', b"1,", b"]}")
-    yield "wrong parts", chat, repeated(b'{"messages":[{"role":"user","content":[', b"{},", b"]}]}")
-    yield "wrong tools", chat, repeated(message + b'"tools":[', b"{},", b"]}")
+    yield "wrong parts", chat, repeated(b'{"messages":[{"role":"user","content":[', empty, b"]}]}")
+    yield "wrong tools", chat, repeated(message + b'"tools":[', empty, b"]}")
     yield "wrong stops", chat, repeated(message + b'"stop":[', b"1,", b"]}")
     yield "stops", chat, repeated(message + b'"stop":[', b'"a",', b"]}")
-    yield "biases", chat, message + b'"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}"
-    yield "unknown", chat, b"{" + b",".join(b'"%x":1' % i for i in range(350_000)) + b"}"
+    yield "biases", chat, message + b'"logit_bias":{' + fields(100_000) + b"}}"
+    yield "unknown", chat, b"{" + fields(100_000) + b"}"
     yield "deep", chat, b'{"messages":' + b"[" * (4 * MB - 100)
     yield "deep metadata", chat, message + b'"metadata":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"
     yield "digits", generate, b'{"text":"a","priority":' + b"9" * (4 * MB - 100) + b"}"
@@ -123,8 +133,8 @@ def wrong_bodies() -> Iterator[tuple[str, str, bytes]]:
     yield "a model's name", "/v1/completions", b'{"prompt":"a","stream":true,"model":"' + b"m" * (4 * MB - 100) + b'"}'
     yield "a request's name", generate, b'{"text":"a","stream":true,"rid":"' + b"m" * (4 * MB - 100) + b'"}'
     yield "ids to decode", "/detokenize", repeated(b'{"tokens":[', b"97,", b"]}")
-    yield "system", "/v1/messages", repeated(b'{"model":"m","max_tokens":1,"messages":[', b"{},", b"]}")
-    yield "items", "/v1/responses", repeated(b'{"input":[', b"{},", b"]}")
+    yield "system", "/v1/messages", repeated(b'{"model":"m","max_tokens":1,"messages":[', empty, b"]}")
+    yield "items", "/v1/responses", repeated(b'{"input":[', empty, b"]}")
 
 
 @pytest.mark.parametrize(("path", "body"), [one[1:] for one in wrong_bodies()], ids=[one[0] for one in wrong_bodies()])

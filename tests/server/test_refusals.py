@@ -375,3 +375,19 @@ def test_openapi_bounds_lists_of_texts(client: TestClient) -> None:
     text = {"type": "string", "minLength": 1}
     assert fields["stop"]["anyOf"] == [text, {"type": "array", "items": text, "maxItems": 64}, {"type": "null"}]
     assert fields["seed"]["anyOf"][-1] == {"type": "null"} != fields["seed"]["anyOf"][-2]
+
+
+def test_what_is_too_long_is_said_to_be(client: TestClient) -> None:
+    """Whatever the other members of a union say."""
+    many = [{"type": "text", "text": "a"}] * 17_000
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("/generate", {"text": "a", "rid": "r" * 1025}, "rid"),
+        ("/generate", {"text": ["a"] * 17_000}, "text"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": many}]}, "messages.0.content"),
+    ]
+    for path, body, field in cases:
+        assert "should have at most" in refused(client, path, body, field)
+
+
+def test_a_long_path_is_not_repeated(client: TestClient) -> None:
+    assert len(client.get("/v1/" + "a" * 50_000).content) < 2000

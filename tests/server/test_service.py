@@ -7,12 +7,16 @@ import itertools
 import threading
 import time
 
+import httpx
 import pytest
 from fake_engine import FakeEngine, byte_tokenizer, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
+from draftwing.grammar import GrammarCompiler
+from draftwing.requests.grammar_field import Grammar
 from draftwing.server.app import create_app
+from draftwing.server.lanes import SHORT
 from draftwing.server.service import Service
 from draftwing.text.tokenizer import Tokenizer
 
@@ -66,6 +70,41 @@ def test_other_threads_run_while_a_batch_is_tokenized() -> None:
     longest = max(after - before for before, after in itertools.pairwise(ticks))
     assert longest < 0.7 * (span[1] - span[0])
     assert tokenizer.encode_many(["ab", "é"]) == [tokenizer.encode("ab"), tokenizer.encode("é")]
+
+
+@pytest.mark.parametrize("large", ["template", "grammar"])
+def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is large is not the text of a message; some dozens of them wait for one another, and no one else does."""
+    hold = threading.Event()
+
+    def render(self: Tokenizer, messages: list[dict[str, str]], **variables: object) -> str:
+        hold.wait(20 if len(str(variables)) > SHORT else 0)
+        return messages[-1]["content"]
+
+    def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None) -> None:
+        hold.wait(20 if len(grammar.text) > SHORT else 0)
+
+    monkeypatch.setattr(Tokenizer, "render_chat", render)
+    monkeypatch.setattr(GrammarCompiler, "compile", compile)
+    engine = FakeEngine(Options(random_seed=7))
+    app = create_app(local(engine), engine.tokenizer)
+    small = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "regex": "a+"}
+    long = "d" * (SHORT + 1)
+    more = {"chat_template_kwargs": {"about": long}} if large == "template" else {"regex": long}
+
+    async def scenario() -> None:
+        transport = httpx.ASGITransport(app)
+        started = app.router.lifespan_context(app)
+        async with started, httpx.AsyncClient(transport=transport, base_url="http://a", timeout=30) as client:
+            ask = lambda body: asyncio.ensure_future(client.post("/v1/chat/completions", json=body))  # noqa: E731
+            waiting = [ask(small | more) for _ in range(40)]
+            await asyncio.sleep(0.3)
+            assert (await asyncio.wait_for(ask(small), 10)).status_code == 200
+            assert not any(one.done() for one in waiting)
+            hold.set()
+            await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
 
 
 def test_server_info_masks_the_key_and_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,10 +69,12 @@ def refusal(error: ValidationError, names: Names, schemas: Mapping[str, Mapping[
 
 def bounded(schema: Any, most: int | None = None) -> Any:
     """pydantic's core schema, whose lists end at the first entry that is wrong: errors take a thousand times the bytes
-    that they come in. most: entries of a list that has no limit of its own."""
+    that they come in. most: entries of a list or an object that has no limit of its own."""
     if isinstance(schema, dict):
-        out = {key: value if key == "metadata" else bounded(value, most) for key, value in schema.items()}
-        if out.get("type") == "list" and most is not None:
+        # What pydantic keeps beside a schema is no schema; a field of this name is.
+        beside = "metadata" if isinstance(schema.get("type"), str) else None
+        out = {key: value if key == beside else bounded(value, most) for key, value in schema.items()}
+        if out.get("type") in ("list", "dict") and most is not None:
             out = {"max_length": most} | out
         return out | {"fail_fast": True} if out.get("type") in ("list", "tuple") else out
     return type(schema)(bounded(part, most) for part in schema) if type(schema) in (list, tuple) else schema

@@ -57,12 +57,6 @@ class Chat:
         """Whether the model is told of functions."""
         return bool(self.functions) and self.choice.mode != "none"
 
-    @property
-    def size(self) -> int:
-        """About how many characters there are to render."""
-        texts = (message.get("content") for message in self.messages)
-        return sum(100 + len(text) for text in texts if isinstance(text, str)) + 1000 * len(self.functions)
-
 
 class ChatBody(Asking):
     """Body of a request that holds a conversation."""
@@ -80,12 +74,15 @@ class Chats:
         self.reasoning = _style(REASONING_STYLES, service.options.reasoning_parser)
         self.tools = _style(TOOL_STYLES, service.options.tool_call_parser) or style_of(service.tokenizer.chat_source)
 
-    async def ask(self, body: ChatBody) -> tuple[Generation, MessageStyle]:
-        """The answers to a conversation, and how they are read. Raises RequestError or EngineDead."""
+    async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
+        """The answers to a conversation, and how they are read. Raises RequestError or EngineDead.
+
+        size: bytes that the body came as.
+        """
         service, chat = self._service, body.chat()
         params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
         called = _CALLED | dict(body.names)
-        text = await self._rendered(chat, called)
+        text = await self._rendered(chat, called, size)
         style = self._message_style(chat, text, called)
         if params.grammar is not None:
             await service.check_grammars([(params, body.grammar_field)])
@@ -104,13 +101,13 @@ class Chats:
         """Reads one answer."""
         return MessageReader(style, self._service.tokenizer)
 
-    async def ids(self, chat: Chat, field: str) -> list[int]:
-        """The prompt's tokens. Raises RequestError; field: of the body, that holds the messages."""
-        text = await self._rendered(chat, _CALLED)
+    async def ids(self, chat: Chat, field: str, size: int) -> list[int]:
+        """The prompt's tokens. Raises RequestError; field: of the body, that holds the messages.  size: as of `ask`."""
+        text = await self._rendered(chat, _CALLED, size)
         return (await self._service.tokenize([text], field, add_special_tokens=False))[0]
 
-    async def _rendered(self, chat: Chat, names: Mapping[str, str]) -> str:
-        return await self._service.lanes.run(chat.size, lambda gone: self._render(chat, names))
+    async def _rendered(self, chat: Chat, names: Mapping[str, str], size: int) -> str:
+        return await self._service.lanes.run(size, lambda gone: self._render(chat, names))
 
     def _render(self, chat: Chat, names: Mapping[str, str]) -> str:
         """The prompt's text; blocks while a template runs. names: of the dialect's fields, for errors."""

@@ -122,7 +122,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         hint = "; /openapi.json lists what there is" if error.status_code == 404 else ""
-        message = f"{error.detail}: {request.method} {request.url.path}{hint}"
+        message = f"{error.detail}: {request.method} {request.url.path[:200]}{hint}"
         response = error_response(request, error.status_code, message)
         response.headers.update(error.headers or {})
         return response
@@ -168,6 +168,9 @@ async def read_body(request: Request, model: type[M]) -> M:
     if coding != "identity":
         raise HTTPException(415, "the body must not be compressed")
     body = await request.body()
+    parts = sum(map(body.count, (b"[", b"{", b":")))  # those in texts, too: a text with more of them fits no context
+    if parts > _MOST_PARTS:
+        raise RequestError(f"the body has {parts} lists, objects and fields; it may have {_MOST_PARTS}", "body")
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -181,6 +184,8 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 _MOST_ERRORS = 1000  # each takes time and memory
+_MOST_PARTS = 131_072  # they are what takes long, and nothing else runs then: the parser holds the interpreter's lock
+_TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
 
@@ -188,6 +193,7 @@ def _refusal(errors: list[Any], given: Any) -> RequestError:
     """The first field's errors in our words. given: what was validated."""
     # A union gives an error for each of its members. Those that got deepest say what is wrong, together.
     first = [(_path(error, given), error) for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    first = [one for one in first if one[1]["type"] in _TOO_LONG] or first
     path = max((path for path, _ in first), key=len)
     same = [error for at, error in first if at == path]
     name, kind, messages = _dotted(path), same[0]["type"], list(dict.fromkeys(error["msg"] for error in same))[:4]

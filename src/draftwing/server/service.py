@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, RequestError
 from draftwing.grammar import GrammarCompiler
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.border.keys import client
@@ -126,9 +126,13 @@ class Service:
         """Raises RequestError for a grammar that cannot be used. asked: parameters, and the field that holds their
         grammar, where it has another name than its kind."""
         different = {params.grammar: field for params, field in asked if params.grammar is not None}
+
+        def compiled(grammar: Grammar, field: str | None, gone: Callable[[], bool]) -> None:
+            self._grammars.compile(grammar, field)
+
         for grammar, field in different.items():
             # In a thread: it may take long, and lets go of the interpreter.
-            await asyncio.to_thread(self._grammars.compile, grammar, field)
+            await self.lanes.run(len(grammar.text), partial(compiled, grammar, field))
 
     async def submit(self, requests: Sequence[GenerationRequest], body: Asking) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.

@@ -17,7 +17,7 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/messages", openapi_extra=schema(MessagesRequest))
     async def messages(request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
-        generation, style = await unless_disconnected(request, chats.ask(body))
+        generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
         message = Message(generation, chats.reader(style), service.name_for(body.model))
         return await respond(request, message, body.stream)
 
@@ -25,4 +25,5 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/messages/count_tokens", openapi_extra=schema(CountRequest))
     async def count_tokens(request: Request) -> dict[str, int]:
         body = await read_body(request, CountRequest)
-        return {"input_tokens": len(await unless_disconnected(request, chats.ids(body.chat(), "messages")))}
+        size = len(await request.body())
+        return {"input_tokens": len(await unless_disconnected(request, chats.ids(body.chat(), "messages", size)))}

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ALL_BODIES = 64  # largest bodies that may be held at once; they are held until their responses end
 LINGER_SECONDS = 2.0  # for what a client still sends while it is refused
+SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
 LARGE = 2**20  # bytes of a body that leaves some hundred times as much behind
 _CLOSE = {"connection": "close"}
 
@@ -74,7 +75,7 @@ class _Body:
             self._ended = not message.get("more_body", False)
             if self.size > self._most:
                 self._too_large()
-            if self._limit.held > ALL_BODIES * self._most:
+            if self.size > SMALL and self._limit.held > ALL_BODIES * self._most:
                 self._refused = True
                 why = "the bodies of all requests together are too large; try again later"
                 raise HTTPException(503, why, _CLOSE | {"retry-after": "1"})

@@ -46,7 +46,7 @@ def _add_generate(app: FastAPI, service: Service) -> None:
         every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
         info, names = service.engine.info, _names(body.rid, len(every))
         asked = body.each_sampling(len(every), info.defaults)
-        await service.check_grammars([(one, _grammar_field(one)) for one, _ in asked])
+        await unless_disconnected(request, service.check_grammars([(one, _grammar_field(one)) for one, _ in asked]))
         requests = [
             GenerationRequest(
                 "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
@@ -208,7 +208,8 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
                 continued=bool(body.continue_final_message),
                 prompted=body.add_generation_prompt is not False,
             )
-            every = [await unless_disconnected(request, chats.ids(chat, "messages"))]
+            size = len(await request.body())
+            every = [await unless_disconnected(request, chats.ids(chat, "messages", size))]
         else:
             asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False)
             every = await unless_disconnected(request, asked)

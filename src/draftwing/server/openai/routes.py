@@ -27,7 +27,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/chat/completions", openapi_extra=schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatRequest)
-        generation, style = await unless_disconnected(request, chats.ask(body))
+        generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
         completion = ChatCompletion(generation, service, body, lambda: chats.reader(style))
         return await respond(request, completion, body.stream)
 
@@ -36,7 +36,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionRequest)
         params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
-        await service.check_grammars([(params, body.grammar_field)])
+        await unless_disconnected(request, service.check_grammars([(params, body.grammar_field)]))
         specials = body.add_special_tokens is not False
         every, _ = await unless_disconnected(request, service.encode("prompt", body.prompt, specials))
         generation = await service.submit(

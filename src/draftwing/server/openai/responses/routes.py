@@ -17,6 +17,6 @@ def add_responses_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/responses", openapi_extra=schema(ResponsesRequest))
     async def create(request: Request) -> Response:
         body = await read_body(request, ResponsesRequest)
-        generation, style = await unless_disconnected(request, chats.ask(body))
+        generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
         response = ResponseObject(generation, chats.reader(style), body, service.name_for(body.model))
         return await respond(request, response, body.stream)
