@@ -15,6 +15,7 @@ FILE = """
 key = "sk-alice"
 requests_per_minute = 60
 tokens_per_minute = 1000
+max_priority = -2
 
 ["the operator"]
 key = "sk-operator"
@@ -31,8 +32,8 @@ def written(folder: Path, text: str) -> Options:
 
 def test_keys_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = written(tmp_path, FILE)
-    alice = ApiKey("alice", "sk-alice", False, 60, 1000)
-    assert read_keys(options) == (alice, ApiKey("the operator", "sk-operator", True))
+    alice = ApiKey("alice", "sk-alice", False, 60, 1000, -2)
+    assert read_keys(options) == (alice, ApiKey("the operator", "sk-operator", True, max_priority=0))
     assert not caplog.text and "sk-alice" not in repr(alice)
     (tmp_path / "keys.toml").chmod(0o644)
     read_keys(options)
@@ -57,6 +58,7 @@ def test_one_key_may_everything_unless_there_is_one_for_operators() -> None:
         ('[a]\nkey = "sk-é"', "visible ASCII"),
         ('[a]\nkey = ["secret"]', "key must be a text"),
         ('[a]\nkey = "b"\nlimit = 1', "unknown setting 'limit'; expected key, admin, requests_per_minute, tokens_"),
+        ('[a]\nkey = "b"\nmax_priority = 1.5', "max_priority must be a whole number; found 1.5"),
         ('[a]\nkey = "b"\nadmin = 1', "admin must be true or false; found 1"),
         ('[a]\nkey = "b"\ntokens_per_minute = 0', "a whole number of at least 1; found 0"),
         ('[a]\nkey = "b"\n[c]\nkey = "b"', "the keys of 'a' and 'c' are the same"),

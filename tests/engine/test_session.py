@@ -77,5 +77,7 @@ def test_answers_are_prepared_once_for_the_engine() -> None:
     assert {answer.request.limits for answer in answers} == {SpecLimits(2, 4, 8)}
     assert one.terms == (CONTEXT - 3, frozenset({EOS}))
     assert info.admit(one) is one  # it is not looked at again
+    stops = request("", [3], stop_token_ids=(5, 999, 2**31 - 1))  # those of another vocabulary end nothing
+    assert info.admit(stops).terms.stop_ids == frozenset({EOS, 5})  # type: ignore[union-attr]
     with pytest.raises(RequestError, match="outside of the vocabulary"):
         prepare(info, tokenizer, [request("", [999])], None, random.Random(0))

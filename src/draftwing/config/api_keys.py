@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -21,7 +22,8 @@ class ApiKey:
     """A client's key.
 
     name: by which logs know the client, and by which its requests are served in turn.  admin: whether it may use the
-    endpoints that concern other clients' requests.  Limits are for each minute; None is no limit.
+    endpoints that concern other clients' requests.  Limits are for each minute; None is no limit.  max_priority: the
+    highest `priority` that its requests may have; None is no limit.
     """
 
     name: str
@@ -29,6 +31,7 @@ class ApiKey:
     admin: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    max_priority: int | None = None
 
 
 def read_keys(options: Options) -> tuple[ApiKey, ...]:
@@ -73,11 +76,13 @@ def _from_table(where: str, name: str, table: Any) -> ApiKey:
         if setting not in known:
             raise ConfigError(f"{where} has an unknown setting {setting!r}; expected {', '.join(known)}")
         kind: Any = {"key": str, "admin": bool}.get(setting, int)
-        if type(value) is not kind or (kind is int and value < 1):
-            expected = {str: "a text", bool: "true or false", int: "a whole number of at least 1"}[kind]
+        least = -math.inf if setting == "max_priority" else 1
+        if type(value) is not kind or (kind is int and value < least):
+            number = "a whole number" + (" of at least 1" if least == 1 else "")
+            expected = {str: "a text", bool: "true or false", int: number}[kind]
             found = "another type" if setting == "key" else repr(value)  # a key is in no message
             raise ConfigError(f"{where} {setting} must be {expected}; found {found}")
     key = table.get("key", "")
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{where} key must be a text of visible ASCII characters, which a header can hold")
-    return ApiKey(name, **table)
+    return ApiKey(name, **{"max_priority": 0, **table})  # or every client would have the highest

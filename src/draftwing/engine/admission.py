@@ -69,7 +69,6 @@ class EngineInfo:
         if not prompt:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
         self._check_ids(prompt, "input_ids")
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
         room = self.context_length - len(prompt)
         if room < 1:
             raise RequestError(
@@ -84,7 +83,9 @@ class EngineInfo:
                 f"max_new_tokens must be at most {room}",
                 "max_new_tokens",
             )
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
+        # Those of other vocabularies end nothing: clients send the ids of all models that they know.
+        stop_ids = frozenset(token for token in params.stop_token_ids if token < self.vocab_size)
+        stop_ids |= frozenset() if params.ignore_eos else self.stop_ids
         if params.min_new_tokens and len(stop_ids) > self.max_banned:
             raise RequestError(
                 f"with min_new_tokens, stop_token_ids and the model's own may be at most {self.max_banned} ids; "

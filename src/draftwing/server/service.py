@@ -145,7 +145,11 @@ class Service:
             raise RequestError(f"one request takes at most {MAX_ANSWERS} answers; found {count}", "n")
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
-        shared["client"] = client.get()
+        if (key := client.get()) is not None:
+            shared["client"] = key.name
+            if key.max_priority is not None and shared["priority"] > key.max_priority:
+                found = f"for this key (max_priority); found {shared['priority']}"
+                raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
         if predicted:
             shared["prediction"] = tuple((await self.tokenize([predicted], "prediction", add_special_tokens=False))[0])
         asked = [request._replace(name=request.name or id, **shared) for request in requests]

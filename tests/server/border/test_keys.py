@@ -33,6 +33,7 @@ tokens_per_minute = 20
 [eve]
 key = "sk-eve"
 admin = true
+max_priority = 5
 """
 
 
@@ -132,6 +133,25 @@ def test_requests_of_a_minute(keyed: Any) -> None:
     assert client.get("/v1/models", headers=bearer("sk-alice")).status_code == 200  # reading is no request
     assert post("sk-eve").status_code == 200
     assert [request.client for request in engine.requests] == ["alice"] * 3 + ["eve"]
+
+
+def test_no_key_goes_before_others_unless_its_file_says_so(keyed: Any) -> None:
+    client, engine = keyed
+    for path, field in (("/v1/completions", "prompt"), ("/generate", "text")):
+        for key, priority, status in (
+            ("bob", -1, 200),
+            ("bob", 0, 200),
+            ("bob", 1, 400),
+            ("eve", 5, 200),
+            ("eve", 6, 400),
+        ):
+            body = {field: "a", "priority": priority}
+            answer = client.post(path, json=body, headers=bearer(f"sk-{key}"))
+            assert answer.status_code == status, answer.text
+            assert status == 200 or "priority must be at most" in answer.text
+    assert [request.priority for request in engine.requests] == [-1, 0, 5] * 2
+    with serving(api_key="a") as (alone, engine):
+        assert alone.post("/generate", json={"text": "a", "priority": 9}, headers=bearer("a")).status_code == 200
 
 
 def test_tokens_of_a_minute(keyed: Any) -> None:

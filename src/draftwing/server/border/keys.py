@@ -21,8 +21,8 @@ FREE_PATHS = frozenset({"/health", "/health_generate"})
 METRICS_PATHS = frozenset({"/metrics"})
 DOCS_PATHS = frozenset({"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
 
-client: ContextVar[str] = ContextVar("draftwing_client", default="")
-"""The name of the key of the current HTTP request; empty where none was needed."""
+client: ContextVar[ApiKey | None] = ContextVar("draftwing_client", default=None)
+"""The key of the current HTTP request; None where none was needed."""
 
 
 class Bucket:
@@ -111,7 +111,7 @@ class KeyCheck:
             if key is not None and scope["method"] != "GET":
                 seconds, what = self._allowances.ask(key.name)
             if seconds == 0:
-                client.set("" if key is None else key.name)
+                client.set(key)
                 await self._app(scope, receive, send)
                 return
             response = error_response(Request(scope), 429, f"the key's {what} of this minute are used up")
