@@ -157,15 +157,15 @@ def test_what_it_does_not_take_is_refused(checkpoints: tuple[Path, Path]) -> Non
         load_config(eight)
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "fp8"}, {}, "awq", {"quant_method": None}])
+@pytest.mark.parametrize("quantization", [{"quant_method": "mxfp4"}, {}, "awq", {"quant_method": None}])
 def test_formats_that_nobody_has_added_are_refused(
     tmp_path: Path, quantization: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    with pytest.raises(CheckpointError, match=r"not supported: expected none, found .* Take the model's"):
+    with pytest.raises(CheckpointError, match=r"not supported: expected none or .*, found .* Take the model's"):
         load_config(folder)
     monkeypatch.setitem(FORMATS, "int8_rows", Int8Rows.from_config)
-    with pytest.raises(CheckpointError, match="expected none or quant_method 'int8_rows', found "):
+    with pytest.raises(CheckpointError, match=r"expected none or quant_method .*, int8_rows, found "):
         load_config(folder)

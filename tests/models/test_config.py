@@ -115,7 +115,7 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**LLAMA2_7B, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({**LLAMA2_7B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),
-        ({**LLAMA2_7B, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({**LLAMA2_7B, "architectures": ["DeepseekV3ForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
         (
             {k: v for k, v in LLAMA2_7B.items() if k != "hidden_size"},

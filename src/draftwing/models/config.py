@@ -19,6 +19,7 @@ from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
 from draftwing.models.fields import LARGEST, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.requests.refusals import show
 
 
@@ -28,7 +29,8 @@ class ModelConfig:
 
     dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
     own config names.  max_positions: the trained context length.  weight_format: of the layers' matrices.
-    vocab_format: of the embedding and the head.
+    vocab_format: of the embedding and the head.  quantization: how matrices are stored that are quantised in a way
+    which any format takes, None where none are.
     """
 
     architecture: str
@@ -51,6 +53,7 @@ class ModelConfig:
     stop_ids: tuple[int, ...] = ()
     weight_format: WeightFormat = DENSE
     vocab_format: WeightFormat = DENSE
+    quantization: Quantization | None = None
 
     def layer(self) -> LayerConfig:
         """What each of its layers is built from."""
@@ -172,6 +175,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     _refuse_sliding_window(fields, family, name, max_positions, layers)
     hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
     attention_bias = fields.flag("attention_bias")
+    weight_format, quantization = _stored_as(fields)
     return ModelConfig(
         architecture=name,
         hidden_size=hidden,
@@ -191,7 +195,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         tie_embeddings=fields.flag("tie_word_embeddings"),
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),
-        weight_format=_weight_format(config, name),
+        weight_format=weight_format,
+        quantization=quantization,
     )
 
 
@@ -263,18 +268,21 @@ def _rope(fields: Fields, name: str) -> RopeConfig:
     return RopeConfig(theta, "llama3", factor, low, high, int(positions))
 
 
-def _weight_format(config: Mapping[str, Any], name: str) -> WeightFormat:
-    quantization = config.get("quantization_config")
+def _stored_as(fields: Fields) -> tuple[WeightFormat, Quantization | None]:
+    """What `quantization_config` says: a format of its own, or one that is read into any other."""
+    quantization = fields.get("quantization_config")
     if quantization is None:
-        return DENSE
+        return DENSE, None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if not isinstance(method, str) or method not in FORMATS:
-        raise CheckpointError(
-            f"{_refused('quantization_config', quantization, name)}: expected "
-            f"{' or '.join(('none', *(f'quant_method {known!r}' for known in FORMATS)))}, found {show(method)}. Take "
-            "the model's checkpoint that is not quantised, or a .gguf file, which --quantization speaks of"
-        )
-    return FORMATS[method](quantization)
+    if isinstance(method, str) and method in FORMATS:
+        return FORMATS[method](quantization), None
+    if isinstance(method, str) and method in METHODS:
+        return DENSE, METHODS[method](fields.inner("quantization_config"))
+    known = ", ".join((*METHODS, *FORMATS))
+    raise CheckpointError(
+        f"{fields.where}: quantization_config = {show(quantization)} is not supported: expected none or quant_method "
+        f"{known}, found {show(method)}. Take the model's checkpoint that is not quantised, or a .gguf file"
+    )
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:

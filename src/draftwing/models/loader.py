@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +32,17 @@ from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.gguf import Progress
+from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
-Tensors = Iterable[tuple[str, Tensor | BlockRows]]
+Stored = Tensor | BlockRows | QuantizedRows
+Tensors = Iterable[tuple[str, Stored]]
 
 # (index of the shards, single file), in order of preference
 WEIGHT_FILES = (
@@ -124,8 +127,9 @@ def open_checkpoint(
         file = open_gguf(path)
         config = gguf.model_config(file)
         return config, gguf.tensors(file, config, progress, weight_format.takes_blocks)
-    stored = folder_tensors(path, progress)
-    return load_config(path), ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
+    config, stored = load_config(path), folder_tensors(path, progress)
+    own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
+    return config, assembled(config.quantization, own)
 
 
 def fill_parameters(
@@ -142,6 +146,7 @@ def fill_parameters(
     """
     params = dict(module.named_parameters(remove_duplicate=False))
     missing, unused = set(table), []
+    multiplied_out: Counter[tuple[str, str]] = Counter()  # bytes
     with Uploader(device) as uploader:
         for name, tensor in tensors:
             part = table.get(name)
@@ -161,21 +166,33 @@ def fill_parameters(
                 continue
             if isinstance(tensor, BlockRows):
                 tensor = torch.from_numpy(dequantized(tensor.data.numpy(), tensor.kind))
+            elif isinstance(tensor, QuantizedRows):
+                label, before = tensor.label, tensor.nbytes
+                tensor = tensor.dense(param.dtype)
+                multiplied_out += Counter({(label, "in"): before, (label, "out"): tensor.nbytes})
             wide = param.is_floating_point()
-            if not (tensor.is_floating_point() if wide else tensor.dtype == param.dtype):
-                wanted = "floating point values" if wide else f"values in {param.dtype}"
+            # Values of 8 bits mean nothing without scales, which nobody has named.
+            if not (tensor.is_floating_point() and tensor.itemsize > 1 if wide else tensor.dtype == param.dtype):
+                wanted = "floating point values of 16 bits or more" if wide else f"values in {param.dtype}"
                 raise CheckpointError(f"{name}: expected {wanted}, found {tensor.dtype}")
             if param.is_meta:
                 param = params[part.param] = allocate(module, part.param, param, device)
             uploader.copy(part.of(param), tensor)
+    for label in sorted({label for label, _ in multiplied_out}):
+        logger.info(
+            "matrices in %s are multiplied out, which takes %.2f GB in place of %.2f",
+            label, multiplied_out[label, "out"] / 1e9, multiplied_out[label, "in"] / 1e9,
+        )  # fmt: skip
     if missing:
         raise CheckpointError(f"tensors missing from the checkpoint: {_listed(missing)}")
     if unused:
         logger.warning("tensors of the checkpoint that are not used: %s", _listed(unused))
 
 
-def _shape(value: Tensor | BlockRows) -> list[int]:
-    return [len(value.data), value.columns] if isinstance(value, BlockRows) else list(value.shape)
+def _shape(value: Stored) -> list[int]:
+    if isinstance(value, BlockRows):
+        return [len(value.data), value.columns]
+    return list(value.codes.shape if isinstance(value, QuantizedRows) else value.shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from draftwing.core import IntArray, StepResult, TreeShape
 from draftwing.ops.attention import Ragged
 
-# -- weights in blocks ------------------------------------------------------------------------------------------------
+# -- quantised weights ------------------------------------------------------------------------------------------------
+
+_SLICE = 1 << 22  # values that are dequantised at a time
 
 
 class BlockRows(NamedTuple):
@@ -19,6 +22,59 @@ class BlockRows(NamedTuple):
     kind: str  # GGML's name of the type: Q4_0, Q6_K, ...
     data: Tensor  # [rows, bytes of a row] uint8, on the CPU
     columns: int
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of a matrix as the quantisers of checkpoints have them: a value is (code - zero) * scale, with the zero and
+    the scale of its group."""
+
+    codes: Tensor  # [rows, columns] int8 or float8_e4m3fn, on the CPU
+    bits: int  # of a code; integers lie in [-2^(bits - 1), 2^(bits - 1))
+    scales: Tensor  # [ceil(rows / tall), groups] floating point
+    zeros: Tensor | None  # as scales, int16; None: all are 0
+    tall: int  # rows of a group
+    wide: int  # columns of a group, where they follow each other
+    group_of: Tensor | None  # [columns] int64: the group of each column; None: its number // wide
+
+    @property
+    def nbytes(self) -> int:
+        """What these take where codes lie side by side, without bits between them."""
+        zeros = 0 if self.zeros is None else self.zeros.numel() * self.bits // 8
+        return self.codes.numel() * self.bits // 8 + self.scales.nbytes + zeros
+
+    @property
+    def label(self) -> str:
+        """For the log: `int4 with zeros in groups of 128`."""
+        rows, columns = self.codes.shape
+        kind = "fp8" if self.codes.is_floating_point() else f"int{self.bits}"
+        zeros = "" if self.zeros is None else " with zeros"
+        if self.tall == 1:
+            groups = "a scale for each row" if self.wide >= columns else f"groups of {self.wide}"
+        elif self.tall >= rows and self.wide >= columns:
+            groups = "one scale"
+        else:
+            groups = f"groups of {self.tall} x {self.wide}"
+        return f"{kind}{zeros}, {groups}{'' if self.group_of is None else ' in the order of activations'}"
+
+    def by_column(self, values: Tensor) -> Tensor:
+        """values [rows, groups] -> that of each column, [rows, columns]"""
+        columns = self.codes.shape[1]
+        if self.group_of is not None:
+            return values[:, self.group_of]
+        return values.repeat_interleave(self.wide, 1)[:, :columns] if values.shape[1] > 1 else values
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]: the values, computed in float32."""
+        rows, columns = self.codes.shape
+        out = torch.empty(rows, columns, dtype=dtype)
+        step = max(1, _SLICE // max(1, columns))
+        for start in range(0, rows, step):
+            part = self.codes[start : start + step].float()
+            group = torch.arange(start, start + len(part)) // self.tall
+            if self.zeros is not None:
+                part -= self.by_column(self.zeros[group].float())
+            out[start : start + step] = part.mul_(self.by_column(self.scales[group].float()))
+        return out
 
 
 # -- the row table ----------------------------------------------------------------------------------------------------

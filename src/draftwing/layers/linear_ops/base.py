@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, QuantizedRows
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
@@ -54,7 +54,7 @@ class LinearOp:
         """The weight [out, in] where it lies as such, or None."""
         return None
 
-    def keep(self, part: ParamSlice, value: Tensor | BlockRows) -> bool:
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:
         """Takes rows of the weight as a checkpoint stores them, or lets them be copied into the parameter: False."""
         return False
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from draftwing.gguf_file import dequantized
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
+from draftwing.layers.linear_ops.from_quantized import becomes, to_blocks
 from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks, sizes_of
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, QuantizedRows
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
@@ -57,8 +58,10 @@ class BlockFormat(WeightFormat):
         """Whether blocks of this kind are multiplied as they are."""
         return kind in self.ops.block_kinds
 
-    def rows(self, value: Tensor | BlockRows) -> BlockRows:
+    def rows(self, value: Tensor | BlockRows | QuantizedRows) -> BlockRows:
         """value [rows, columns] -> the same in blocks that there is a GEMM for."""
+        if isinstance(value, QuantizedRows):
+            return to_blocks(value, self.ops)
         if isinstance(value, BlockRows):
             if self.has_kernel(value.kind):
                 return value
@@ -78,14 +81,16 @@ class Blocks(LinearOp):
         super().__init__(layer)
         self._format, self._dtype = form, dtype
         self._parts: dict[int, BlockRows] = {}
-        self.requantized: Counter[str] = Counter()  # parts that came in kinds without a kernel
+        self.changed: Counter[str] = Counter()  # what became of parts that came in anything but these blocks
 
-    def keep(self, part: ParamSlice, value: Tensor | BlockRows) -> bool:
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:
         if not part.param.endswith("weight"):
             return False
         assert part.axis == 0 and part.start not in self._parts
         if isinstance(value, BlockRows) and not self._format.has_kernel(value.kind):
-            self.requantized[value.kind] += 1
+            self.changed[f"in {value.kind} have no kernel here and are quantised again, to {SAFE_KIND}"] += 1
+        elif isinstance(value, QuantizedRows):
+            self.changed[f"in {value.label}: {becomes(value, self._format.ops)}"] += 1
         self._parts[part.start] = self._format.rows(value)
         if sum(rows.data.shape[0] for rows in self._parts.values()) == self.layer.out_features:
             del self.layer.weight  # nothing is missing
@@ -118,9 +123,9 @@ def block_sizes(module: nn.Module) -> Counter[str]:
 def log_blocks(module: nn.Module) -> None:
     """Says of a loaded model, not packed yet, what its weights in blocks are, and which matrices could not be."""
     linears = [(name, part.op) for name, part in module.named_modules() if hasattr(part, "op")]
-    again: Counter[str] = sum((op.requantized for _, op in linears if isinstance(op, Blocks)), Counter())
-    for kind, count in sorted(again.items()):
-        logger.info("%d tensors in %s have no kernel here and are quantised again, to %s", count, kind, SAFE_KIND)
+    changed: Counter[str] = sum((op.changed for _, op in linears if isinstance(op, Blocks)), Counter())
+    for what, count in sorted(changed.items()):
+        logger.info("%d tensors %s", count, what)
     dense = [f"{name} ({op.layer.in_features})" for name, op in linears if isinstance(op, LeftDense)]
     if dense:
         more = f" and {len(dense) - 4} more" if len(dense) > 4 else ""

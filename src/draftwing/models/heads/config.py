@@ -64,6 +64,11 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
             "tie_word_embeddings": False,
         }
     )
+    if config.quantization is not None:
+        raise CheckpointError(
+            f"quantization_config: expected a draft head that is not quantised, found {config.quantization.method}. "
+            "Take one in bfloat16; --quantization says how it is held"
+        )
     first = "midlayer" if any(name.startswith("midlayer.") for name in weights) else "layers.0"
     return replace(
         config,

@@ -38,8 +38,10 @@ from draftwing.models.heads.config import (
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.models.loader import fill_parameters, folder_tensors, load_config, read_json
+from draftwing.models.loader import Tensors, fill_parameters, folder_tensors, load_config, read_json
+from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical
+from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
@@ -134,28 +136,40 @@ def load_mtp_head(
     stored: Iterable[tuple[str, Tensor]] = ()
     if path.suffix != ".gguf":
         stored = mtp_weights(read_json(path / "config.json"), path).items() if dummy else folder_tensors(path)
-    weights, unserved = {}, None
+    own: dict[str, Tensor] = {}
+    unserved = None
     for name, tensor in stored:
         if canonical(name).startswith(MTP_PREFIX):
-            weights[canonical(name)] = tensor
+            own[canonical(name)] = tensor
         elif _UNSERVED_MTP.search(name):
             unserved = unserved or name
-    if not weights:
+    if not own:
         if unserved is not None:
             raise _unserved_mtp(path, unserved)
         raise CheckpointError(
-            f"{path} has no multi-token prediction layers ({MTP_PREFIX}*): give a draft model with "
+            f"{path} has no multi-token prediction layers ({MTP_PREFIX}*){_dropped(path)}: give a draft model with "
             "--speculative-draft-model-path"
         )
     config = load_config(path)
     for name in ("hidden_size", "vocab_size"):
         same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
-    layers = len({name.removeprefix(MTP_PREFIX).partition(".")[0] for name in weights})
+    layers = len({name.removeprefix(MTP_PREFIX).partition(".")[0] for name in own})
     # The layers of a quantised checkpoint are stored as the target's are.
     stored_format = target.config.weight_format if weight_format == DENSE else weight_format
     head = MTPHead(target, layers, dtype, "meta", stored_format)
-    _fill(head, weights.items(), device, dummy)
+    _fill(head, assembled(config.quantization, own.items()), device, dummy)
     return _finish(head, token_ids, started, dummy)
+
+
+def _dropped(path: Path) -> str:
+    """What a config says of layers that are not there: quantisers leave them out."""
+    if path.suffix == ".gguf":
+        return ""
+    raw = read_json(path / "config.json")
+    named = next((key for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if raw.get(key)), None)
+    if named is None or raw.get("quantization_config") is None:
+        return ""
+    return f", though {named} is {show(raw[named])}: whoever quantised it left them out; take them from the original"
 
 
 def head_kind(weights: Weights, path: Path) -> Kind:
@@ -188,7 +202,7 @@ def head_kind(weights: Weights, path: Path) -> Kind:
 # ---- the kinds -------------------------------------------------------------------------------------------------------
 
 
-def _fill(head: FeatureHead, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, dummy: bool) -> None:
+def _fill(head: FeatureHead, tensors: Tensors, device: torch.device | str, dummy: bool) -> None:
     """Puts a head of the meta device on `device`."""
     if dummy:
         fill_random(head, device)

@@ -1,0 +1,71 @@
+"""Quantised matrices of a checkpoint in the blocks that a device multiplies: the one place that says which become
+which."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST
+from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.types import BlockRows, QuantizedRows
+
+_SLICE = 1 << 22  # codes that are packed at a time
+
+
+def to_blocks(rows: QuantizedRows, ops: LayerOps) -> BlockRows:
+    """The matrix, whose columns are a multiple of 32, in the kind of blocks that holds its values best.
+
+    Codes of up to 4 bits stay as they are in `Q4_0`, with zeros in `Q4_1`, and those of 8 bits without zeros in `Q8_0`,
+    where each block of 32 lies in one group. Everything else is rounded to `Q8_0`.
+    """
+    kind, columns = _same_codes(rows, ops), rows.codes.shape[1]
+    if kind is None:
+        return ops.quantize(rows.dense(torch.float32), SAFE_KIND)
+    step = max(1, _SLICE // columns)
+    parts = [_blocks(rows, kind, start, start + step) for start in range(0, len(rows.codes), step)]
+    return BlockRows(kind, torch.cat(parts), columns)
+
+
+def becomes(rows: QuantizedRows, ops: LayerOps) -> str:
+    """What `to_blocks` does, for the log."""
+    kind = _same_codes(rows, ops)
+    return f"quantised again, to {SAFE_KIND}" if kind is None else f"kept, as {kind}"
+
+
+def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:
+    """The kind of blocks that the codes fit into as they are, or None."""
+    if rows.codes.is_floating_point() or rows.group_of is not None or (rows.bits == 8 and rows.zeros is not None):
+        return None
+    if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
+        return None
+    kind = "Q8_0" if rows.bits == 8 else "Q4_0" if rows.zeros is None else "Q4_1"
+    return kind if kind in ops.block_kinds else None
+
+
+def _blocks(rows: QuantizedRows, kind: str, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) as [rows, bytes of a row] uint8."""
+    codes = rows.codes[start:stop]
+    blocks = codes.shape[1] // SMALLEST
+    group = torch.arange(start, start + len(codes)) // rows.tall
+
+    def by_block(values: Tensor) -> Tensor:  # [groups down, groups across] -> [rows, blocks]
+        values = values[group]
+        if values.shape[1] == 1:
+            return values.expand(-1, blocks)
+        return values.repeat_interleave(rows.wide // SMALLEST, 1)[:, :blocks]
+
+    scales = by_block(rows.scales).float()
+    halves = [scales]
+    # What codes are stored more by: `Q4_0` takes 8 off again; for `Q4_1` the least that leaves none negative.
+    more = 8 if rows.zeros is None else 1 << rows.bits - 1
+    if rows.zeros is not None:
+        halves.append(-scales.half().float() * (by_block(rows.zeros).float() + more))
+    head = torch.stack(halves, -1).half().view(torch.uint8)  # [rows, blocks, 2 or 4]
+    body = codes.unflatten(1, (blocks, SMALLEST))
+    if kind == "Q8_0":
+        packed = body.contiguous().view(torch.uint8)
+    else:
+        low, high = (body + more).to(torch.uint8).unflatten(2, (2, SMALLEST // 2)).unbind(2)
+        packed = low | high << 4
+    return torch.cat((head, packed), -1).flatten(1)

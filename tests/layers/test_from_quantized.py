@@ -1,0 +1,78 @@
+"""Quantised matrices in blocks: codes that fit stay exactly what they are, others are rounded by a known amount."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import tiny_quantised as tiny
+import torch
+from gguf import GGMLQuantizationType as Type
+from tiny_quantised import matrix, read
+
+from draftwing.layers.linear_ops.from_quantized import becomes, to_blocks
+from draftwing.ops import make_ops
+from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.types import BlockRows
+
+OPS = make_ops(torch.device("cpu"))
+pytestmark = pytest.mark.skipif(not OPS.block_kinds, reason="needs GEMMs of weights in blocks")
+
+KEPT = {
+    "compressed int4": "Q4_0", "compressed int4 channel": "Q4_0", "compressed int4 weight order": "Q4_0",
+    "compressed int4 zeros": "Q4_1", "awq": "Q4_1", "gptq": "Q4_0", "gptq v2": "Q4_0", "gptq row": "Q4_0",
+    "gptq zeros": "Q4_1", "gptq zeros v2": "Q4_1", "gptq 2": "Q4_1", "gptq 8": "Q8_0", "compressed int8 packed": "Q8_0",
+    "compressed int8 plain": "Q8_0",
+}  # fmt: skip
+
+
+def values(blocks: BlockRows) -> np.ndarray:
+    return gguf.dequantize(blocks.data.numpy(), Type[blocks.kind]).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", tiny.FORMATS)
+def test_they_hold_what_was_written(name: str) -> None:
+    config, write = tiny.FORMATS[name]
+    weight = matrix(48, 512, seed=1)
+    written = write(weight)
+    rows = read(config, written.tensors)
+    blocks = to_blocks(rows, OPS)
+    off = values(blocks) - written.exact
+    spread = written.exact.std()
+    if name in KEPT:
+        assert blocks.kind == KEPT[name] and becomes(rows, OPS) == f"kept, as {blocks.kind}"
+        if blocks.kind == "Q4_1":  # the product of scale and zero is rounded to float16
+            assert np.abs(off).max() < 15 * np.abs(written.tensors.get("scales", torch.ones(1)).double().max()) / 2**11
+            assert np.sqrt((off**2).mean()) < 5e-4 * spread
+        else:  # scales are rounded to float16, which those of float16 and most of bfloat16 are
+            np.testing.assert_allclose(values(blocks), written.exact, rtol=2**-11, atol=0)
+    else:
+        assert blocks.kind == "Q8_0" and becomes(rows, OPS) == "quantised again, to Q8_0"
+        assert np.sqrt((off**2).mean()) < 0.006 * spread
+        assert (off != 0).any()
+    # The loss beside that of the checkpoint itself is small.
+    before, after = ((found - weight).std() for found in (written.exact, values(blocks)))
+    assert after < 1.06 * before + 0.006 * spread
+
+
+def test_parts_of_a_matrix_give_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, write = tiny.FORMATS["awq"]
+    rows = read(config, write(matrix(48, 128)).tensors)
+    whole = to_blocks(rows, OPS)
+    monkeypatch.setattr("draftwing.layers.linear_ops.from_quantized._SLICE", 7 * 128)
+    assert torch.equal(to_blocks(rows, OPS).data, whole.data)
+
+
+def test_a_kind_without_a_kernel_is_not_taken() -> None:
+    class Few(LayerOps):
+        block_kinds = frozenset({"Q8_0"})
+
+        def quantize(self, weight: torch.Tensor, kind: str) -> BlockRows:
+            return OPS.quantize(weight, kind)
+
+    config, write = tiny.FORMATS["gptq"]
+    written = write(matrix(48, 128))
+    rows = read(config, written.tensors)
+    blocks = to_blocks(rows, Few())
+    assert blocks.kind == "Q8_0" and becomes(rows, Few()) == "quantised again, to Q8_0"
+    assert np.abs(values(blocks) - written.exact).max() < 0.01 * np.abs(written.exact).max()

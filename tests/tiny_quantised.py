@@ -1,0 +1,283 @@
+"""Matrices as the quantisers of checkpoints store them, bit by bit, and what they are exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftwing.models.fields import Fields
+from draftwing.models.quantised.config import METHODS, Quantization
+from draftwing.models.quantised.read import assembled
+from draftwing.ops.types import QuantizedRows
+
+Array = npt.NDArray[Any]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each nibble of a word, from the lowest
+
+
+MODULE = "model.layers.0.mlp.down_proj"
+
+
+class Written(NamedTuple):
+    tensors: dict[str, Tensor]  # by suffix
+    exact: Array  # [rows, columns] float64
+
+
+Writer = Callable[[Array], Written]
+
+
+class Coded(NamedTuple):
+    codes: Array  # [rows, columns], from 0
+    scales: Array  # [rows, groups] float64, of the stored dtype
+    zeros: Array  # [rows, groups], from 0
+    exact: Array
+
+
+def coded(weight: Array, bits: int, wide: int, symmetric: bool, half: bool = True, order: Array | None = None) -> Coded:
+    """order [columns]: the group of each column.  half: scales in float16, else in bfloat16."""
+    rows, columns = weight.shape
+    group_of = np.arange(columns) // wide if order is None else order
+    groups, top = -(-columns // wide), 2**bits - 1
+    out = Coded(
+        np.zeros((rows, columns), int), np.zeros((rows, groups)), np.zeros((rows, groups), int), np.zeros(weight.shape)
+    )
+    for row in range(rows):
+        for group in range(groups):
+            mine = group_of == group
+            values = weight[row, mine].astype(np.float64)
+            low, high = min(values.min(), 0), max(values.max(), 0)
+            scale = max(abs(low), high) * 2 / top if symmetric else (high - low) / top
+            scale = float(torch.tensor(scale).to(torch.float16 if half else torch.bfloat16)) or 1.0
+            zero = 2 ** (bits - 1) if symmetric else int(np.clip(round(-low / scale), 0, top))
+            codes = np.clip(np.round(values / scale) + zero, 0, top).astype(int)
+            out.codes[row, mine], out.scales[row, group], out.zeros[row, group] = codes, scale, zero
+            out.exact[row, mine] = (codes - zero) * scale
+    return out
+
+
+def words(codes: Array, bits: int) -> Tensor:
+    """codes [n, count] from 0 -> [n, ceil(count * bits / 32)] int32, the first code lowest."""
+    packed = []
+    for row in codes.tolist():
+        number = sum(code << bits * i for i, code in enumerate(row))
+        packed.append([number >> 32 * i & 0xFFFFFFFF for i in range(-(-len(row) * bits // 32))])
+    return torch.from_numpy(np.array(packed, np.uint32).view(np.int32))
+
+
+def awq_words(codes: Array) -> Tensor:
+    """codes [n, rows], n along the columns -> [n, rows / 8] int32"""
+    order = [8 * word + place for word in range(codes.shape[1] // 8) for place in AWQ_ORDER]
+    return words(codes[:, order], 4)
+
+
+def awq(wide: int = 32) -> Writer:
+    def write(weight: Array) -> Written:
+        found = coded(weight, 4, wide, symmetric=False)
+        tensors = {
+            "qweight": awq_words(found.codes.T), "qzeros": awq_words(found.zeros.T),
+            "scales": torch.from_numpy(found.scales.T.copy()).half(),
+        }  # fmt: skip
+        return Written(tensors, found.exact)
+
+    return write
+
+
+def gptq(
+    bits: int = 4, wide: int = 32, symmetric: bool = True, version: int = 1, shuffled: bool = False, g_idx: bool = True
+) -> Writer:
+    def write(weight: Array) -> Written:
+        columns = weight.shape[1]
+        own_wide = columns if wide == -1 else wide
+        order = np.arange(columns) // own_wide
+        if shuffled:
+            order = order[np.random.default_rng(5).permutation(columns)]
+        found = coded(weight, bits, own_wide, symmetric, order=order)
+        tensors = {
+            "qweight": words_down(found.codes, bits),
+            "qzeros": words(found.zeros.T - (1 if version == 1 else 0), bits),
+            "scales": torch.from_numpy(found.scales.T.copy()).half(),
+        }
+        if g_idx:
+            tensors["g_idx"] = torch.from_numpy(order.astype(np.int32))
+        return Written(tensors, found.exact)
+
+    return write
+
+
+def words_down(codes: Array, bits: int) -> Tensor:
+    """codes [rows, columns] -> [columns * bits / 32, rows] int32: words run along the columns"""
+    return words(codes, bits).t().contiguous()
+
+
+def packed(bits: int = 4, wide: int = 32, symmetric: bool = True, shuffled: bool = False) -> Writer:
+    """compressed-tensors, pack-quantized; wide -1: by channel."""
+
+    def write(weight: Array) -> Written:
+        rows, columns = weight.shape
+        own_wide = columns if wide == -1 else wide
+        order = np.arange(columns) // own_wide
+        if shuffled:
+            order = order[np.random.default_rng(5).permutation(columns)]
+        found = coded(weight, bits, own_wide, symmetric, half=False, order=order)
+        tensors = {
+            "weight_packed": words(found.codes, bits), "weight_shape": torch.tensor([rows, columns]),
+            "weight_scale": torch.from_numpy(found.scales).to(torch.bfloat16),
+        }  # fmt: skip
+        if not symmetric:
+            tensors["weight_zero_point"] = words_down(found.zeros.T, bits)
+        if shuffled:
+            tensors["weight_g_idx"] = torch.from_numpy(order.astype(np.int32))
+        return Written(tensors, found.exact)
+
+    return write
+
+
+def float8(tall: int, wide: int, scale: str = "weight_scale", scale_dtype: torch.dtype = torch.float32) -> Writer:
+    """tall, wide: of a block, 0 for all of it."""
+
+    def write(weight: Array) -> Written:
+        rows, columns = weight.shape
+        high, broad = tall or rows, wide or columns
+        scales, codes = np.zeros((-(-rows // high), -(-columns // broad))), np.zeros(weight.shape)
+        exact = np.zeros(weight.shape)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                place = np.s_[i * high : (i + 1) * high, j * broad : (j + 1) * broad]
+                scales[i, j] = float(torch.tensor(np.abs(weight[place]).max() / 448).to(scale_dtype)) or 1.0
+                codes[place] = torch.tensor(weight[place] / scales[i, j]).to(torch.float8_e4m3fn).double().numpy()
+                exact[place] = codes[place] * scales[i, j]
+        stored = torch.from_numpy(scales).to(scale_dtype)
+        return Written(
+            {"weight": torch.from_numpy(codes).to(torch.float8_e4m3fn), scale: stored[0] if not tall else stored}, exact
+        )
+
+    return write
+
+
+def int8(wide: int = -1) -> Writer:
+    def write(weight: Array) -> Written:
+        found = coded(weight, 8, weight.shape[1] if wide == -1 else wide, symmetric=True, half=False)
+        codes = torch.from_numpy(found.codes - 128).to(torch.int8)
+        return Written(
+            {"weight": codes, "weight_scale": torch.from_numpy(found.scales).to(torch.bfloat16)}, found.exact
+        )
+
+    return write
+
+
+def compressed(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed", **more,
+    }  # fmt: skip
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+
+# name -> (quantization_config, how a matrix is written)
+FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
+    "fp8 block": (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
+        float8(16, 32, "weight_scale_inv"),
+    ),
+    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, float8(0, 0)),
+    "compressed fp8 tensor": (compressed({**FP8, "strategy": "tensor"}, "float-quantized"), float8(0, 0)),
+    "compressed fp8 channel": (
+        compressed({**FP8, "strategy": "channel"}, "float-quantized"),
+        float8(1, 0, scale_dtype=torch.bfloat16),
+    ),
+    "compressed fp8 block": (
+        compressed({**FP8, "strategy": "block", "block_structure": [16, 32]}, "float-quantized"),
+        float8(16, 32),
+    ),
+    "compressed int4": (compressed(INT4, "pack-quantized"), packed()),
+    "compressed int4 zeros": (compressed({**INT4, "symmetric": False}, "pack-quantized"), packed(symmetric=False)),
+    "compressed int4 channel": (
+        compressed({**INT4, "strategy": "channel", "group_size": None}, "pack-quantized"),
+        packed(wide=-1),
+    ),
+    "compressed int4 weight order": (compressed({**INT4, "actorder": "weight"}, "pack-quantized"), packed()),
+    "compressed int4 group order": (
+        compressed({**INT4, "group_size": 16, "actorder": "group"}, "pack-quantized"),
+        packed(wide=16, shuffled=True),
+    ),
+    "compressed int8 packed": (
+        compressed({**INT4, "num_bits": 8}, "pack-quantized"),
+        packed(bits=8),
+    ),
+    "compressed int8 plain": (
+        compressed({**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}, "int-quantized"),
+        int8(),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq()),
+    "awq old keys": ({"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "version": "GEMM"}, awq(16)),
+    "gptq": (GPTQ, gptq()),
+    "gptq v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(version=2)),
+    "gptq zeros": ({**GPTQ, "sym": False}, gptq(symmetric=False)),
+    "gptq zeros v2": (
+        {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(symmetric=False, version=2, g_idx=False),
+    ),
+    "gptq order": ({**GPTQ, "group_size": 16, "desc_act": True}, gptq(wide=16, shuffled=True)),
+    "gptq row": ({**GPTQ, "group_size": -1}, gptq(wide=-1)),
+    "gptq 8": ({**GPTQ, "bits": 8}, gptq(bits=8)),
+    # A zero of 0, which few bits have at times, cannot be stored less 1.
+    "gptq 2": (
+        {**GPTQ, "bits": 2, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(bits=2, symmetric=False, version=2),
+    ),
+}
+
+
+def quantise(folder: Path, config: dict[str, Any], writer: Callable[[str], Writer | None]) -> dict[str, Tensor]:
+    """Rewrites the matrices `*_proj` of a checkpoint; returns all its tensors with these multiplied out, float32.
+
+    writer: of a module; None: it stays as it is.
+    """
+    file = folder / "model.safetensors"
+    stored: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
+    for name, value in load_file(file).items():
+        module, _, suffix = name.rpartition(".")
+        write = writer(module) if module.endswith("_proj") and suffix == "weight" else None
+        if write is None:
+            stored[name] = exact[name] = value
+            continue
+        written = write(value.double().numpy())
+        stored |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in written.tensors.items()}
+        exact[name] = torch.from_numpy(written.exact).float()
+    save_file(stored, file)
+    configure(folder, config)
+    return exact
+
+
+def configure(folder: Path, config: dict[str, Any]) -> None:
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": config}))
+
+
+def settings(config: dict[str, Any]) -> Quantization:
+    fields = Fields({"quantization_config": config}, "config of X").inner("quantization_config")
+    return METHODS[config["quant_method"]](fields)
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((rows, columns)) * 0.05
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> QuantizedRows:
+    """The matrix of `MODULE`, by our reader."""
+    named = [(f"{MODULE}.{suffix}", tensor) for suffix, tensor in tensors.items()]
+    ((name, value),) = assembled(settings(config), named)
+    assert name == f"{MODULE}.weight" and isinstance(value, QuantizedRows)
+    return value
