@@ -17,7 +17,7 @@ from draftwing.grammar import GrammarCompiler
 from draftwing.requests.grammar_field import Grammar
 from draftwing.server.app import create_app
 from draftwing.server.lanes import SHORT
-from draftwing.server.service import Service
+from draftwing.server.service import MOST_COUNTED, Service
 from draftwing.text.tokenizer import Tokenizer
 
 
@@ -50,6 +50,16 @@ def test_tokenize_takes_its_texts_as_a_batch(client: TestClient, calls: list[tup
     texts = ["a" * 3000, "b" * 3000]
     assert client.post("/tokenize", json={"prompt": texts}).json()["count"] == [3000, 3000]
     assert [batch for batch, _ in calls] == [texts]
+
+
+def test_documents_longer_than_the_context_are_counted(client: TestClient, engine: FakeEngine) -> None:
+    text = "a" * 100_000
+    assert engine.info.context_length < len(text) < MOST_COUNTED
+    said = client.post("/tokenize", json={"prompt": text}).json()
+    assert said["count"] == len(text)
+    assert client.post("/detokenize", json={"tokens": said["tokens"]}).json()["text"] == text
+    for path, body in (("/tokenize", {"prompt": text * 4}), ("/v1/completions", {"prompt": text})):
+        assert client.post(path, json=body).status_code == 400
 
 
 def test_other_threads_run_while_a_batch_is_tokenized() -> None:

@@ -38,7 +38,7 @@ def test_what_cannot_fit_costs_no_more_than_what_does(tokenizer: Tokenizer, monk
         return encode_many(self, batch, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode_many", spy)
-    with pytest.raises(RequestError, match="prompt has more tokens than the context of 1000") as error:
+    with pytest.raises(RequestError, match="prompt has more than 1000 tokens") as error:
         encode_bounded(tokenizer, ["word " * 10**6], 1000, "prompt")
     assert error.value.param == "prompt" and sum(seen) == PIECE
 

@@ -27,6 +27,7 @@ from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 MAX_ANSWERS = 2048  # prompts times n
+MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
@@ -98,22 +99,29 @@ class Service:
             raise RequestError(f"{field} must have at least one token; found a text that has none", field)
         return ids, batched
 
-    async def tokenize(self, texts: list[str], field: str, add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than the context;
-        when cancelled it stops soon."""
+    @property
+    def countable(self) -> int:
+        """Tokens of a text that is only counted, or of ids that are only decoded."""
+        return max(self.engine.info.context_length, MOST_COUNTED)
+
+    async def tokenize(
+        self, texts: list[str], field: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[list[int]]:
+        """The ids of texts from a field of a request. Raises RequestError for one that is far longer than `most`
+        tokens, None being the context; when cancelled it stops soon."""
         size = sum(map(len, texts))
         if size <= _INLINE_CHARACTERS:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
-        most = self.engine.info.context_length
+        limit = self.engine.info.context_length if most is None else most
         return await self.lanes.run(
-            size, lambda gone: encode_bounded(self.tokenizer, texts, most, field, add_special_tokens, gone)
+            size, lambda gone: encode_bounded(self.tokenizer, texts, limit, field, add_special_tokens, gone)
         )
 
     async def detokenize(self, every: list[list[int]], field: str, skip_special_tokens: bool = True) -> list[str]:
         """The texts of ids from a field of a request, as `tokenize`."""
-        longest, most = max(map(len, every), default=0), self.engine.info.context_length
-        if longest > most:
-            raise RequestError(f"{field} takes at most {most} ids, as many as the context; found {longest}", field)
+        longest = max(map(len, every), default=0)
+        if longest > self.countable:
+            raise RequestError(f"{field} takes at most {self.countable} ids in a list; found {longest}", field)
         size = sum(map(len, every))
 
         def decode(ids: list[int], gone: Callable[[], bool]) -> str:

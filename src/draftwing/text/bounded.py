@@ -61,4 +61,4 @@ def _check(tokenizer: Tokenizer, text: str, most: int, field: str, stopped: Call
             raise Stopped
         count += len(tokenizer.encode_many([text[start : start + PIECE]], add_special_tokens=False)[0])
         if count > most + most // 4 + 64:
-            raise RequestError(f"{field} has more tokens than the context of {most}", field)
+            raise RequestError(f"{field} has more than {most} tokens, which do not fit the context", field)

@@ -211,7 +211,7 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
             size = len(await request.body())
             every = [await unless_disconnected(request, chats.ids(chat, "messages", size))]
         else:
-            asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False)
+            asked = service.tokenize(body.prompts(), "prompt", body.add_special_tokens is not False, service.countable)
             every = await unless_disconnected(request, asked)
         batched = isinstance(body.prompt, list)
         found: dict[str, Any] = {
