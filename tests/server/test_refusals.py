@@ -382,6 +382,7 @@ def test_what_is_too_long_is_said_to_be(client: TestClient) -> None:
     many = [{"type": "text", "text": "a"}] * 17_000
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("/generate", {"text": "a", "rid": "r" * 1025}, "rid"),
+        (COMPLETION, {"prompt": "a", "request_id": "r" * 1025}, "request_id"),
         ("/generate", {"text": ["a"] * 17_000}, "text"),
         (CHAT_PATH, {"messages": [{"role": "user", "content": many}]}, "messages.0.content"),
     ]

@@ -11,7 +11,7 @@ from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import GRAMMARS
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.schema import Asking, Body, NotBuilt, sampled
+from draftwing.server.schema import Asking, Body, Name, NotBuilt, sampled
 
 # vLLM's and llama.cpp's fields for a grammar, and what each is called here.
 GRAMMAR_FIELDS = {
@@ -47,7 +47,7 @@ class PeerFields(Asking):
     """What chat and text completions of the peers know."""
 
     include_stop_str_in_output: Any = sampled("no_stop_trim")
-    request_id: str | None = None
+    request_id: Name | None = None
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
