@@ -75,6 +75,7 @@ class FakeEngine:
             max_banned=16,
             dtype="float32",
             device="cpu",
+            weight_bytes={"Q8_0": 34},
             processors=PROCESSORS,
             defaults=defaults or {},
         )

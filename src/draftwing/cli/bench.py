@@ -74,6 +74,10 @@ class Remote:
     def flush(self) -> None:
         self._client.flush_cache()
 
+    def weight_bytes(self) -> dict[str, int]:
+        found = self._client.get("/server_info").get("weight_bytes")
+        return found if isinstance(found, dict) else {}
+
     def stages(self) -> dict[str, float]:
         return {}
 

@@ -20,6 +20,7 @@ class EngineInfo:
 
     architecture: as in a checkpoint's config ("LlamaForCausalLM").
     max_banned: most stop ids of a request with min_new_tokens.  dtype, device: as printed by torch ("float32", "cpu").
+    weight_bytes: of the target's matrices, which every step reads, by type.
     processors: names of the custom logits processors.  defaults: sampling fields of requests that do not give them.
     """
 
@@ -32,6 +33,7 @@ class EngineInfo:
     max_banned: int
     dtype: str
     device: str
+    weight_bytes: Mapping[str, int] = field(default_factory=dict)
     processors: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 

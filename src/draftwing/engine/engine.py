@@ -74,6 +74,7 @@ class Engine:
             max_banned=BAN_IDS,
             dtype=str(parts.dtype).removeprefix("torch."),
             device=device.type,
+            weight_bytes=parts.model.weight_bytes(),
             processors=tuple(self._processors),
             defaults=dict(defaults or {}),
         )

@@ -54,6 +54,9 @@ class Target(Protocol):
     def flush(self) -> None:
         """Forgets what earlier runs left in caches."""
 
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of weights that every step of the target reads, by type; empty where they are not known."""
+
     def stages(self) -> dict[str, float]:
         """Mean milliseconds of each stage of a step since the last call; empty where they are not known."""
 
@@ -88,6 +91,9 @@ class Local:
 
     def flush(self) -> None:
         self._engine.flush_cache()
+
+    def weight_bytes(self) -> dict[str, int]:
+        return dict(self._engine.info.weight_bytes)
 
     def stages(self) -> dict[str, float]:
         """The stages are those of decode steps that were measured; `host` is the time between two steps of any kind."""
@@ -128,6 +134,8 @@ def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any]
         "accept_rate": correct / proposed if proposed else 0.0,
     }
     record["accept_by_depth"] = _by_depth([sample.meta.get("spec_correct_drafts_histogram", ()) for sample in samples])
+    weights = target.weight_bytes()
+    record |= {"weight_bytes": weights} if weights else {}
     simulated = next((sample.meta["simulated"] for sample in samples if "simulated" in sample.meta), None)
     record |= {"simulated": simulated} if simulated else {}
     stages = target.stages()

@@ -114,6 +114,19 @@ def test_in_blocks_it_is_near_the_same_weights(
     assert float(off.std() / expected.std()) < 0.05
 
 
+@needs_blocks
+def test_bytes_of_a_step(tmp_path: Path) -> None:
+    """Of all matrices but the embedding, of which single rows are read."""
+    quantised, wide = pair(tmp_path, "compressed int4")
+    head, layers = 258 * 32, 6 * (32 * 32 * 2 + 2 * 16 * 32 + 2 * 48 * 32)
+    down = 6 * 32 * 48  # whose rows are no whole blocks
+    blocks = load_model(quantised, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", OPS))
+    for model in (blocks, dense := load_model(wide, torch.bfloat16, "cpu")):
+        model.pack(OPS)
+    assert blocks.weight_bytes() == {"Q8_0": head // 32 * 34, "Q4_0": layers // 32 * 18, "float32": down * 4}
+    assert dense.weight_bytes() == {"bfloat16": (head + layers + down) * 2}
+
+
 def test_a_module_that_is_left_as_it_is_and_two_formats_in_one(tmp_path: Path) -> None:
     config = tiny.compressed(tiny.INT4, "mixed-precision")
     config["config_groups"]["group_0"]["format"] = "pack-quantized"

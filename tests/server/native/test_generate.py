@@ -84,6 +84,7 @@ def test_health_and_infos(client: TestClient, engine: FakeEngine) -> None:
     info = client.get("/server_info").json()
     assert info["port"] == 30000 and info["speculative_algorithm"] == "none" and info["random_seed"] == 7
     assert info["max_total_num_tokens"] == 4 * CONTEXT and info["context_length"] == CONTEXT
+    assert info["weight_bytes"] == {"Q8_0": 34}
     assert client.get("/model_info").json()["served_model_name"] == "echo"
     assert client.get("/openapi.json").json()["paths"]["/generate"]["post"]["requestBody"]
 

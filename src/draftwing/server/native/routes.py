@@ -168,6 +168,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
         "launch_command": shlex.join(words),
         "dtype": info.dtype,
         "device": info.device,
+        "weight_bytes": dict(info.weight_bytes),
         "context_length": info.context_length,
         "max_total_num_tokens": info.max_total_tokens,
         "max_req_input_len": info.context_length - 1,
