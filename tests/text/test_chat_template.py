@@ -1,6 +1,7 @@
 """Chat templates against transformers' own renderer, and the token that ends a turn."""
 
 import concurrent.futures
+import signal
 from typing import Any
 
 import pytest
@@ -127,6 +128,35 @@ def test_processes_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(10):
         template.render([{"content": "a"}])
     assert len(rendering._idle) == there
+
+
+def test_a_process_that_others_end_says_nothing_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    template.render([{"content": "a"}])
+    for process in rendering._idle:
+        process._process.kill()
+        process._process.wait()
+    assert template.render([{"content": "b"}]) == "b"
+
+    class Doomed(rendering._Process):
+        def ask(self, job: bytes) -> tuple[bytes, str]:
+            self._process.kill()
+            return super().ask(job)
+
+    monkeypatch.setattr(rendering, "_idle", [])
+    monkeypatch.setattr(rendering, "_Process", Doomed)
+    with pytest.raises(rendering.TemplateLimit, match=r"the chat template ended its process \(SIGKILL\), twice"):
+        template.render([{"content": "c"}])
+
+
+def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    monkeypatch.setattr(rendering, "_idle", [rendering._Process()])
+    monkeypatch.setattr(rendering, "PATIENCE", 0.2)
+    rendering._idle[0]._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(rendering.TemplateLimit, match=r"the chat template takes longer than 0.2 s"):
+        template.render([{"content": "a"}])
+    assert not rendering._idle
 
 
 def test_what_is_no_plain_value() -> None:

@@ -200,8 +200,7 @@ def heat_map(
             f'<rect x="{x + 1.5:.1f}" y="{y + 1.5:.1f}" width="{width - 3:.1f}" height="{CELL - 3}" rx="4" '
             f'fill="{colour}" fill-opacity="{0.06 + 0.8 * share:.2f}" {frame}/>'
         )
-        ink = "#ffffff" if share > 0.6 else INK
-        parts.append(_text(x + width / 2, y + 19, f"{value:.2f}x", ink, 12, "middle", 600 if (r, c) == best else 400))
+        parts.append(_text(x + width / 2, y + 19, f"{value:.2f}x", INK, 12, "middle", 600 if (r, c) == best else 400))
     return parts
 
 

@@ -40,10 +40,10 @@ class _Process:
         self._conn = Connection(ours.detach())
 
     def ask(self, job: bytes) -> tuple[bytes, str]:
-        """As `Renderer.answer`. Raises EOFError or OSError when the process is gone."""
+        """As `Renderer.answer`. Raises EOFError or OSError when the process is gone, TimeoutError after `PATIENCE`."""
         self._conn.send_bytes(job)
         if not self._conn.poll(PATIENCE):
-            raise EOFError
+            raise TimeoutError
         reply = self._conn.recv_bytes(_MOST_BYTES)
         return reply[:1], reply[1:].decode(errors="surrogatepass")
 
@@ -95,18 +95,36 @@ def _ask(job: sandbox.Job) -> tuple[bytes, str]:
         data = pickle.dumps(job)
     except Exception as error:  # what objects raise that cannot be copied
         raise RequestError(f"the chat template can be given plain values alone: {error}", "messages") from None
-    process = _idle.pop() if _idle else _Process()
-    try:
-        kind, text = process.ask(data)
-    except (EOFError, OSError):
-        status = process.close()
-        late = status in (-signal.SIGPROF, -signal.SIGKILL)
-        cause = f"takes longer than {sandbox.SECONDS:g} s of a processor" if late else f"ended its process ({status})"
-        raise TemplateLimit(f"the chat template {cause}", "messages") from None
-    except BaseException:
-        process.close()
-        raise
-    _idle.append(process)
+    kind, text = _answer(data)
     if kind == sandbox.LIMIT:
         raise TemplateLimit(f"the chat template {text}", "messages")
     return kind, text
+
+
+def _answer(data: bytes) -> tuple[bytes, str]:
+    """As `Renderer.answer`. A process that somebody else ended, as the system does for want of memory, says nothing of
+    the template, so a second one is asked."""
+    for last in (False, True):
+        process = _idle.pop() if _idle and not last else _Process()
+        try:
+            answer = process.ask(data)
+        except TimeoutError:
+            process.close()
+            return sandbox.LIMIT, f"takes longer than {PATIENCE:g} s"
+        except (EOFError, OSError):
+            status = process.close()
+            if status == -signal.SIGPROF:
+                return sandbox.LIMIT, f"takes longer than {sandbox.SECONDS:g} s of a processor"
+            if last:
+                return sandbox.LIMIT, f"ended its process ({_in_words(status)}), twice"
+        except BaseException:
+            process.close()
+            raise
+        else:
+            _idle.append(process)
+            return answer
+    raise AssertionError("the second process was the last")
+
+
+def _in_words(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

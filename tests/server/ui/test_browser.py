@@ -17,6 +17,7 @@ from fake_engine import FakeEngine
 from scripted import ScriptedEngine, serving
 
 from draftwing.config.options import Options
+from draftwing.server.ui.snapshot import Snapshots
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
 playwright = pytest.importorskip(
@@ -215,8 +216,26 @@ def test_conversations_are_kept_and_deleted(url: str, open_page: Open) -> None:
     assert titles.all_text_contents() == ["Another thing", "One thing"]
     titles.nth(1).click()
     assert page.locator(".message.user .said").text_content() == "One thing"
+    page.get_by_label("Delete One thing").click()  # a browser without anybody at it answers no
+    assert "One thing" in page.locator(".conversations").text_content()
+    page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_label("Delete One thing").click()
     assert "One thing" not in page.locator(".conversations").text_content()
+
+
+def test_two_tabs_keep_what_both_have_said(url: str, open_page: Open) -> None:
+    first = open_page(url)
+    second = first.context.new_page()
+    second.goto(url)
+    second.wait_for_selector(".welcome")
+    for page, words in ((first, "In the first tab"), (second, "In the second tab"), (first, "Once more")):
+        page.locator("#new").click()
+        ask(page, words)
+        wait_for_end(page)
+    first.reload()
+    first.wait_for_selector(".message")
+    titles = first.locator(".conversations .open").all_text_contents()
+    assert sorted(titles) == ["In the first tab", "In the second tab", "Once more"]
 
 
 def test_ask_again_and_edit(url: str, open_page: Open, engine: FakeEngine) -> None:
@@ -256,6 +275,44 @@ def test_errors_in_words(url: str, open_page: Open) -> None:
     page.wait_for_selector(".message .error:visible")
     assert "no bad words" in page.locator(".message .error").text_content()
     assert page.locator("#send").text_content() == "Send"
+
+
+def test_a_question_without_an_answer_is_not_asked_again(url: str, open_page: Open, engine: FakeEngine) -> None:
+    page = open_page(url, expected="400")
+    ask(page, "bad")
+    page.wait_for_selector(".message .error:visible")
+    ask(page, "good")
+    wait_for_end(page)
+    prompt = engine.tokenizer.decode(engine.requests[-1].prompt_ids)
+    assert "user:good" in prompt and "bad" not in prompt
+
+
+def test_the_engine_while_it_does_not_answer_and_when_it_stopped(
+    open_page: Open, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Snapshots.take
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(Snapshots, "take", lambda self: changed(take(self)))
+
+    async def changed(taken: Any) -> Any:
+        return (await taken) | shown
+
+    def explains(**more: Any) -> dict[str, Any]:
+        return {"engine": "up", "age": 0.0, "explain": {"requests": 1, "summary": "so", "options": [], **more}}
+
+    with serving(engine) as url:
+        shown |= explains()
+        page = open_page(url)
+        page.get_by_role("link", name="Engine").click()
+        page.wait_for_selector(".card:has-text('Nothing runs. Once something does')")
+        option = {"option": "chains of 2", "price_ms": None, "chosen": True}
+        shown |= explains(options=[option], summary="chains of 2 are drafted, whatever they cost")
+        page.wait_for_selector(".card:has-text('What steps cost is not weighed here')")
+        assert page.locator("#engine > p").is_hidden() and page.get_by_label("Options").count() == 0
+        shown |= {"engine": "busy", "age": 7.2}
+        page.wait_for_selector("#engine > p:has-text('does not answer. These are its numbers of 7 s ago.')")
+        shown |= {"engine": "down", "age": 9.1}
+        page.wait_for_selector("#engine > p:has-text('has stopped, and another one is being started')")
 
 
 def test_a_server_with_a_key(open_page: Open) -> None:

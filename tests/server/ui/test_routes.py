@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,28 @@ def test_a_browser_loads_nothing_else(client: TestClient) -> None:
         assert not MARKUP.search(text), f"{name}: what others write could become markup, or the policy forbids it"
         named |= set(re.findall(r"/ui/assets/([\w.]+)", text)) | set(re.findall(r'from "\./([\w.]+)"', text))
     assert named == set(texts()) - {"index.html"}, "files that are named, and files that there are"
+
+
+def test_the_scripts_are_javascript(tmp_path: Path) -> None:
+    """A look at their syntax where there is no browser."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node.js is not installed")
+    modules = [name for name in texts() if name.endswith(".js")]
+    for name in modules:
+        (tmp_path / name).with_suffix(".mjs").write_text(texts()[name], encoding="utf8")
+        done = subprocess.run(
+            [node, "--check", (tmp_path / name).with_suffix(".mjs")], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+    exported = {
+        name: set(re.findall(r"^export (?:async )?(?:class|const|function) (\w+)", texts()[name], re.M))
+        for name in modules
+    }
+    for name in modules:
+        for wanted, source in re.findall(r'^import \{([^}]*)\} from "\./([\w.]+)"', texts()[name], re.M):
+            missing = {one.strip() for one in wanted.split(",")} - exported[source]
+            assert not missing, f"{name} imports {missing} of {source}"
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -25,7 +25,7 @@ export async function stream(path, body, take, signal) {
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const found = JSON.parse(data);
-      if (found.error) throw new ApiError(found.error.message);
+      if (found.error) throw new ApiError(sentence(found.error.message));
       take(found);
     }
   }
@@ -49,9 +49,10 @@ function options(body, signal) {
 
 async function reason(response) {
   const body = await response.json().catch(() => ({}));
-  const message = body.message ?? body.error?.message ?? `The server answered ${response.status}.`;
-  return message.charAt(0).toUpperCase() + message.slice(1);
+  return sentence(body.message ?? body.error?.message ?? `The server answered ${response.status}.`);
 }
+
+const sentence = (words) => words.charAt(0).toUpperCase() + words.slice(1);
 
 function inWords(error) {
   if (error.name === "AbortError" || error instanceof ApiError) return error;

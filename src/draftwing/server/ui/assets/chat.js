@@ -25,6 +25,7 @@ export class Chat {
     this.makeModes();
     this.listen();
     this.open(store.conversations[0] ?? store.add());
+    store.follow(() => this.conversation, () => this.renderList());
   }
 
   makeModes() {
@@ -105,6 +106,7 @@ export class Chat {
   }
 
   remove(one) {
+    if (one.messages.length && !confirm(`Delete "${one.title}"?`)) return;
     this.store.remove(one);
     if (one === this.conversation) this.open(this.fresh());
     else this.renderList();
@@ -242,7 +244,9 @@ export class Chat {
   body() {
     const { conversation } = this;
     const system = conversation.system.trim();
-    const said = conversation.messages.filter((one) => one.content).map(({ role, content }) => ({ role, content }));
+    // Templates may want turns to alternate: a question that got no answer is not asked again with the next one.
+    const answered = (one, i, all) => one.content && all[i + 1]?.content !== "";
+    const said = conversation.messages.filter(answered).map(({ role, content }) => ({ role, content }));
     const messages = system ? [{ role: "system", content: system }, ...said] : said;
     return { model: this.facts.model, messages, ...this.settings.sampling };
   }

@@ -6,6 +6,7 @@ import { byId, h, number } from "./dom.js";
 
 const SPAN = 120; // snapshots that the charts show
 const AGAIN = 3000; // milliseconds until it is asked again
+const OLD = 3; // seconds from which on numbers are not those of now
 const STATES = { up: "running", busy: "busy", down: "down" };
 
 export class Engine {
@@ -41,8 +42,9 @@ export class Engine {
   }
 
   take(snapshot) {
-    this.message.hidden = true;
     state(snapshot.engine);
+    this.message.textContent = stale(snapshot);
+    this.message.hidden = !this.message.textContent;
     if (!snapshot.totals) return;
     if (snapshot.explain?.options.length) this.chosen = snapshot.explain;
     const before = this.seen.at(-1);
@@ -77,6 +79,13 @@ export class Engine {
 function state(name) {
   byId("state").dataset.state = name;
   byId("state").textContent = STATES[name];
+}
+
+/** What a viewer must know before the numbers; nothing where they are of now. */
+function stale({ engine, age, totals }) {
+  const old = totals && age >= OLD ? ` These are its numbers of ${number(age)} s ago.` : "";
+  if (engine === "down") return `The engine has stopped, and another one is being started.${old}`;
+  return old && `The engine does not answer.${old}`;
 }
 
 const card = (size, title, ...inside) => h("section", { class: `card ${size}` }, h("h2", {}, title), inside);
@@ -138,16 +147,18 @@ function cache({ queried_tokens: asked, hit_tokens: hit, prefilled_tokens: compu
 /** last: the newest choice there was anything to choose for. */
 function policy(current, last) {
   if (!current) return sub("This server drafts nothing.");
+  if (!current.options.length && !last) return sub("Nothing runs. Once something does, prices and choices are here.");
   const explain = last ?? current;
   const head = ["drafts", "ms a step", "accepted", "tokens/s"];
-  const rows = explain.options.map((option) => h("tr", { "data-chosen": option.chosen },
+  const priced = explain.options.some((option) => option.price_ms != null);
+  const rows = (priced ? explain.options : []).map((option) => h("tr", { "data-chosen": option.chosen },
     h("td", {}, option.option), h("td", { class: "n" }, number(option.price_ms, 2)),
     h("td", { class: "n" }, number(option.expected_accepted_drafts == null ? null : option.expected_accepted_drafts / Math.max(explain.requests, 1), 2)),
     h("td", { class: "n" }, number(option.expected_tokens_per_second))));
   const table = h("div", { class: "scrolls", tabindex: "0", role: "group", "aria-label": "Options" }, h("table", {},
     h("thead", {}, h("tr", {}, head.map((name, i) => h("th", { class: i ? "n" : "", scope: "col" }, name)))), h("tbody", {}, rows)));
   const when = current.options.length ? "" : "Nothing runs. When something did: ";
-  return [sub(`${when}${explain.summary.charAt(0).toUpperCase()}${explain.summary.slice(1)}.`), rows.length ? table : ""];
+  return [sub(`${when}${explain.summary.charAt(0).toUpperCase()}${explain.summary.slice(1)}.`), priced ? table : sub("What steps cost is not weighed here: the server has one shape of drafts, or knows no prices for this load.")];
 }
 
 function requests(list, texts) {

@@ -30,6 +30,18 @@ export class Store {
     write(NAME, kept, (name, value) => (PASSING.has(name) ? undefined : value));
   }
 
+  /** Calls `changed` when another tab has saved, whose conversations are here then, too. open: gives the one that this
+   * tab may be changing, which stays as it is. */
+  follow(open, changed) {
+    addEventListener("storage", ({ key }) => {
+      if (key !== NAME) return;
+      const own = this.conversations.filter((one) => one === open() || !one.messages.length);
+      const theirs = read(NAME, []).map((one) => own.find(({ id }) => id === one.id) ?? one);
+      this.conversations = [...own.filter((one) => !theirs.includes(one)), ...theirs];
+      changed();
+    });
+  }
+
   saveSettings() {
     write(SETTINGS, this.settings);
   }
