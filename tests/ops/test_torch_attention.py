@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -112,6 +113,34 @@ def test_trees_equal_brute_force(heads: int, kv_heads: int, dim: int, nodes: int
             mine = torch.tensor(paths[b][i]) + b * nodes
             expected = brute_force(new.q[b * nodes + i], torch.cat((k, new.k[mine])), torch.cat((v, new.v[mine])))
             torch.testing.assert_close(out[b * nodes + i].double(), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_nobody_reads_may_be_nan(nodes: int, dtype: torch.dtype) -> None:
+    """Slots past a row's tokens, which a request with NaN has left, the dummy slot, and another row's tokens."""
+    heads, kv_heads, dim, prefix = 6, 2, 32, [3, 108, 20]
+    bound = max(prefix) + nodes + 9
+    table = (torch.randperm(3 * bound, generator=torch.Generator().manual_seed(nodes)) + 1).view(3, bound)
+    table[1, prefix[1] + nodes :] = 0
+    write = torch.stack([table[b, p : p + nodes] for b, p in enumerate(prefix)]).flatten()
+    new = make_tokens(3 * nodes, heads, kv_heads, dim, dtype, 1)
+    batch = make_batch(table, prefix, write, [random_paths(nodes, torch.Generator().manual_seed(b)) for b in range(3)])
+    span = ChunkSpan(1, 0, 40, 3 * nodes)
+    chunk = chunk_batch(table, (span,), table[1, 40 : 40 + 3 * nodes])
+    found = []
+    for spoilt in (False, True):
+        pool = make_pool(kv_heads, dim, dtype)
+        if spoilt:
+            for kv in pool.kv:
+                kv[0] = math.nan
+                kv[table[2]] = math.nan
+                for b, p in enumerate(prefix):
+                    kv[table[b, p + nodes :]] = math.nan
+        found.append([TorchAttention(pool).bind(one, LAYER)(0, *new) for one in (batch, chunk)])
+    (tree, chunks), (spoilt_tree, spoilt_chunks) = found
+    assert torch.equal(tree[: 2 * nodes], spoilt_tree[: 2 * nodes]) and spoilt_tree[2 * nodes :].isnan().all()
+    assert torch.equal(chunks, spoilt_chunks)
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -38,6 +38,7 @@ class Keys(NamedTuple):
     staged: Tensor  # [K, 2 * head_dim] in the pool's dtype; `fetched` itself where that is float32
     fetched: Tensor  # [K, 2 * head_dim]: the part of `wide` that a layer fills
     wide: Tensor  # [B, blocks, kv_heads, width, 2 * head_dim + _KEY_TILE] float32: keys, values, ones
+    foreign: Tensor  # [K, 1] bool: read by no query, so it may be anybody's, and NaN
 
 
 class Buffers:
@@ -144,6 +145,7 @@ def _fetch(keys: Keys, kv: Tensor) -> None:
     torch.index_select(kv.view(-1, 2 * kv.shape[3]), 0, keys.rows, out=keys.staged)
     if keys.staged is not keys.fetched:
         keys.fetched.copy_(keys.staged)
+    keys.fetched.masked_fill_(keys.foreign, 0.0)  # a weight of 0 would not keep out a NaN
 
 
 def _attend(queries: Queries, q: Tensor) -> None:
@@ -161,8 +163,8 @@ def _attend(queries: Queries, q: Tensor) -> None:
     torch.div(queries.numerator, queries.denominator, out=queries.mean)
 
 
-def _keys(slots: Tensor, kv: Tensor, buffers: Buffers) -> Keys:
-    """slots [B, blocks, width]"""
+def _keys(slots: Tensor, read: Tensor, kv: Tensor, buffers: Buffers) -> Keys:
+    """slots [B, blocks, width]; read: which of them some query reads, bool of the same shape"""
     rows, blocks, width = slots.shape
     kv_heads, dim = kv.shape[1], kv.shape[3]
     head = torch.arange(kv_heads, device=kv.device).unsqueeze(1)
@@ -170,7 +172,8 @@ def _keys(slots: Tensor, kv: Tensor, buffers: Buffers) -> Keys:
     wide = buffers.take("wide", index.shape[0], 2 * dim + _KEY_TILE)  # the last columns stay ones
     fetched = wide[:, : 2 * dim]
     staged = fetched if kv.dtype == wide.dtype else kv.new_empty(fetched.shape)
-    return Keys(index, staged, fetched, wide.view(rows, blocks, kv_heads, width, -1))
+    foreign = ~read.unsqueeze(2).expand(-1, -1, kv_heads, -1).reshape(-1, 1)
+    return Keys(index, staged, fetched, wide.view(rows, blocks, kv_heads, width, -1), foreign)
 
 
 def _queries(where: slice, seen: Tensor, blocks: int, wide: Tensor, mean: Tensor, buffers: Buffers) -> Queries:
@@ -236,7 +239,7 @@ def _tree_work(batch: Batch, kv: Tensor, mean: Tensor, buffers: Buffers) -> tupl
         on_path = home[:, None] == torch.arange(blocks, device=device)[:, None, None]  # [B, blocks, N, W]
         committed = (position < prefix)[:, :, None].expand(-1, -1, nodes, -1)
         seen = torch.cat((committed, on_path), 3)  # [B, blocks, N, width]
-    keys = _keys(slots, kv, buffers)
+    keys = _keys(slots, seen.any(2), kv, buffers)
     return keys, [_queries(slice(0, rows * nodes), seen, blocks, keys.wide, mean, buffers)]
 
 
@@ -247,7 +250,9 @@ def _chunk_work(
     whole, and scores stay in the cache."""
     end = chunk.start + chunk.length
     blocks = -(-end // _BLOCK)
-    keys = _keys(F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK), kv, buffers)
+    slots = F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK)
+    read = torch.arange(blocks * _BLOCK, device=table.device).view(1, blocks, _BLOCK) < end
+    keys = _keys(slots, read, kv, buffers)
     causal = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=table.device).tril()
     stretches = []
     for block in reversed(range(chunk.start // _BLOCK, blocks)):  # the largest first: it makes the buffers of all
