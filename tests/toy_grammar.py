@@ -19,6 +19,7 @@ class ToyGrammar:
         return set(draw.sample(range(self.vocab), count))
 
     done = complete = False
+    ends_by_stop_id = True
 
     def mask(self, out=None):
         words = np.zeros(-(-self.vocab // 32), np.uint32)

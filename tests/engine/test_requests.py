@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from toy_grammar import ToyGrammar
 from draftwing.core import PLAIN, TreeShape
 from draftwing.errors import RequestError
 from draftwing.requests.request import LogprobParams, SpecLimits
+from draftwing.sched import foresight
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 NEW = 24
@@ -336,6 +338,44 @@ def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(h
     rig.submit("good", [1, 2, 3, 4], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))
     got = rig.run()
     assert got.final["bad"].finish_reason == {"type": "abort", "message": "too complex"}
+    assert len(got.tokens["good"]) == 20
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
+    """Their masks are worked out beside the steps, for rows without drafts; the others go on as they did."""
+    h, model = harness, harness.tiny_model(seed=4)
+    made = []
+
+    class Counting(ToyGrammar):
+        def mask(self, out=None):
+            made.append(threading.current_thread().name)
+            return super().mask(out)
+
+    def ask(slow):
+        made.clear()
+        monkeypatch.setattr(foresight, "SLOW", 0.0 if slow else 100.0)
+        rig = h.Rig(model, shapes=(TreeShape(3, 2, 7),), drafter="ngram", lag=lag)
+        for i in range(3):
+            params = h.seeded(30, seed=i) if i else h.greedy(30)
+            rig.submit(f"guided {i}", [1, 2, 3, i], params, grammar=Counting(i, h.VOCAB))
+            rig.submit(f"free {i}", [1, 2, 3, i], params)
+        return rig.run().tokens
+
+    expected = ask(slow=False)
+    assert any("draftwing" not in name for name in made)
+    assert ask(slow=True) == expected
+    assert len(made) >= 90 and all(name.startswith("draftwing") for name in made)
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(harness, monkeypatch):
+    monkeypatch.setattr(foresight, "TOTAL", -1.0)
+    h = harness
+    rig = h.Rig(h.tiny_model(seed=4))
+    rig.submit("bad", [1, 2, 3], h.greedy(20), grammar=ToyGrammar(1, h.VOCAB))
+    rig.submit("good", [1, 2, 3, 4], h.greedy(20))
+    got = rig.run()
+    assert "grammar takes too long" in got.final["bad"].finish_reason["message"]
     assert len(got.tokens["good"]) == 20
 
 

@@ -33,6 +33,8 @@ class Loop:
             self._flying = None
         plan = self._sched.plan()
         flying = None
+        if plan is None and self._flying is None:
+            self._sched.rest()
         if plan is not None:
             guidance = self._sched.guidance(plan)
             flying = self._executor.commit(self._executor.launch(plan, guidance)), guidance

@@ -59,6 +59,11 @@ class GrammarState:
         """Tells whether nothing at all may follow: the answer must end, and there is no stop id to say so."""
         return not self._vocabulary.stop_ids and self.done
 
+    @property
+    def ends_by_stop_id(self) -> bool:
+        """Tells whether every answer does; else one may be `complete`."""
+        return bool(self._vocabulary.stop_ids)
+
     def mask(self, out: Mask | None = None) -> Mask:
         """Returns the legal tokens, [W] uint32, in `out` if it is given; all zeros when the answer must end but there
         are no stop ids. Raises RequestError when the grammar becomes too complex here."""

@@ -6,7 +6,9 @@ target runs and makes the masks of all nodes while it does. What fails on the wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +17,9 @@ import numpy.typing as npt
 from draftwing.core import IntArray
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState, Guided, guide
+from draftwing.grammar.state import Mask
 from draftwing.requests.request import SpecLimits
+from draftwing.sched.foresight import Foresight
 
 BoolArray = npt.NDArray[np.bool_]
 Masks = npt.NDArray[np.uint32]
@@ -37,6 +41,18 @@ class GuidedRow(NamedTuple):
     grammar: GrammarState | None  # after the newest token
     processor: BoundProcessor | None
     limits: SpecLimits | None
+    foresight: Foresight | None = None  # of the grammar
+
+
+@contextmanager
+def _charged(row: GuidedRow) -> Iterator[None]:
+    """Tells what the row's grammar costs the step."""
+    begun = time.thread_time()
+    try:
+        yield
+    finally:
+        if row.foresight is not None:
+            row.foresight.charge(time.thread_time() - begun)
 
 
 class Guidance:
@@ -79,11 +95,18 @@ class Guidance:
         for i, row in enumerate(self._rows):
             if row.grammar is not None and i not in self._failed:
                 try:
-                    masks[i] = row.grammar.mask()
+                    masks[i] = self._root(row, row.grammar)
                 except RequestError as error:
                     self._failed[i] = str(error)
         self._roots = masks
         return masks
+
+    @staticmethod
+    def _root(row: GuidedRow, grammar: GrammarState) -> Mask:
+        if row.foresight is not None and row.foresight.mask is not None:
+            return row.foresight.mask
+        with _charged(row):
+            return grammar.mask()
 
     def fit(
         self, tokens: IntArray, parent: IntArray, alive: BoolArray, max_depth: int
@@ -93,9 +116,13 @@ class Guidance:
         for i, row in enumerate(self._rows):
             if row.grammar is None or i in self._failed:
                 continue
+            if row.foresight is not None and row.foresight.mask is not None:
+                alive[i, 1:] = False  # its masks take too long, and nobody uses the grammar now
+                continue
             depth = max_depth if row.limits is None else min(max_depth, row.limits.depth)
             try:
-                tree = guide(row.grammar.fork(), tokens[i], parent[i], alive[i], depth)
+                with _charged(row):
+                    tree = guide(row.grammar.fork(), tokens[i], parent[i], alive[i], depth)
             except RequestError:  # the grammar gave up on a draft: where the answer goes it need not
                 alive[i, 1:] = False
                 continue
@@ -115,10 +142,11 @@ class Guidance:
         masks = np.repeat(roots[:, None], nodes, 1)
         for i, tree in enumerate(self._trees):
             if tree is not None and i not in self._failed:
-                try:
-                    tree.masks(masks[i])
-                except RequestError:
-                    self._masks_one_by_one(i, masks[i])
+                with _charged(self._rows[i]):
+                    try:
+                        tree.masks(masks[i])
+                    except RequestError:
+                        self._masks_one_by_one(i, masks[i])
         return masks
 
     def _masks_one_by_one(self, row: int, masks: Masks) -> None:

@@ -14,6 +14,7 @@ from draftwing.core import SOURCES, IntArray, TokenLogprobs
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState
 from draftwing.requests.request import GenerationRequest
+from draftwing.sched.foresight import Foresight
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.radix import Node
 
@@ -66,6 +67,7 @@ class Req:
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
 
+    foresight: Foresight | None = None  # where there is a grammar
     state: ReqState = ReqState.WAITING
     row: int = -1
     admission: int = -1
@@ -117,10 +119,15 @@ class Req:
 
         Raises RequestError when it is not a legal one, because all of those were forbidden, and when the grammar has
         become too complex."""
-        assert self.grammar is not None
-        if not self.grammar.advance(token):
+        assert self.grammar is not None and self.foresight is not None
+        if not self.foresight.follow(token):
             raise RequestError("the request's other parameters forbid everything that its grammar allows next")
         return self.grammar.complete
+
+    @property
+    def slow(self) -> bool:
+        """Whether its grammar is, so that it takes part in steps without drafts."""
+        return self.foresight is not None and self.foresight.slow
 
     @property
     def guided(self) -> bool:

@@ -33,6 +33,7 @@ from draftwing.core import (
 )
 from draftwing.errors import RequestError
 from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.foresight import Foresight, Workers, await_any
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.lag import CatchUps
 from draftwing.sched.pace import Pace
@@ -44,6 +45,7 @@ from draftwing.sched.req import Req, ReqState
 from draftwing.sched.trace import traced_step
 
 log = logging.getLogger("draftwing")
+REST = 0.02  # seconds
 LOOKED_AT = 32  # requests that wait, each time rows are given: some may have to wait for another's prefill
 SPOILT = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or --dtype is too narrow for them"
@@ -81,6 +83,7 @@ class Scheduler:
         self.pool = SlotAllocator(config.slots)
         self.radix = RadixCache(config.lookahead, config.radix)
         self.waiting = FairQueue()
+        self._workers = Workers()
         self.running: list[Req] = []
         self.retractions = 0
         self.stale_results = 0
@@ -94,6 +97,7 @@ class Scheduler:
         self._prefilled_last = False
         self._prefilled_tokens = 0  # of the plan before, if it was a prefill
         self._pace = Pace()
+        self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._catch_ups = CatchUps(config.lagging, config.lag)
         self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
         self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
@@ -106,6 +110,8 @@ class Scheduler:
         """`req.max_total` must leave room for one step in the pool; the engine checks that before."""
         assert req.max_total + self._step_room() <= self.config.slots
         self._by_uid[req.uid] = req
+        if req.grammar is not None:
+            req.foresight = Foresight(req.grammar, self._workers)
         if req.deadline is not None:
             heapq.heappush(self._deadlines, (req.deadline, req.uid))
         self.waiting.join(req)
@@ -129,8 +135,14 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next step can only be planned when the results of all steps before it are known."""
-        return any(req.guided for req in self.running)
+        """Whether the next step is better planned when the results of all steps before it are known: all who run would
+        have to wait for them. Beside others guided requests take part in every second step."""
+        return bool(self.running) and all(req.guided for req in self.running)
+
+    def rest(self) -> None:
+        """Waits a moment for what keeps all requests from going on, if there is nothing else to wait for."""
+        ones = [req.foresight.pending() for req in self.running if req.foresight is not None]
+        await_any([one for one in ones if one is not None], REST)
 
     @property
     def idle(self) -> bool:
@@ -152,7 +164,8 @@ class Scheduler:
         self._admit()
         self._reserve = max(self.RESERVE_MIN, self._reserve * self.RESERVE_DECAY)
         plan = None
-        decoding = any(req.state is ReqState.DECODE and req.may_grow for req in self.running)
+        self._foresee()
+        decoding = bool(self._ready())
         if not (self._prefilled_last and decoding):  # prefill chunks and decode steps alternate
             plan = self._plan_prefill(decoding)
         if plan is None:
@@ -160,6 +173,22 @@ class Scheduler:
         self._prefilled_last = plan is not None and plan.kind == "prefill"
         self._prefilled_tokens = sum(chunk.length for chunk in plan.chunks) if plan is not None else 0
         return plan
+
+    def _foresee(self) -> None:
+        """Finds out which guided requests can go on."""
+        self._held.clear()
+        for req in [req for req in self.running if req.guided]:
+            if req.inflight:  # what comes next depends on what comes now
+                self._held.add(req)
+            elif req.foresight is not None:
+                try:
+                    if not req.foresight.ready():
+                        self._held.add(req)
+                except RequestError as error:
+                    self._finish(req, [], {"type": "abort", "message": str(error)})
+
+    def _ready(self) -> list[Req]:
+        return [req for req in self.running if req.state is ReqState.DECODE and req.may_grow and req not in self._held]
 
     def _admit(self) -> None:
         for req in self.waiting.first(LOOKED_AT):
@@ -217,7 +246,10 @@ class Scheduler:
         """decoding: whether anybody waits for it who decodes."""
         chunks: list[Chunk] = []
         chosen: list[Req] = []
-        todo = sorted((req for req in self.running if req.state is ReqState.PREFILL), key=lambda r: r.rank)
+        todo = sorted(
+            (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
+            key=lambda r: r.rank,
+        )
         budget = self.config.chunk_tokens
         if decoding:
             budget = min(budget, self._pace.most([req.unsent for req in todo]))
@@ -241,7 +273,7 @@ class Scheduler:
         return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
 
     def _plan_tree(self) -> Plan | None:
-        ready = [req for req in self.running if req.state is ReqState.DECODE and req.may_grow]
+        ready = self._ready()
         if not ready:
             return None
         shape = self._choose(ready)
@@ -268,7 +300,7 @@ class Scheduler:
         return self.policy.choose(self._load(ready, self._pace.longer(self._prefilled_tokens)))
 
     def _load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
-        confidences = [req.confidence if req.may_draft else 0 for req in ready]
+        confidences = [req.confidence if req.may_draft and not req.slow else 0 for req in ready]
         whole = any(req.special or (self.config.draws_alike and req.draws_specially) for req in ready)
         return Load(confidences, _context(ready), longer, whole)
 
@@ -291,7 +323,7 @@ class Scheduler:
         if not len(plan.guided):
             return None
         reqs = [self._by_row[row] for row in plan.rows[plan.guided].tolist()]
-        rows = [GuidedRow(req.tokens, req.grammar, req.processor, req.request.limits) for req in reqs]
+        rows = [GuidedRow(req.tokens, req.grammar, req.processor, req.request.limits, req.foresight) for req in reqs]
         return Guidance(rows, plan.guided.tolist(), self.config.vocab)
 
     def _cover(self, req: Req, upto: int) -> bool:
@@ -422,7 +454,8 @@ class Scheduler:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
         sees = self.policy.sees_predictions
         confidences = [
-            0 if req is None or req.limited or (req.request.prediction and not sees) else req.confidence for req in live
+            0 if req is None or req.limited or req.slow or (req.request.prediction and not sees) else req.confidence
+            for req in live
         ]
         return Load(confidences, _context(req for req in live if req is not None))
 
