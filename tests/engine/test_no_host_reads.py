@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Plan, TreeShape
-from draftwing.engine.device import pick_device
+from draftwing.engine.device import Download, pick_device
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops.torch.ops import TorchOps
@@ -53,7 +53,13 @@ class FakeDevice:
             return torch.empty(host.shape, dtype=torch.int64)
 
     def download(self, tensor):
-        return tensor
+        return Download(lambda: tensor, self.mark())
+
+    def mark(self):
+        return 0.0
+
+    def seconds(self, begin, end):
+        return end - begin
 
 
 def without_data(module, mode):
@@ -133,7 +139,7 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
         for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)
-            packed = rig.executor.commit(pending)._download
+            packed = rig.executor.commit(pending)._download.wait()
             commit = plan.shape.max_commit
             assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
 
