@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,12 @@ class AnyToken:
 
     def advance(self, token: int) -> bool:
         return True
+
+    def run(self, tokens: Collection[int]) -> int:
+        return len(tokens)
+
+    def mask(self) -> Any:
+        return np.full(1, 0xFFFFFFFF, np.uint32)
 
 
 def everything() -> list[Req]:
