@@ -351,6 +351,9 @@ def judge_memory(found: Sizes, began: float, seconds: float, out: Outcome) -> No
               f"{late[-1][1].files} descriptors, {late[-1][1].threads} threads")  # fmt: skip
         if seconds >= 170 and growth > GROWTH:
             out.problems.append(f"the {name} grew by {growth:.1%}")
+        files = [sorted(size.files for _, size in some)[part // 2] for some in (late[:part], late[-part:])]
+        if files[1] > files[0] + 16:
+            out.problems.append(f"the {name} had {files[0]} descriptors, then {files[1]}")
         threads = {s.threads for _, s in late}
         if max(threads) - min(threads) > 8:
             out.problems.append(f"the {name} has {min(threads)} to {max(threads)} threads")

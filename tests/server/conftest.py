@@ -11,6 +11,14 @@ from starlette.testclient import TestClient
 from draftwing.server.app import create_app
 
 
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeEngine, TestClient]]:
+    """One server for all tests of a module: what is refused leaves nothing behind."""
+    engine = FakeEngine()
+    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
+        yield engine, client
+
+
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, local
+from fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
 from draftwing.requests.grammar_field import Grammar
-from draftwing.server.app import create_app
 from draftwing.server.parsers.tools import TOOL_STYLES, style_of
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[FakeEngine, TestClient]]:
-    engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
-        yield engine, client
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import CONTEXT, FakeEngine, local
+from fake_engine import CONTEXT, FakeEngine
 from starlette.testclient import TestClient
 
-from draftwing.server.app import create_app
 from draftwing.server.native.schema import GenerateRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
 from draftwing.server.schema import NotBuilt
@@ -70,14 +68,6 @@ NEUTRAL_CHAT = NEUTRAL_OPENAI | {
     "add_special_tokens": False, "documents": None, "chat_template": None,
 }  # fmt: skip
 NEUTRAL_COMPLETION = NEUTRAL_OPENAI | {"logprobs": None, "best_of": 1, "echo": False, "suffix": ""}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[FakeEngine, TestClient]]:
-    """One server for all: what is refused leaves nothing behind."""
-    engine = FakeEngine()
-    with TestClient(create_app(local(engine), engine.tokenizer), raise_server_exceptions=False) as client:
-        yield engine, client
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from draftwing.core import (
 )
 from draftwing.errors import RequestError
 from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.ending import ending, told
 from draftwing.sched.foresight import Foresight, Workers, await_any
 from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.lag import CatchUps
@@ -512,7 +513,7 @@ class Scheduler:
         for token in new:
             req.tokens.append(token)
             kept.append(token)
-            reason = self._ending(req, token)
+            reason = ending(req, token)
             if reason is not None:
                 break
         if reason is not None and reason["type"] == "abort":  # the newest token is not one that the request allows
@@ -529,30 +530,6 @@ class Scheduler:
         else:
             self._news.append(output)
 
-    def _ending(self, req: Req, token: int) -> dict[str, Any] | None:
-        """Why the request ends with `token`, its newest; None if it goes on."""
-        found = req.scanner.push(token) if req.scanner is not None else None
-        if req.scanner is not None and req.scanner.failed is not None:
-            return {"type": "abort", "message": req.scanner.failed}
-        if req.params.edited and (conflict := req.conflict()):
-            return {"type": "abort", "message": conflict}
-        if token in req.stop_ids:
-            return {"type": "stop", "matched": token}
-        complete = False
-        if req.grammar is not None:
-            try:
-                complete = req.follow(token)
-            except RequestError as error:
-                return {"type": "abort", "message": str(error)}
-        if found is None and not complete and len(req.tokens) < req.max_total:
-            return None
-        if found is None and req.scanner is not None:
-            # Text that is certain only now that nothing follows may hold a stop string.
-            found = req.scanner.finish()
-        if found is not None or complete:
-            return {"type": "stop", "matched": found}
-        return {"type": "length", "length": req.completion_tokens}
-
     def _finish(self, req: Req, new: list[int], reason: dict[str, Any], output: Output | None = None) -> None:
         if req.running:
             req.kv = min(req.kv, len(req.tokens) - 1)  # the device may have committed past a stop
@@ -562,35 +539,7 @@ class Scheduler:
         req.state = ReqState.DONE
         del self._by_uid[req.uid]
         output = Output(req.uid, new) if output is None else output
-        self._news.append(replace(output, finish_reason=reason, meta=self._meta(req)))
-
-    def _meta(self, req: Req) -> dict[str, Any]:
-        correct = sum(drafts * times for drafts, times in enumerate(req.accepted))
-        return {
-            "prompt_tokens": req.prompt_len,
-            "completion_tokens": req.completion_tokens,
-            "cached_tokens": req.cached_tokens,
-            "num_retractions": req.retractions,
-            "e2e_latency": time.monotonic() - req.created,
-            "queue_time": (req.admitted or time.monotonic()) - req.created,
-            "spec_verify_ct": req.verify_steps,
-            "spec_num_proposed_drafts": req.proposed,
-            "spec_num_correct_drafts": correct,
-            "spec_accept_length": 1 + correct / req.verify_steps if req.verify_steps else 1.0,
-            "spec_accept_rate": correct / req.proposed if req.proposed else 0.0,
-            "spec_correct_drafts_histogram": list(req.accepted),
-            "spec_drafters": self._by_drafter(req),
-        }
-
-    def _by_drafter(self, req: Req) -> dict[str, dict[str, int]]:
-        """What each drafter has proposed, and what of it was accepted; drafts of two drafters count for both."""
-        found: dict[str, dict[str, int]] = {}
-        for source, names in enumerate(self.config.credited):
-            for name in names if source or req.proposed_by[0] else ():
-                counts = found.setdefault(name, {"proposed": 0, "accepted": 0})
-                counts["proposed"] += req.proposed_by[source]
-                counts["accepted"] += req.accepted_by[source]
-        return found
+        self._news.append(replace(output, finish_reason=reason, meta=told(req, self.config.credited)))
 
     # -- small things -------------------------------------------------------------------------------------------
 
