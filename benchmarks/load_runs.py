@@ -109,6 +109,7 @@ def make_engine(args: Any, drafter: str, **more: Any) -> Engine | None:
 def let_go(engine: Engine) -> None:
     """Frees what an engine holds of the device's memory."""
     engine.close()
+    gc.unfreeze()  # what is frozen is never freed, and parts of an engine know each other
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
