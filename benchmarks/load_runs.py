@@ -135,8 +135,9 @@ def jobs_of(prompts: Sequence[list[int]], temperature: float, tokens: int, sprea
 
 
 class Driven(NamedTuple):
-    """full: seconds from when the first request had ended to when the last one began, in which as many ran as may and
-    began and ended one by one, and the tokens that were written in them."""
+    """full: seconds from when as many requests had ended as run at a time to when the last one began, in which as many
+    ran as may and began and ended one by one, and the tokens that were written in them. Before, all prompts of the first
+    are prefilled at once; whoever writes faster has done less of that by the time that the first of them ends."""
 
     answers: list[Answered]  # in the order of the jobs
     seconds: float
@@ -147,7 +148,7 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
     """at_once: most requests that run at a time; without it each comes at its time."""
     waiting, running, done = deque(enumerate(jobs)), dict[str, Answered](), list[Answered]()
     start, written = time.monotonic(), 0
-    marks: list[tuple[float, int]] = []  # when the first had ended, when the last began
+    marks: list[tuple[float, int]] = []  # when the first wave had ended, when the last began
     while waiting or running:
         now = time.monotonic() - start
         while waiting and (waiting[0][1].at <= now if at_once is None else len(running) < at_once):
@@ -168,7 +169,7 @@ def drive(engine: Engine, jobs: Sequence[Job], at_once: int | None = None) -> Dr
             written += len(output.token_ids)
             if output.finish_reason is not None:
                 done.append(running.pop(output.uid))
-        if done and not marks:
+        if len(done) >= (at_once or 1) and not marks:
             marks.append((now, written))
     seconds = time.monotonic() - start
     while not engine.idle():  # a step that was launched before the last result was known

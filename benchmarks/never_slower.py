@@ -48,7 +48,7 @@ ENOUGH = 0.98  # of the tokens per second without drafts
 DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair that has not occurred
 LONG = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
-WAVES, SPREAD = 3, 0.5  # requests for each that runs, and how much longer or shorter answers are
+WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
 MOST_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 

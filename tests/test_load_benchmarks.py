@@ -71,8 +71,8 @@ def test_work(modules: dict[str, ModuleType]) -> None:
     grid = modules["never_slower"]
     costs = grid.Costs(prompt=1e-4, step={1: 0.005, 128: 0.01})
     cell = grid.Cell(1, 100, 0.0, "chat", "NGRAM")
-    assert costs.work(cell, 2.6) == (3, 171)
-    assert costs.work(cell._replace(requests=128), 1.5) == (384, 96)
+    assert costs.work(cell, 2.6) == (4, 128)
+    assert costs.work(cell._replace(requests=128), 1.5) == (512, 96)
     assert costs.work(cell._replace(prompt=4000), 5.0) == (5, 128)
 
 
