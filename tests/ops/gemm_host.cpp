@@ -132,19 +132,45 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     memcpy(d, out, sizeof out);
 }
 
+#ifdef GROUPS
+#define NO_ZERO 0xc308c308  // as in gemm_groups.cu, for bfloat16
+#define ONE 0x3f803f80
+#define ORIGIN 0x43004300
+
+static u32 fma_pair(u32 a, u32 b, u32 c) {  // what it is given here fits into a float
+    u32 d = 0;
+    for (int shift = 0; shift < 32; shift += 16)
+        d |= (u32)from_float(fmaf(to_float(a >> shift), to_float(b >> shift), to_float(c >> shift))) << shift;
+    return d;
+}
+static u32 load_word(const u32* p) { return *p; }
+static u32 low_twice(u32 pair) { return (pair & 0xffff) * 0x10001; }
+static u32 high_twice(u32 pair) { return (pair >> 16) * 0x10001; }
+static u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
+#endif
+
 #include SOURCE
 
 using Kernel = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int);
+using GroupKernel = void (*)(const u16*, const u16*, const u32*, const u32*, const u16*, const u16*, u16*, int, int, int,
+                             int);
 static struct {
     Kernel kernel;
     const u16 *x, *w, *bias, *extra;
     u16* y;
     int M, N, K;
 } job;
+static struct {  // of the weight of the next runs, where there are any
+    const u32 *scales, *zeros;
+    int shift, there;
+} group;
 
 static void body() {
     const int fiber = me;
-    job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
+    if (group.there)
+        ((GroupKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, job.bias, job.extra, job.y, job.M, job.N,
+                                  job.K, group.shift);
+    else job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
     fibers[fiber].done = true;
     ++steps;
     swapcontext(&fibers[fiber].context, &scheduler);
@@ -198,3 +224,14 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
         }
     return kept;
 }
+
+extern "C" void groups(const u32* scales, const u32* zeros, int shift, int there) { group = {scales, zeros, shift, there}; }
+
+#ifdef GROUPS
+extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int K, int shift, int grid_x,
+                           int grid_y) {
+    for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
+            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) unpack_all(w, scales, zeros, y, K, shift);
+}
+#endif

@@ -129,8 +129,9 @@ enum { PLAIN = 0, ADD = 1, SILU_MUL = 2 };
 // No two lanes of a warp that stores a tile meet in a bank; of 16 features, which gemm.py wants small, two do.
 __device__ constexpr int pitch_of(int rows) { return rows > 16 ? rows + 4 : rows + 2; }
 
-// d, sums of a warp -> sums [tokens][pitch_of(rows)].
-template <int ROW_TILES, int TOKEN_TILES, int PITCH>
+// d, sums of a warp -> sums [tokens][pitch_of(rows)]. TAKE_TURNS: even tiles are gates and odd ones their ups, which come
+// out as `store_results` wants them, 8 rows of each in turn.
+template <int ROW_TILES, int TOKEN_TILES, int PITCH, bool TAKE_TURNS = false>
 __device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILES][4], float* sums) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
 #pragma unroll
@@ -138,8 +139,10 @@ __device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILE
 #pragma unroll
         for (int m = 0; m < TOKEN_TILES; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + r * 16 + (i >> 1) * 8 + g] = d[r][m][i];
+            for (int i = 0; i < 4; ++i) {
+                const int row = TAKE_TURNS ? r / 2 * 32 + (i >> 1) * 16 + r % 2 * 8 : r * 16 + (i >> 1) * 8;
+                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = d[r][m][i];
+            }
 }
 
 // sums [PARTS][TOKENS][pitch_of(ROWS)] in each block of a cluster, by all its threads -> y.

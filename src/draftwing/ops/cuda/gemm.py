@@ -18,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _SHARES, _CHUNK = 8, 64  # of gemm.cu: K comes in chunks, of which each share has every eighth
 _SMALL = (8, 16, 32, 64)  # rows of x that a block takes
 _LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
-_LONG = 8192  # K from which on `add` may be cut otherwise
+LONG = 8192  # K from which on `add` may be cut otherwise
 _BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
 _CLUSTERS = (9, 0)  # compute capability that has them
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}  # and what gemm.cu calls them
@@ -45,13 +45,13 @@ class Shape:
         return (tokens, features) if self.tokens_first else (features, tokens)
 
 
-def _gemm(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
+def few_rows(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
     features = row_tiles * 16
     call = f"gemm, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
     return Shape(tokens, features, _SHARES, blocks, _BLOCKS, _SHARES * _sums(tokens, features), call)
 
 
-def _shared_gemm(
+def shared(
     tokens: int, warps: tuple[int, int], row_tiles: int, ahead: int, stages: int, blocks: int, cluster: int = 1
 ) -> Shape:
     """warps: by features and by K."""
@@ -78,27 +78,27 @@ def _sums(tokens: int, features: int) -> int:
 # By kind and rows of x that a block takes, as measured best on one H200: what needs no clusters, and what takes the
 # place of it, or is there beside it, where there are clusters.
 _ANYWHERE = {
-    ("plain", 8): _gemm(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
-    ("add", 8): _gemm(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
-    ("silu", 8): _gemm(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
-    ("plain", 16): _gemm(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
-    ("add", 16): _gemm(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
-    ("silu", 16): _gemm(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
-    ("plain", 32): _gemm(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
-    ("add", 32): _gemm(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
-    ("silu", 32): _shared_gemm(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
-    ("plain", 64): _gemm(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
-    ("add", 64): _gemm(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
-    ("silu", 64): _shared_gemm(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2),
+    ("plain", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("add", 8): few_rows(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
+    ("silu", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+    ("plain", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
+    ("add", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=2, blocks=2),
+    ("silu", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=1, blocks=2),
+    ("plain", 32): few_rows(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+    ("add", 32): few_rows(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+    ("silu", 32): shared(32, (8, 1), row_tiles=1, ahead=3, stages=3, blocks=2),
+    ("plain", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("add", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+    ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2),
     ("plain", 128): _tiled_gemm(),
     ("add", 128): _tiled_gemm(),
     ("silu", 128): _tiled_gemm(),
 }
 _WITH_CLUSTERS = _ANYWHERE | {
-    ("add_long", 16): _shared_gemm(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
-    ("silu", 16): _shared_gemm(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
-    ("add", 32): _shared_gemm(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
-    ("plain", 64): _shared_gemm(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
+    ("add_long", 16): shared(16, (2, 4), row_tiles=2, ahead=4, stages=4, blocks=1, cluster=2),
+    ("silu", 16): shared(16, (2, 2), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=4),
+    ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
+    ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
 }
 
 
@@ -132,7 +132,7 @@ class SmallMGemm:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
-        kind = "plain" if residual is None else "add_long" if weight.shape[1] >= _LONG else "add"
+        kind = "plain" if residual is None else "add_long" if weight.shape[1] >= LONG else "add"
         return self._run(kind, x, weight, bias, residual, weight.shape[0])
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

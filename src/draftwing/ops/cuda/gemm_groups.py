@@ -1,0 +1,150 @@
+"""GEMMs of few rows with a quantised weight on CUDA: the Python side of gemm_groups.cu.
+
+The bits of a result are those that `SmallMGemm` gives for the matrix that `dense` gives, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import resources
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm import KINDS, LONG, Shape, few_rows, shared
+from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
+from draftwing.ops.groups import CHUNK, TALL, PackedGroups
+
+TILES = (8, 16, 32, 64)  # rows of x that a block takes
+_UNPACK_CHUNKS = 8  # that a block of `unpack` takes
+
+
+class Width(NamedTuple):
+    """What a module of kernels is compiled for."""
+
+    bits: int  # of a code: 4, or 8 for fp8
+    zeros: bool
+
+
+Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block takes
+
+_ANYWHERE: dict[int, Shapes] = {
+    4: {
+        ("plain", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=4, blocks=2),
+        ("add", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=4, blocks=2),
+        ("silu", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=4, blocks=2),
+        ("plain", 16): few_rows(16, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("add", 16): few_rows(16, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("silu", 16): few_rows(16, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("plain", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("silu", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+    },
+    8: {
+        ("plain", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("add", 8): few_rows(8, row_tiles=1, ahead=4, x_ahead=4, blocks=2),
+        ("silu", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
+        ("plain", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+        ("add", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+        ("silu", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+        ("plain", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("silu", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+    },
+}
+
+
+def shapes_for(bits: int, capability: tuple[int, int]) -> Shapes:
+    return _ANYWHERE[bits]
+
+
+class GroupGemm:
+    """The kernels of one type of activations and one width on one device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, width: Width, shapes: Shapes | None = None) -> None:
+        """shapes: in place of `shapes_for`, to try others."""
+        self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
+        capability = torch.cuda.get_device_capability(device)
+        shapes = shapes_for(width.bits, capability) if shapes is None else shapes
+        module = Module(read_source(width, shapes), _options(dtype), device)
+        self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
+            (kind, tile): (module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared, blocks=shape.room), shape)
+            for (kind, tile), shape in shapes.items()
+        }
+        for tile in TILES:
+            if ("add", tile) in self._kernels:
+                self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
+        self._unpack = module.kernel("unpack_all", 256, programmatic=False)
+
+    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """x [M, K], columns in the order of the packed weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias
+        + residual [M, N], rounded once."""
+        kind = "plain" if residual is None else "add_long" if weight.columns >= LONG else "add"
+        return self._run(kind, x, weight, bias, residual, weight.rows)
+
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
+        return self._run("silu", x, weight, bias, None, weight.rows // 2)
+
+    def dense(self, weight: PackedGroups) -> Tensor:
+        """[N, K], columns in the order of the packed weight."""
+        out = weight.scales.new_empty(weight.rows, weight.columns)
+        grid = weight.rows // TALL, -(-weight.columns // (CHUNK * _UNPACK_CHUNKS))
+        self._unpack(grid, weight.codes, weight.scales, weight.zeros, out, weight.columns, weight.shift)
+        return out
+
+    def _run(
+        self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
+    ) -> Tensor:
+        x = x.contiguous()
+        rows, depth = x.shape
+        assert depth == weight.columns and (residual is None or residual.is_contiguous())
+        kernel, shape = self._kernels[self.only or (kind, tile_of(rows))]
+        out = x.new_empty(rows, width)
+        kernel(
+            shape.grid(kind, rows, width), x, weight.codes, weight.scales, weight.zeros, bias, residual, out,
+            rows, width, depth, weight.shift,
+        )  # fmt: skip
+        return out
+
+
+def tile_of(rows: int) -> int:
+    """Rows of x that a block takes."""
+    return next((tile for tile in TILES if tile >= rows), TILES[-1])
+
+
+def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
+    """Puts what `GroupGemm` compiles into the user's cache folder, for devices of this compute capability."""
+    shapes = shapes_for(width.bits, capability) if shapes is None else shapes
+    compile_source(read_source(width, shapes), _options(dtype), capability)
+
+
+def read_source(width: Width, shapes: Shapes) -> str:
+    """What is compiled."""
+    folder = resources.files("draftwing.ops.cuda")
+    parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("gemm.cu", "gemm_groups.cu")]
+    stored = f"{width.bits}, {str(width.zeros).lower()}"
+    for (kind, tile), shape in shapes.items():
+        bounds = f"{shape.warps * 32}, {shape.blocks}, {shape.cluster}"
+        template, _, cut = shape.call.partition(", ")
+        call = f"{template.replace('gemm', 'group_gemm')}, {stored}, {cut}"
+        parts.append(f"GROUP_KERNEL({kind}_{tile}, {bounds}, {call}, {KINDS[kind]})\n")
+    parts.append(f"UNPACK_KERNEL(unpack_all, {stored})\n")
+    return "".join(parts)
+
+
+@functools.cache
+def group_gemm(device: torch.device, dtype: torch.dtype, width: Width) -> GroupGemm:
+    """Compiles on first use. Raises OSError without NVRTC, RuntimeError where the device is too old."""
+    return GroupGemm(device, dtype, width)
+
+
+def _options(dtype: torch.dtype) -> list[str]:
+    return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]

@@ -1,0 +1,189 @@
+"""Quantised weights as kernels of a GPU read them: codes in tiles, scales and zeros by group (`gemm_groups.cu`).
+
+The one layout for each width: 4 bits, or fp8 (e4m3). A weight is (code - zero) * scale, where the scale is rounded to
+the type of activations, and then the product: `unpacked` is the matrix that kernels multiply with, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.types import QuantizedRows
+
+TALL, CHUNK = 16, 64  # features and columns of a tile
+_WHOLE = 20  # shift of groups that are whole rows
+_FP8_OFFSET = 2.0**120  # bfloat16's offset of exponents over that of e4m3
+_LARGEST_FP8_SCALE = 128.0
+
+
+class PackedGroups(NamedTuple):
+    """Rows of a matrix, of which 16 and 64 columns are a tile."""
+
+    codes: Tensor  # [rows / 16, columns * 8 * bits / 4] uint8: tiles along the columns, each as gemm_groups.cu has it
+    scales: Tensor  # [rows / 16, groups, 8, 2] bfloat16 or float16: of features g and g + 8; fp8: times 2^120
+    zeros: Tensor | None  # as scales: what is added to a code as the kernels read it; None: 8 is the code of 0
+    bits: int  # 4 or 8
+    shift: int  # chunk c, 64 columns, is of group c >> shift
+    order: Tensor | None  # [columns] int64: column i of these is order[i] of the matrix; None: i
+
+    @property
+    def rows(self) -> int:
+        return len(self.codes) * TALL
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[1] // (2 * self.bits)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros, self.order) if part is not None)
+
+
+def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
+    """What keeps these rows from being packed for activations of `dtype`, or None where they can be."""
+    fp8, (height, width) = rows.codes.is_floating_point(), rows.codes.shape
+    if dtype not in (torch.bfloat16, torch.float16) or (fp8 and dtype != torch.bfloat16):
+        return f"activations in {str(dtype).removeprefix('torch.')}"
+    if not fp8 and rows.bits > 4:
+        return f"integers of {rows.bits} bits"
+    if height % TALL or width % CHUNK:
+        return f"a shape of {height} x {width}, no multiple of {TALL} x {CHUNK}"
+    if rows.scales.shape[1] > 1 and rows.wide % CHUNK:
+        return f"groups of {rows.wide} columns, no multiple of {CHUNK}"
+    if rows.group_of is not None and not _even(rows.group_of, rows.wide):
+        return "groups of different sizes"
+    if fp8 and rows.zeros is not None:
+        return "fp8 with zeros"
+    largest = rows.scales.float().abs().max()
+    if not largest < (_LARGEST_FP8_SCALE if fp8 else torch.finfo(dtype).max):
+        return f"a scale of {float(largest):g}"
+    return None
+
+
+def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) -> PackedGroups:
+    """The rows, for which `why_not` has nothing to say, on `device`. dtype: of activations."""
+    codes, scales, zeros = rows.codes.to(device), rows.scales.to(device), rows.zeros
+    order = None
+    if rows.group_of is not None:
+        order = torch.argsort(rows.group_of, stable=True).to(device)
+        codes = codes.view(torch.uint8)[:, order].view(codes.dtype)
+    groups, shift = _groups(rows)
+    of_row = torch.arange(len(codes), device=device) // rows.tall
+    across = torch.arange(groups, device=device) * (CHUNK << shift) // rows.wide
+
+    def by_tile(values: Tensor) -> Tensor:  # [groups down, groups across] -> [tiles, groups, 8, 2]
+        return values[of_row][:, across].unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1).contiguous()
+
+    scales = by_tile(scales.float()).to(dtype)
+    if rows.codes.is_floating_point():
+        return PackedGroups(_fp8_tiles(codes), (scales.float() * _FP8_OFFSET).to(dtype), None, 8, shift, order)
+    if zeros is not None:
+        zeros = (-(_origin(dtype) + 8) - by_tile(zeros.to(device).float())).to(dtype)
+    return PackedGroups(_nibble_tiles(codes), scales, zeros, 4, shift, order)
+
+
+def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
+    """The rows of one part after those of another, or None where one kernel cannot read them all."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(part.bits != first.bits or not _same(part.order, first.order) for part in parts):
+        return None
+    shift = min(part.shift for part in parts)
+    groups = -(-(first.columns // CHUNK) >> shift) if shift < _WHOLE else 1
+    groups = ((first.columns // CHUNK - 1) >> shift) + 1
+    with_zeros = any(part.zeros is not None for part in parts)
+
+    def spread(values: Tensor, part: PackedGroups) -> Tensor:
+        of = (torch.arange(groups, device=values.device) << shift) >> part.shift
+        return values[:, of]
+
+    def zeros(part: PackedGroups) -> Tensor:
+        return torch.full_like(part.scales, -(_origin(part.scales.dtype) + 8)) if part.zeros is None else part.zeros
+
+    return PackedGroups(
+        torch.cat([part.codes for part in parts]), torch.cat([spread(part.scales, part) for part in parts]),
+        torch.cat([spread(zeros(part), part) for part in parts]) if with_zeros else None,
+        first.bits, shift, first.order,
+    )  # fmt: skip
+
+
+def unpacked(weight: PackedGroups) -> Tensor:
+    """[rows, columns] in the type of activations: the values that kernels compute, columns in the matrix's order."""
+    chunks, dtype = weight.columns // CHUNK, weight.scales.dtype
+    group = torch.arange(chunks, device=weight.codes.device) >> weight.shift
+
+    def by_chunk(values: Tensor) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 1]
+        return values[:, group].permute(0, 3, 2, 1).unsqueeze(-1).float()
+
+    if weight.bits == 4:
+        codes = _from_nibble_tiles(weight.codes, chunks).float()
+        codes = codes - 8 if weight.zeros is None else codes + _origin(dtype) + by_chunk(weight.zeros)
+        values = codes * by_chunk(weight.scales)
+    else:
+        values = _from_fp8_tiles(weight.codes, chunks).float() * (by_chunk(weight.scales) / _FP8_OFFSET)
+    values = values.to(dtype).view(weight.rows, weight.columns)
+    return values if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
+
+
+def _even(group_of: Tensor, wide: int) -> bool:
+    counts = torch.bincount(group_of)
+    return bool((counts == wide).all())
+
+
+def _groups(rows: QuantizedRows) -> tuple[int, int]:
+    """Groups of a row, and the shift."""
+    chunks = rows.codes.shape[1] // CHUNK
+    if rows.scales.shape[1] == 1:
+        return 1, _WHOLE
+    shift = ((rows.wide // CHUNK) & -(rows.wide // CHUNK)).bit_length() - 1  # the largest power of two that divides it
+    return ((chunks - 1) >> shift) + 1, shift
+
+
+def _origin(dtype: torch.dtype) -> float:
+    return 128.0 if dtype == torch.bfloat16 else 1024.0
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+# Dimensions of a code: tiles, which half of 16 features, feature g, chunks, half j of 64 columns, part t of it, and of
+# its 8 columns pairs i and which of the pair.
+_SPLIT = (2, 4, 4, 2)
+
+
+def _nibble_tiles(codes: Tensor) -> Tensor:
+    """codes [rows, columns] int8 in [-8, 8) -> [tiles, bytes]"""
+    columns = codes.shape[1]
+    split = (codes + 8).view(torch.uint8).view(-1, 2, 8, columns // CHUNK, 2, 4, 2, 2, 2)  # pairs i: two by two
+    packed = split[..., 0, :] | split[..., 1, :] << 4  # [tiles, half, g, chunks, j, t, i // 2, which]
+    return packed.permute(0, 3, 2, 5, 4, 1, 7, 6).flatten(1).contiguous()
+
+
+def _from_nibble_tiles(tiles: Tensor, chunks: int) -> Tensor:
+    packed = tiles.view(-1, chunks, 8, 4, 2, 2, 2, 2).permute(0, 5, 2, 1, 4, 3, 7, 6)
+    return torch.stack((packed & 15, packed >> 4), -2).flatten(4)  # [tiles, half, g, chunks, 64]
+
+
+def _fp8_tiles(codes: Tensor) -> Tensor:
+    """codes [rows, columns] float8_e4m3fn -> [tiles, bytes]"""
+    columns = codes.shape[1]
+    value = codes.view(torch.uint8).int().view(-1, 2, 8, columns // CHUNK, 2, 4, 2, 2, 2)
+    sign, body = value >> 7, value & 127
+    first = sign << 15 | body << 4
+    second = sign << 11 | body & 15 | (body >> 4) << 12
+    words = first[..., 0, :] | second[..., 1, :]  # [tiles, half, g, chunks, j, t, i // 2, which]
+    words = torch.where(words > 32767, words - 65536, words).to(torch.int16)
+    return words.permute(0, 3, 4, 2, 5, 1, 6, 7).flatten(1).contiguous().view(torch.uint8)
+
+
+def _from_fp8_tiles(tiles: Tensor, chunks: int) -> Tensor:
+    words = tiles.view(torch.int16).int().view(-1, chunks, 2, 8, 4, 2, 2, 2).permute(0, 5, 3, 1, 2, 4, 6, 7)
+    first = words >> 8 & 128 | words >> 4 & 127
+    second = words >> 4 & 128 | words & 15 | (words >> 12 & 7) << 4
+    return torch.stack((first, second), -2).flatten(4).to(torch.uint8).view(torch.float8_e4m3fn)

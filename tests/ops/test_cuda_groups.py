@@ -1,0 +1,78 @@
+"""GEMMs with quantised weights on a GPU: a row has the bits that the matrix multiplied out gives, in any batch. What
+they compute is tested without one, too, in test_cuda_groups_host.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm import small_m_gemm
+from draftwing.ops.cuda.gemm_groups import TILES, GroupGemm, Width, group_gemm, shapes_for, tile_of
+from draftwing.ops.groups import pack, unpacked
+from draftwing.ops.types import QuantizedRows
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA C++")
+ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 70, 130)
+MOST = ROWS[-1]
+WIDTHS = [Width(4, False), Width(4, True), Width(8, False)]
+
+
+def test_tiles() -> None:
+    assert [tile_of(rows) for rows in (1, 8, 9, 17, 33, 64, 65, 300)] == [8, 8, 16, 32, 64, 64, 64, 64]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shapes(bits: int, capability: tuple[int, int]) -> None:
+    """There is a kernel for every GEMM and there is room for it."""
+    shapes = shapes_for(bits, capability)
+    assert {(kind, tile) for kind in ("plain", "add", "silu") for tile in TILES} <= shapes.keys()
+    for (_, tile), shape in shapes.items():
+        assert shape.tokens == tile and shape.shared <= 99 << 10 and shape.blocks * shape.warps * 32 <= 1536
+        assert shape.cluster in ((1, 2, 4, 8) if capability >= (9, 0) else (1,))
+        assert max(shape.blocks, shape.room) * (shape.shared + 1024) <= 228 << 10
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+
+
+def quantized(width: Width, rows: int, columns: int, wide: int) -> QuantizedRows:
+    made = torch.Generator().manual_seed(1)
+    wide = min(wide, columns)
+    scales = (torch.rand(rows, -(-columns // wide), generator=made) + 0.5) * columns**-0.5
+    if width.bits == 8:
+        codes = torch.randint(0, 255, (rows, columns), generator=made).to(torch.uint8)
+        codes[codes == 127] = 0  # not a number
+        return QuantizedRows(codes.view(torch.float8_e4m3fn), 8, scales / 64, None, 1, wide, None)
+    codes = torch.randint(-8, 8, (rows, columns), generator=made).to(torch.int8)
+    zeros = torch.randint(-9, 9, scales.shape, generator=made).to(torch.int16) if width.zeros else None
+    return QuantizedRows(codes, 4, scales / 4, zeros, 1, wide, None)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("features, depth, wide", [(96, 64, 64), (224, 576, 192), (320, 4096, 128), (96, 8256, 64)])
+def test_bits(width: Width, dtype: torch.dtype, features: int, depth: int, wide: int) -> None:
+    if width.bits == 8 and dtype != torch.bfloat16:
+        return
+    ours: GroupGemm = group_gemm(device(), dtype, width)
+    weight = pack(quantized(width, features, depth, wide), dtype, device())
+    matrix, plain = ours.dense(weight), small_m_gemm(device(), dtype)
+    assert torch.equal(matrix, unpacked(weight))
+    x, extra = random(MOST, depth, seed=2, dtype=dtype), random(MOST, features, seed=3, dtype=dtype)
+    bias = random(features, seed=4, dtype=dtype) if depth > 600 else None
+    for rows in ROWS:
+        for first in (0, MOST - rows):
+            part = slice(first, first + rows)
+            assert torch.equal(ours.linear(x[part], weight, bias), plain.linear(x[part], matrix, bias)), rows
+            expected = plain.linear(x[part], matrix, bias, extra[part])
+            assert torch.equal(ours.linear(x[part], weight, bias, extra[part]), expected), rows
+            assert torch.equal(ours.gated(x[part], weight, bias), plain.gated(x[part], matrix, bias)), rows

@@ -1,0 +1,156 @@
+"""The kernels of gemm_groups.cu in C++ on the CPU (gemm_host.cpp): the bits are those of gemm.cu's smallest kernel with
+the matrix multiplied out, whatever tile and batch. What only a GPU can tell is in test_cuda_groups.py."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda import gemm, gemm_groups
+from draftwing.ops.cuda.gemm import Shape
+from draftwing.ops.cuda.gemm_groups import TILES, Width
+from draftwing.ops.groups import PackedGroups, pack, unpacked, why_not
+from draftwing.ops.types import QuantizedRows
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+WIDTHS = [Width(4, False), Width(4, True), Width(8, False)]
+LAYOUTS = {  # groups of rows and columns, 0: all of them
+    Width(4, False): [(1, 64), (1, 128), (1, 0)],
+    Width(4, True): [(1, 64), (1, 128)],
+    Width(8, False): [(1, 0), (0, 0), (128, 128), (16, 192)],
+}
+
+
+class Host:
+    """The kernels of one width, and those of gemm.cu."""
+
+    def __init__(self, folder: Path, width: Width) -> None:
+        self.shapes = {f"{kind}_{tile}": shape for (kind, tile), shape in shapes_of(width).items()}
+        self.plain = {f"{kind}_{tile}": shape for (kind, tile), shape in gemm.shapes_for((9, 0)).items() if tile == 8}
+        _, begin, source = gemm_groups.read_source(width, shapes_of(width)).partition("enum { PLAIN")
+        before, _, rest = source.partition("#if TYPE_BF16")
+        after = rest[rest.index("// A lane's part of a tile.") :]
+        parts = [begin, before, after]
+        for name, shape in self.plain.items():
+            kind = gemm.KINDS[name.partition("_")[0]]
+            parts.append(
+                f"KERNEL(stored_{name}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}, {kind})\n"
+            )
+        (folder / "gemm.inc").write_text(
+            "".join(parts).replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
+        )
+        library = folder / "gemm.so"
+        subprocess.run(
+            ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-DGROUPS",
+             f'-DSOURCE="{folder / "gemm.inc"}"', str(Path(__file__).with_name("gemm_host.cpp")), "-o", str(library)],
+            check=True,
+        )  # fmt: skip
+        self._library = ctypes.CDLL(str(library))
+
+    def __call__(
+        self, name: str, x: Tensor, w: PackedGroups | Tensor, bias: Tensor | None, extra: Tensor | None,
+        early: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Of a packed weight, or of a matrix by the kernel of gemm.cu."""
+        kind, stored = name.partition("_")[0], isinstance(w, Tensor)
+        shape = self.plain[name] if stored else self.shapes[name]
+        rows, width = len(x), (len(w) if isinstance(w, Tensor) else w.rows) // (2 if kind == "silu" else 1)
+        out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
+        codes, groups = (w, (None, None)) if isinstance(w, Tensor) else (w.codes, (w.scales, w.zeros))
+        self._library.groups(*map(pointer, groups), 0 if isinstance(w, Tensor) else w.shift, 0 if stored else 1)
+        kernel = ctypes.cast(getattr(self._library, f"stored_{name}" if stored else name), ctypes.c_void_p)
+        pointers = map(pointer, (x, codes, bias, extra if kind == "add" else None, out))
+        sizes = (rows, width, x.shape[1], *shape.grid(kind, rows, width))
+        cut = (shape.warps * 32, shape.cluster, shape.shared)
+        assert self._library.run(kernel, *cut, *pointers, *sizes, int(early)), "more shared memory than was asked for"
+        return out
+
+    def dense(self, w: PackedGroups) -> Tensor:
+        out = torch.full((w.rows, w.columns), torch.nan, dtype=torch.bfloat16)
+        grid = w.rows // 16, -(-w.columns // 512)
+        self._library.run_unpack(*map(pointer, (w.codes, w.scales, w.zeros, out)), w.columns, w.shift, *grid)
+        return out
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
+def shapes_of(width: Width) -> dict[tuple[str, int], Shape]:
+    return gemm_groups.shapes_for(width.bits, (9, 0))
+
+
+@pytest.fixture(scope="module", params=WIDTHS, ids=lambda width: f"{width.bits}{'z' if width.zeros else ''}")
+def width(request: pytest.FixtureRequest) -> Width:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(width: Width, tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return Host(tmp_path_factory.mktemp("groups"), width)
+
+
+def quantized(width: Width, rows: int, columns: int, tall: int, wide: int, seed: int = 1) -> QuantizedRows:
+    made = torch.Generator().manual_seed(seed)
+    tall, wide = tall or rows, wide or columns
+    down, across = -(-rows // tall), -(-columns // wide)
+    scales = (torch.rand(down, across, generator=made) + 0.5) * columns**-0.5
+    if width.bits == 8:
+        codes = torch.randint(0, 127, (rows, columns), generator=made) + 128 * torch.randint(
+            0, 2, (rows, columns), generator=made
+        )
+        return QuantizedRows(codes.to(torch.uint8).view(torch.float8_e4m3fn), 8, scales / 64, None, tall, wide, None)
+    codes = torch.randint(-8, 8, (rows, columns), generator=made).to(torch.int8)
+    zeros = torch.randint(-9, 9, (down, across), generator=made).to(torch.int16) if width.zeros else None
+    return QuantizedRows(codes, 4, scales / 4, zeros, tall, wide, None)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("layout", [0, 1, 2, 3])
+def test_unpacking(run: Host, width: Width, layout: int) -> None:
+    if layout >= len(LAYOUTS[width]):
+        return
+    for columns in (64, 576, 640):
+        rows = quantized(width, 48, columns, *LAYOUTS[width][layout])
+        assert why_not(rows, torch.bfloat16) is None
+        packed = pack(rows, torch.bfloat16, "cpu")
+        expected = rows._replace(scales=rows.scales.bfloat16()).dense(torch.bfloat16)
+        assert torch.equal(unpacked(packed), expected)
+        assert torch.equal(run.dense(packed), expected)
+
+
+@pytest.mark.parametrize("depth", [64, 704, 1152])  # one chunk, two for some shares, two or three for all
+@pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+def test_bits_are_those_of_the_matrix_multiplied_out(run: Host, width: Width, kind: str, depth: int) -> None:
+    layouts = LAYOUTS[width]
+    packed = pack(quantized(width, 96, depth, *layouts[depth % len(layouts)]), torch.bfloat16, "cpu")
+    matrix = unpacked(packed)
+    x = random(67, depth, seed=0)
+    out = 48 if kind == "silu" else 96
+    bias, extra = (
+        (random(96, seed=2), random(67, out, seed=3)) if depth == 704 else (None, torch.zeros(67, out).bfloat16())
+    )
+    expected = run(f"{kind}_8", x, matrix, bias, extra)
+    assert not expected.isnan().any() and expected.any()
+    for tile in TILES:
+        rows = min(67, tile + 3)
+        for early in (False, True):
+            got = run(f"{kind}_{tile}", x[:rows], packed, bias, extra[:rows], early)
+            assert torch.equal(got, expected[:rows]), (tile, early)
+
+
+def test_against_float64(run: Host, width: Width) -> None:
+    rows = quantized(width, 64, 320, *LAYOUTS[width][0])
+    x = random(5, 320, seed=0)
+    expected = x.double() @ rows.dense(torch.float64).T
+    got = run("plain_8", x, pack(rows, torch.bfloat16, "cpu"), None, None)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=2e-2)
