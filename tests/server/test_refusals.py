@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from draftwing.server.native.schema import GenerateRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
 from draftwing.server.schema import NotBuilt
+from draftwing.server.service import MOST_COUNTED
 
 COMPLETION, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -382,3 +383,16 @@ def test_what_is_too_long_is_said_to_be(client: TestClient) -> None:
 
 def test_a_long_path_is_not_repeated(client: TestClient) -> None:
     assert len(client.get("/v1/" + "a" * 50_000).content) < 2000
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/generate", "input_ids"), (COMPLETION, "prompt"), ("/detokenize", "tokens")]
+)
+def test_lists_of_ids_that_fit_no_context_are_not_parsed(path: str, field: str, served: Any) -> None:
+    """The parser would hold up everybody; lists that are short each are taken."""
+    longest = 2 * MOST_COUNTED
+    one, many = f"[{'1,' * (longest + 1)}1]", ",".join([f"[{'1,' * 3000}1]"] * 200)
+    for ids, parsed in ((one, False), (f"[{many}]", True)):
+        answer = served[1].post(path, content=f'{{"{field}":{ids}}}', headers={"content-type": "application/json"})
+        assert (answer.status_code == 200) == (parsed and path == "/detokenize")
+        assert (f"a list of {longest + 2} entries" in answer.text) != parsed

@@ -70,7 +70,6 @@ class EngineInfo:
         prompt, params = request.prompt_ids, request.params
         if not prompt:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-        self._check_ids(prompt, "input_ids")
         room = self.context_length - len(prompt)
         if room < 1:
             raise RequestError(
@@ -78,6 +77,7 @@ class EngineInfo:
                 f"{self.context_length} is exceeded",
                 "prompt",
             )
+        self._check_ids(prompt, "input_ids")
         wanted = room if params.max_new_tokens is None else params.max_new_tokens
         if wanted > room:
             raise RequestError(

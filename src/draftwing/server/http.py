@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
+from draftwing.server.encoding import encode
 
 if TYPE_CHECKING:
     from draftwing.server.service import Generation
@@ -76,10 +77,13 @@ def dialect(path: str) -> Literal["openai", "responses", "anthropic", "native"]:
     return "openai" if path != short or short.startswith(known) else "native"
 
 
-def error_response(
-    request: Request, status: int, message: str, param: str | None = None, code: Any = None
-) -> JSONResponse:
-    return JSONResponse(error_body(request.url.path, status, message, param, code), status_code=status)
+def error_response(request: Request, status: int, message: str, param: str | None = None, code: Any = None) -> Response:
+    return json_response(encode(error_body(request.url.path, status, message, param, code)), status)
+
+
+def json_response(content: bytes, status: int = 200) -> Response:
+    """content: JSON."""
+    return Response(content, status, media_type="application/json")
 
 
 def stream_error(path: str, error: Exception) -> str:
@@ -96,9 +100,9 @@ def stream_error(path: str, error: Exception) -> str:
     return event({"error": {"message": message, "type": "server_error", "code": status, "retryable": False}})
 
 
-def event(data: Any) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def event(data: Any, large: bool = False) -> str:
+    """One server-sent event. large: see `encode`."""
+    return f"data: {encode(data, large).decode()}\n\n"
 
 
 def named_event(name: str, data: dict[str, Any]) -> str:
@@ -168,9 +172,7 @@ async def read_body(request: Request, model: type[M]) -> M:
     if coding != "identity":
         raise HTTPException(415, "the body must not be compressed")
     body = await request.body()
-    parts = sum(map(body.count, (b"[", b"{", b":")))  # those in texts, too: a text with more of them fits no context
-    if parts > _MOST_PARTS:
-        raise RequestError(f"the body has {parts} lists, objects and fields; it may have {_MOST_PARTS}", "body")
+    _check_parts(body, 2 * request.app.state.service.countable)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -183,8 +185,22 @@ async def read_body(request: Request, model: type[M]) -> M:
         raise _refusal(errors, given) from None
 
 
+def _check_parts(body: bytes, longest: int) -> None:
+    """Refuses what would take long to parse, before it is: nothing else runs then, for the parser holds the
+    interpreter's lock. What stands in texts counts, too: a text with more of it fits no context.
+
+    longest: entries of a list of numbers."""
+    parts = sum(map(body.count, (b"[", b"{", b":")))
+    if parts > _MOST_PARTS:
+        raise RequestError(f"the body has {parts} lists, objects and fields; it may have {_MOST_PARTS}", "body")
+    if body.count(b",") > longest:
+        found = max(part.count(b",") for part in body.split(b"]"))
+        if found > longest:
+            raise RequestError(f"the body has a list of {found + 1} entries; so many ids fit no context", "body")
+
+
 _MOST_ERRORS = 1000  # each takes time and memory
-_MOST_PARTS = 131_072  # they are what takes long, and nothing else runs then: the parser holds the interpreter's lock
+_MOST_PARTS = 131_072
 _TOO_LONG = ("too_long", "string_too_long")  # says what is wrong, whatever other members of a union say
 _EXPECTED = "Input should be "  # how pydantic begins to say what would do
 
@@ -289,10 +305,16 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None) -
         response = EventStream(request.url.path, rendering.events(), generation.close)
     else:
         try:
-            await unless_disconnected(request, generation.finish())
+            response = json_response(await unless_disconnected(request, _whole(rendering)))
         finally:
             generation.close()
-        response = JSONResponse(rendering.body())
     if generation.ignored:
         response.headers["draftwing-ignored"] = ", ".join(generation.ignored)
     return response
+
+
+async def _whole(rendering: Rendering) -> bytes:
+    """The body once the generation is finished."""
+    answers = await rendering.generation.finish()
+    size = sum(answer.entries + len(answer.request.prompt_ids) for answer in answers)
+    return await rendering.generation.render(size, lambda large: encode(rendering.body(), large))

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
+INLINE = 4096  # numbers that are told at once: some milliseconds
 SHORT = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
 
 
@@ -30,6 +31,13 @@ class Lanes:
             return await asyncio.get_running_loop().run_in_executor(lane, work, gone.is_set)
         finally:
             gone.set()
+
+    async def render(self, size: int, work: Callable[[bool], T]) -> T:
+        """The result of `work`, which makes JSON; in a thread where that is much, which `work` is told. size: token ids
+        and log probabilities in it."""
+        if size <= INLINE:
+            return work(False)
+        return await self.run(size, lambda gone: work(True))
 
     def close(self) -> None:
         """Begins no more work."""

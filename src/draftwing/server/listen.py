@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -82,6 +83,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            gc.collect()
+            gc.freeze()  # large bodies make the collector look through all there is, while everybody waits
             model = self._engine.info.model_name
             body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
             logger.info("ready: %s/v1", self._url)

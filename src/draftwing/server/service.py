@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, RequestError
@@ -26,6 +26,7 @@ from draftwing.text.token_text import TokenTexts
 from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 MAX_ANSWERS = 2048  # prompts times n
 MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
@@ -41,11 +42,18 @@ class Generation:
     """
 
     def __init__(
-        self, engine: AsyncEngine, answers: Sequence[Answer], id: str, prompt_tokens: int, told: bool = False
+        self,
+        engine: AsyncEngine,
+        lanes: Lanes,
+        answers: Sequence[Answer],
+        id: str,
+        prompt_tokens: int,
+        told: bool = False,
     ) -> None:
         """answers: as `prepare` makes them.  id: of the response.  prompt_tokens: of all prompts, each counted once.
         told: whether the response says how it was drafted."""
         self.answers, self.id, self.prompt_tokens = answers, id, prompt_tokens
+        self._lanes = lanes
         self.ignored: tuple[str, ...] = ()  # fields that have no effect with this model
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
@@ -68,6 +76,10 @@ class Generation:
         async for _ in self:
             pass
         return self.answers
+
+    async def render(self, size: int, work: Callable[[bool], T]) -> T:
+        """As `Lanes.render`, of the answers so far. size: see `Answer.entries`."""
+        return await self._lanes.render(size, work)
 
     def close(self) -> None:
         self._stream.close()
@@ -122,7 +134,11 @@ class Service:
         longest = max(map(len, every), default=0)
         if longest > self.countable:
             raise RequestError(f"{field} takes at most {self.countable} ids in a list; found {longest}", field)
-        size = sum(map(len, every))
+        size, known = sum(map(len, every)), self.engine.info.vocab_size
+        for ids in every:
+            if ids and (min(ids) < 0 or max(ids) >= known):
+                bad = next(token for token in ids if not 0 <= token < known)
+                raise RequestError(f"{field}: id {bad} is outside of the vocabulary [0, {known})", field)
 
         def decode(ids: list[int], gone: Callable[[], bool]) -> str:
             return self.tokenizer.decode(ids, skip_special_tokens)
@@ -168,7 +184,7 @@ class Service:
         except RequestError as error:
             raise body.renamed(error) from None
         tokens = sum(len(request.prompt_ids) for request in requests)
-        return Generation(self.engine, answers, id, tokens, body.speculative is not None)
+        return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None)
 
     def name_for(self, asked: str | None) -> str:
         """The model name of a response: what was asked for, since every name is served by the one model there is."""

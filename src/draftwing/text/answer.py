@@ -123,6 +123,12 @@ class Answer:
         return self._detok.starts
 
     @property
+    def entries(self) -> int:
+        """How much a response tells of it so far: token ids, and log probabilities with those of other tokens."""
+        width = 1 if self.wanted is None else 2 + self.wanted.top + len(self.wanted.token_ids)
+        return width * (len(self.token_ids) + len(self.prompt_logprobs))
+
+    @property
     def matched_stop(self) -> int | str | None:
         return (self.finish_reason or {}).get("matched")
 

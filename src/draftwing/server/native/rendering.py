@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from draftwing.server.http import event
@@ -26,7 +27,10 @@ class Generated:
     async def events(self) -> AsyncIterator[str]:
         async for answer, text in self.generation:
             if text or answer.finish_reason is not None:
-                yield event(self._now(answer) | ({"index": answer.index} if self._many else {}))
+                yield await self.generation.render(answer.entries, partial(self._event, answer))
+
+    def _event(self, answer: Answer, large: bool) -> str:
+        return event(self._now(answer) | ({"index": answer.index} if self._many else {}), large)
 
     def _now(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": answer.meta_info(self._texts)}

@@ -21,8 +21,9 @@ from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, Chats
+from draftwing.server.encoding import encode
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.http import read_body, respond, schema, unless_disconnected
+from draftwing.server.http import json_response, read_body, respond, schema, unless_disconnected
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from draftwing.server.openai.schema import conversation
@@ -198,7 +199,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
 def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=schema(TokenizeRequest))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", "prompt")
@@ -220,20 +221,24 @@ def _add_tokenizer(app: FastAPI, service: Service, chats: Chats) -> None:
             "count": [len(ids) for ids in every] if batched else len(every[0]),
             "max_model_len": service.engine.info.context_length,
         }
-        if body.return_token_strs:
-            pieces = [[service.tokenizer.piece(token) for token in ids] for ids in every]
-            found["token_strs"] = pieces if batched else pieces[0]
-        return found
+
+        def told(large: bool) -> bytes:
+            if body.return_token_strs:
+                pieces = [[service.tokenizer.piece(token) for token in ids] for ids in every]
+                found["token_strs"] = pieces if batched else pieces[0]
+            return encode(found, large)
+
+        return json_response(await service.lanes.render(sum(map(len, every)), told))
 
     @app.post("/v1/detokenize", include_in_schema=False)
     @app.post("/detokenize", openapi_extra=schema(DetokenizeRequest))
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest)
-        every, batched = body.batch(service.engine.info.vocab_size)
+        every, batched = body.batch()
         asked = service.detokenize(every, "tokens", body.skip_special_tokens is not False)
         texts = await unless_disconnected(request, asked)
         text = texts if batched else texts[0]
-        return {"text": text, "prompt": text}  # as SGLang and as vLLM name it
+        return json_response(encode({"text": text, "prompt": text}))  # as SGLang and as vLLM name it
 
 
 def _names(rid: str | list[str] | None, prompts: int) -> list[str]:

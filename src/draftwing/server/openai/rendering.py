@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from draftwing.server.http import event
@@ -71,31 +72,40 @@ class Completion:
 
     async def events(self) -> AsyncIterator[str]:
         """For each answer its role (chat), text as it comes and the finish reason; then usage."""
-        head, asked = self._head(chunk=True), self._asked
-
-        def chunk(answer: Answer, content: dict[str, Any], ending: Any = None) -> str:
-            end = ending or {"finish_reason": None, "matched_stop": None}
-            ids = self._new_ids(answer)
-            top = self._prompt_ids() if "prompt_token_ids" in ids else {}
-            data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end, **ids}], **top}
-            if asked.continuous_usage:
-                data["usage"] = usage(len(answer.request.prompt_ids), [answer])
-            elif asked.include_usage:
-                data["usage"] = None
-            return event(data)
-
-        begun: set[int] = set()
+        head, begun = self._head(chunk=True), set[int]()
         async for answer, text in self.generation:
-            if steps := answer.take_trace():
-                trace = [traced_step(step, self._texts) for step in steps]
-                yield chunk(answer, {**self._nothing(), "speculative_trace": trace})
-            for content in self._pieces(answer, text, answer.index not in begun):
-                yield chunk(answer, content)
+            first = answer.index not in begun
+            size = answer.entries + (len(answer.request.prompt_ids) if first else 0)
+            for told in await self.generation.render(size, partial(self._news, head, answer, text, first)):
+                yield told
             begun.add(answer.index)
-            if answer.finish_reason is not None:
-                yield chunk(answer, self._nothing(), self._ending(answer))
-        if asked.include_usage:
+        if self._asked.include_usage:
             yield event({**head, "choices": [], "usage": self._usage()})
+
+    def _news(self, head: dict[str, Any], answer: Answer, text: str, first: bool, large: bool) -> list[str]:
+        """Events of an answer that made progress."""
+        contents: list[dict[str, Any]] = []
+        if steps := answer.take_trace():
+            trace = [traced_step(step, self._texts) for step in steps]
+            contents.append({**self._nothing(), "speculative_trace": trace})
+        contents += self._pieces(answer, text, first)
+        events = [self._chunk(head, answer, content, None, large) for content in contents]
+        if answer.finish_reason is not None:
+            events.append(self._chunk(head, answer, self._nothing(), self._ending(answer), large))
+        return events
+
+    def _chunk(
+        self, head: dict[str, Any], answer: Answer, content: dict[str, Any], ending: dict[str, Any] | None, large: bool
+    ) -> str:
+        asked, end = self._asked, ending or {"finish_reason": None, "matched_stop": None}
+        ids = self._new_ids(answer)
+        top = self._prompt_ids() if "prompt_token_ids" in ids else {}
+        data = {**head, "choices": [{"index": answer.index, "logprobs": None, **content, **end, **ids}], **top}
+        if asked.continuous_usage:
+            data["usage"] = usage(len(answer.request.prompt_ids), [answer])
+        elif asked.include_usage:
+            data["usage"] = None
+        return event(data, large)
 
     # -- the shape of a choice ------------------------------------------------------------------------------------
 

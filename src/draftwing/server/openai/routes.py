@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.chat import Chats
-from draftwing.server.http import error_response, read_body, respond, schema, unless_disconnected
+from draftwing.server.encoding import encode
+from draftwing.server.http import error_response, json_response, read_body, respond, schema, unless_disconnected
 from draftwing.server.openai.rendering import ChatCompletion, Completion, model_card
 from draftwing.server.openai.responses.routes import add_responses_routes
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
@@ -58,6 +59,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         if name == service.model:
-            return JSONResponse(card())
+            return json_response(encode(card()))
         message = f"the model {name[:200]!r} does not exist; this server has {service.model!r}"
         return error_response(request, 404, message, "model", "model_not_found")

@@ -1,0 +1,91 @@
+"""Responses as JSON: the same text whole, in pieces, and from a thread."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from draftwing.server import encoding, http, lanes
+from draftwing.server.encoding import encode
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+TREES = st.recursive(
+    LEAVES, lambda t: st.lists(t, max_size=9) | st.dictionaries(st.text(), t, max_size=4), max_leaves=40
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=TREES, piece=st.integers(1, 4))
+def test_pieces_are_the_whole(data: Any, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "_PIECE", piece)
+        assert encode(data, large=True) == encode(data)
+    assert json.loads(encode(data)) == data
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    for large in (False, True):
+        assert encode({"a": [math.nan, -math.inf, 1.5], "b": (1, 2)}, large) == b'{"a":[null,null,1.5],"b":[1,2]}'
+
+
+CHAT = {"messages": [{"role": "user", "content": "abcdefg"}], "logprobs": True, "top_logprobs": 3, "n": 2}
+TEXT = {"prompt": ["abcdefg", "hij"], "logprobs": 3, "echo": True, "return_token_ids": True}
+GENERATE = {"text": "abcdefg", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT | {"max_tokens": 6, "seed": 1}),
+    ("/v1/completions", TEXT | {"max_tokens": 6, "seed": 1}),
+    ("/generate", GENERATE | {"sampling_params": {"max_new_tokens": 6, "sampling_seed": 1}, "rid": "r"}),
+    ("/v1/responses", {"input": "abcdefg"}),
+    ("/v1/messages", {"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 6}),
+    ("/tokenize", {"prompt": "abcdefg", "return_token_strs": True}),
+]
+
+
+CASES = [
+    (path, body, stream) for path, body in REQUESTS for stream in (False, True) if path != "/tokenize" or not stream
+]
+
+
+@pytest.mark.parametrize(("path", "body", "stream"), CASES)
+def test_large_answers_are_made_in_a_thread(
+    path: str, body: dict[str, Any], stream: bool, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say the same, piece by piece or whole."""
+    threads: set[str] = set()
+
+    def spy(data: Any, large: bool = False) -> bytes:
+        threads.add(threading.current_thread().name)
+        return encode(data, large)
+
+    monkeypatch.setattr(http, "encode", spy)
+    asked = body | ({"stream": True} if stream else {})
+    small = client.post(path, json=asked)
+    assert small.status_code == 200 and not any("draftwing" in name for name in threads)
+    monkeypatch.setattr(lanes, "INLINE", 0)
+    monkeypatch.setattr(encoding, "_PIECE", 2)
+    large = client.post(path, json=asked)
+    if path != "/tokenize" and not (stream and path in ("/v1/responses", "/v1/messages")):  # whose events are small
+        assert any("draftwing" in name for name in threads)
+    if stream:
+        shown = [_without_ids(json.loads(line[6:])) for line in small.text.splitlines() if line.startswith("data: {")]
+        again = [_without_ids(json.loads(line[6:])) for line in large.text.splitlines() if line.startswith("data: {")]
+        assert again[-1] == shown[-1]
+    else:
+        assert _without_ids(large.json()) == _without_ids(small.json())
+
+
+def _without_ids(data: Any) -> Any:
+    """Without what differs between two requests: ids and times."""
+    if isinstance(data, list):
+        return [_without_ids(one) for one in data]
+    if isinstance(data, dict):
+        other = ("id", "created", "created_at", "completed_at", "item_id", "cached_tokens", "e2e_latency")
+        return {name: _without_ids(value) for name, value in data.items() if name not in other}
+    return data
