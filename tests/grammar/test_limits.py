@@ -9,6 +9,7 @@ import pytest
 
 from draftwing.errors import RequestError
 from draftwing.grammar.limits import checked_regex, schema_text
+from draftwing.grammar.state import GrammarState
 from draftwing.requests.grammar_field import Grammar
 
 
@@ -37,3 +38,26 @@ def test_patterns_of_schemas_are_rewritten_and_values_are_not() -> None:
 def test_counts_that_python_does_not_read_are_refused(byte_vocab: Any, grammar: Grammar) -> None:
     with pytest.raises(RequestError, match="5000 digits"):
         byte_vocab.compiler.compile(Grammar(grammar.kind, grammar.text % ("9" * 5000)))
+
+
+class Broken:
+    """A matcher of the library after a bug of its own."""
+
+    def is_error(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return "panic: assertion failed: !state.is_dead()\n   0: std::backtrace\n at /home/x/parser.rs:12\n<state>..."
+
+
+def test_bugs_of_the_library_are_for_the_log(
+    byte_vocab: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("llguidance.LLMatcher", lambda *_, **__: Broken())
+    with pytest.raises(RequestError) as refused:
+        byte_vocab.compiler.compile(Grammar("regex", "a(b|c)d{1,7}"))
+    assert str(refused.value) == "regex: the grammar cannot be used: the grammar library fails on it"
+    with pytest.raises(RequestError) as later:
+        GrammarState(byte_vocab.compiler._load(), Broken())._raise_if_broken()
+    assert str(later.value) == "the grammar became too complex: the grammar library fails on it"
+    assert caplog.text.count("parser.rs:12") == 2

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from draftwing.errors import RequestError
 from draftwing.grammar.ebnf import GrammarError, to_lark
 from draftwing.grammar.limits import MAX_CHARS, lark_regex, on_large_stack, schema_text
-from draftwing.grammar.state import GrammarState, Mask, Vocabulary
+from draftwing.grammar.state import GrammarState, Mask, Vocabulary, reason
 from draftwing.grammar.structural import to_lark_grammar
 from draftwing.requests.grammar_field import Grammar
 
@@ -63,9 +63,9 @@ def _parse(text: str) -> Any:
         raise GrammarError(f"it is not valid JSON: {error}") from None
 
 
-def _refusal(grammar: Grammar, reason: str, param: str | None) -> RequestError:
+def _refusal(grammar: Grammar, why: str, param: str | None) -> RequestError:
     name = param or _PARAMS.get(grammar.kind, grammar.kind)
-    lines = [line.strip() for line in reason.split("<state>")[0].splitlines() if line.strip()]
+    lines = [line.strip() for line in why.splitlines() if line.strip()]
     short = " ".join(lines)[:_REASON_CHARS]
     return RequestError(f"{name}: the grammar cannot be used: {short}", name)
 
@@ -154,14 +154,14 @@ class GrammarCompiler:
             raise _refusal(grammar, str(error), param) from None
         matcher = on_large_stack(lambda: llguidance.LLMatcher(vocabulary.tokens, text, log_level=0, limits=_limits()))
         if matcher.is_error():
-            raise _refusal(grammar, matcher.get_error(), param)
+            raise _refusal(grammar, reason(matcher), param)
         # The first mask builds the automaton's start, which all copies then share, and shows whether it is too large.
         state = GrammarState(vocabulary, matcher)
         try:
             empty = not state.mask().any()
         except RequestError as error:
-            reason = "no text fulfils it" if "NoExtension" in matcher.get_error() else str(error)
-            raise _refusal(grammar, reason, param) from None
+            why = "no text fulfils it" if "NoExtension" in matcher.get_error() else str(error)
+            raise _refusal(grammar, why, param) from None
         if empty and not state.done:
             raise _refusal(grammar, "no text fulfils it", param)
         return matcher

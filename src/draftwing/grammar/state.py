@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,17 @@ import numpy.typing as npt
 
 from draftwing.errors import RequestError
 
+logger = logging.getLogger(__name__)
 Mask = npt.NDArray[np.uint32]  # [W], W = ceil(V / 32): bit i % 32 of word i // 32 is token i, 1 when it is allowed
+
+
+def reason(matcher: Any) -> str:
+    """What the library says about an error of its matcher. What it says about a bug of its own is for the log."""
+    told: str = matcher.get_error()
+    if "panic: " in told or "panicked at" in told:
+        logger.error("the grammar library failed: %.2000s", told)
+        return "the grammar library fails on it"
+    return told.split("<state>")[0].strip()
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +101,7 @@ class GrammarState:
 
     def _raise_if_broken(self) -> None:
         if self._matcher.is_error():
-            reason = self._matcher.get_error().split("<state>")[0].strip()[:300]
-            raise RequestError(f"the grammar became too complex: {reason}", "grammar")
+            raise RequestError(f"the grammar became too complex: {reason(self._matcher)[:300]}", "grammar")
 
     def advance(self, token: int) -> bool:
         """Takes `token`; False, and nothing changes, if it is illegal. Raises RequestError as `mask`."""
