@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from block_ops import BlockTorchOps
+from group_ops import GroupTorchOps
 
 from draftwing.config.options import Options
 from draftwing.engine.device import Device, pick_dtype
@@ -14,6 +15,7 @@ from draftwing.engine.precision import pick_precision
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.ops.torch.ops import TorchOps
 
 CPU = torch.device("cpu")
@@ -24,6 +26,7 @@ class AllKinds(BlockTorchOps):
 
 
 BLOCKS, PLAIN = Device(CPU, AllKinds(CPU)), Device(CPU, TorchOps(CPU))
+GROUPS = Device(CPU, GroupTorchOps(CPU))
 
 
 class GpuOps(TorchOps):
@@ -47,6 +50,28 @@ def test_dense_weights(options: dict[str, Any], device: Device) -> None:
     found = pick_precision(Options(**options), device, None)
     assert found.weights == found.head_weights == DENSE
     assert found.dtype == found.kv_dtype == pick_dtype(options.get("dtype", "auto"), device, None)
+
+
+def test_weights_that_stay_quantised() -> None:
+    half = {"dtype": "bfloat16"}
+    for options, scheme in (({}, None), ({"quantization": "fp8"}, "fp8"), ({"quantization": "w4a16"}, "w4a16")):
+        found = pick_precision(Options(**options, **half), GROUPS, None)
+        assert found.weights == GroupFormat(scheme) and found.head_weights == DENSE
+        assert isinstance(found.weights, GroupFormat) and found.weights.ops is GROUPS.ops
+        assert found.dtype == found.kv_dtype == torch.bfloat16
+    assert pick_precision(Options(quantization="none", **half), GROUPS, None).weights == DENSE
+    for kind, dtype, expected in (("fp8", "float16", "bfloat16"), ("w4a16", "float32", "bfloat16 or float16")):
+        with pytest.raises(ConfigError, match=rf"--quantization {kind} beside --dtype {dtype}: expected {expected}$"):
+            pick_precision(Options(quantization=kind, dtype=dtype), GROUPS, None)
+    with pytest.raises(ConfigError, match=r"--quantization q4_0: .*Use fp8, w4a16, none or auto"):
+        pick_precision(Options(quantization="q4_0"), GROUPS, None)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fp8", "Q8_0"), ("w4a16", "Q4_0")])
+def test_what_a_gpu_has_is_blocks_on_a_cpu(name: str, kind: str) -> None:
+    assert pick_precision(Options(quantization=name), BLOCKS, None).weights == BlockFormat(kind)
+    with pytest.raises(ConfigError, match=rf"--quantization {name}: .*Use none or auto"):
+        pick_precision(Options(quantization=name), PLAIN, None)
 
 
 def test_the_types_of_the_pool() -> None:

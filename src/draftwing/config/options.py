@@ -45,9 +45,10 @@ class Options:
     )  # fmt: skip
     quantization: str = option(
         "auto", MODEL,
-        "blocks in which a CPU multiplies weights, which halves or quarters them and rounds activations to 8 bits; "
-        "those of a .gguf file stay as they lie there, others become what is named; auto: q8_0 on a CPU with --dtype "
-        "auto, else none", choices=("auto", "none", "q8_0", "q4_0", "q4_k"),
+        "what weights become that are not quantised in the checkpoint. On a GPU fp8 (a scale for each row) or w4a16 (4 "
+        "bits in groups of 128); auto: nothing. On a CPU blocks, and activations are rounded to 8 bits: q8_0 (fp8 is "
+        "the same), q4_0 (w4a16), q4_k; auto: q8_0 with --dtype auto. Quantised weights stay so where there are "
+        "kernels; none: multiplied out", choices=("auto", "none", "q8_0", "q4_0", "q4_k", "fp8", "w4a16"),
     )  # fmt: skip
     load_format: str = option(
         "auto", MODEL, "dummy: random weights from config.json alone, for timing; every output says so",

@@ -12,6 +12,12 @@ from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import SAFE_KIND, BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.groups import GroupFormat
+from draftwing.ops.groups import SCHEMES
+
+_AS_BLOCKS = {"fp8": "Q8_0", "w4a16": "Q4_0"}  # on a CPU, by the name that they have on a GPU
+# Types of activations that a GPU has kernels for.
+_TAKEN = {"fp8": (torch.bfloat16,), "w4a16": (torch.bfloat16, torch.float16)}
 
 
 class Precision(NamedTuple):
@@ -29,7 +35,7 @@ def pick_precision(options: Options, device: Device, checkpoint: torch.dtype | N
     kind = _block_kind(options, device)
     if kind is None:
         dtype = pick_dtype(options.dtype, device, checkpoint)
-        return Precision(dtype, _kv_dtype(options, device, dtype, dtype))
+        return Precision(dtype, _kv_dtype(options, device, dtype, dtype), _unblocked(options, device, dtype))
     # Activations are rounded to 8 bits in blocks before each product; what lies between products stays in float32.
     kv_dtype = _kv_dtype(options, device, torch.float32, torch.bfloat16)
     return Precision(torch.float32, kv_dtype, BlockFormat(kind, device.ops), BlockFormat(SAFE_KIND, device.ops))
@@ -42,15 +48,31 @@ def _block_kind(options: Options, device: Device) -> str | None:
         return None
     if asked == "auto":
         return SAFE_KIND
-    kind, option = asked.upper(), f"--quantization {asked}"
+    if asked in _AS_BLOCKS and device.ops.keeps_groups:
+        return None
+    kind, option = _AS_BLOCKS.get(asked, asked.upper()), f"--quantization {asked}"
     if kind not in known:
+        other = "fp8, w4a16, " if device.ops.keeps_groups else ""
         raise ConfigError(
             f"{option}: weights are multiplied in blocks on a CPU (--device cpu), by our C extension, which is built "
-            "where draftwing is installed with a compiler, unless DRAFTWING_NATIVE=0. Use none or auto"
+            f"where draftwing is installed with a compiler, unless DRAFTWING_NATIVE=0. Use {other}none or auto"
         )
     if options.dtype not in ("auto", "float32"):
         raise ConfigError(f"{option} computes in float32 between products: leave out --dtype {options.dtype}")
     return kind
+
+
+def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFormat:
+    """The format of weights that do not become blocks."""
+    if options.quantization == "none" or not device.ops.keeps_groups:
+        return DENSE
+    scheme = options.quantization if options.quantization in SCHEMES else None
+    if scheme is not None and dtype not in _TAKEN[scheme]:
+        raise ConfigError(
+            f"--quantization {scheme} beside --dtype {str(dtype).removeprefix('torch.')}: expected "
+            f"{' or '.join(str(taken).removeprefix('torch.') for taken in _TAKEN[scheme])}"
+        )
+    return GroupFormat(scheme, device.ops)
 
 
 def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:

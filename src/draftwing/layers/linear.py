@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -70,3 +72,8 @@ class Linear(nn.Module):
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., in_features], ids [..., K] -> the outputs `ids` summed in float32, [..., K] float32"""
         return self.op.exact_logits(hidden, ids, self._ops)
+
+
+def operations(module: nn.Module) -> Iterator[LinearOp]:
+    """Those of all `Linear`s of the module, each once."""
+    return (part.op for part in module.modules() if isinstance(part, Linear))

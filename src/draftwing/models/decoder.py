@@ -17,7 +17,6 @@ from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode
-from draftwing.layers.linear_ops.packed_blocks import PackedBlocks
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table
@@ -172,15 +171,14 @@ class DecoderModel(nn.Module):
         return self.lm_head.exact_logits(hidden, ids)
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of the matrices that every forward with logits reads, by type: `bfloat16`, or a kind of blocks."""
+        """Bytes of the matrices that every forward with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ..."""
         sizes: Counter[str] = Counter()
         dense = self.norm.weight.dtype
         for part in self.modules():  # a tied head once
             if not isinstance(part, Linear) or (part is self.embed.table and part is not self.lm_head):
                 continue
-            in_blocks = part.op.sizes if isinstance(part.op, PackedBlocks) else Counter()
             values = part.out_features * part.in_features
-            sizes += in_blocks or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
+            sizes += part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
         return dict(sizes)
 
     def pack(self, ops: LayerOps, deterministic: bool = False) -> None:

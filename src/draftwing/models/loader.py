@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import dequantized, open_gguf
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.blocks import block_sizes, log_blocks
+from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
@@ -88,7 +89,7 @@ def load_model(
     path = Path(path)
     config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format)
     if config.weight_format == DENSE:
-        config = replace(config, weight_format=weight_format, vocab_format=weight_format)
+        config = replace(config, weight_format=weight_format, vocab_format=weight_format.of_vocabulary)
     if most_bytes is not None:
         check_size(config, dtype, most_bytes)
     model = DecoderModel(config, dtype, "meta")
@@ -98,16 +99,17 @@ def load_model(
     else:
         fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
     model.set_max_positions(config.max_positions)
-    size = sum(p.nbytes for p in model.parameters()) + block_sizes(model).total()
+    size = sum(p.nbytes for p in model.parameters()) + sum(op.sizes.total() for op in operations(model))
     what = "random weights made (load_format dummy: the text is worthless)" if dummy else "weights loaded"
     logger.info("%s: %.2f s, %.2f GB", what, time.perf_counter() - started, size / 1e9)
     log_blocks(model)
+    log_groups(model)
     return model.requires_grad_(False)
 
 
 def check_size(config: ModelConfig, dtype: torch.dtype, most_bytes: int) -> None:
     """Raises CheckpointError where a model of this config cannot fit, whatever its files hold."""
-    size = 0.5 if config.weight_format.takes_blocks else dtype.itemsize  # bytes of a weight, at least
+    size = config.weight_format.least_bytes(dtype, config.quantization is not None)
     table = 2 * config.head_dim * config.max_positions * dtype.itemsize
     needed = config.matrix_weights * size + table
     if needed > most_bytes:

@@ -187,3 +187,49 @@ def _from_fp8_tiles(tiles: Tensor, chunks: int) -> Tensor:
     first = words >> 8 & 128 | words >> 4 & 127
     second = words >> 4 & 128 | words & 15 | (words >> 12 & 7) << 4
     return torch.stack((first, second), -2).flatten(4).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+# -- quantising -------------------------------------------------------------------------------------------------------
+
+SCHEMES = ("fp8", "w4a16")
+_GROUP = 128  # columns
+_LARGEST_FP8 = 448.0
+_TRIED = 12  # scales of a group, of which the one with the least error is taken
+_ROWS = 1024  # that are quantised at a time
+
+
+def quantized(weight: Tensor, scheme: str) -> QuantizedRows:
+    """weight [rows, columns] floating point -> the same, on its device, as one of `SCHEMES` has it: `fp8`, with a scale
+    for each row; `w4a16`, 4 bits in groups of 128 columns. Scales are bfloat16."""
+    parts = [_ROUNDED[scheme](part.float()) for part in weight.split(_ROWS)]
+    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    wide = weight.shape[1] if scheme == "fp8" else _GROUP
+    return QuantizedRows(codes, 8 if scheme == "fp8" else 4, scales, None, 1, wide, None)
+
+
+def _to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (weight.abs().amax(1, keepdim=True) / _LARGEST_FP8).clamp_min(1e-30).bfloat16()
+    return (weight / scales.float()).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn), scales
+
+
+def _to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    columns = weight.shape[1]
+    groups = torch.nn.functional.pad(weight, (0, -columns % _GROUP)).unflatten(1, (-1, _GROUP))
+    # What the value that is farthest from 0 becomes, which is then clipped or rounded; the scale has its sign.
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    best = best_scales = best_error = None
+    for i in range(_TRIED):
+        scales = (extreme / (-9.5 + 0.25 * i)).bfloat16()
+        codes = (groups / torch.where(scales == 0, 1, scales).float()).round().clamp(-8, 7)
+        error = (codes * scales.float() - groups).square().sum(2, keepdim=True)
+        if best is None or best_scales is None or best_error is None:
+            best, best_scales, best_error = codes, scales, error
+            continue
+        better = error < best_error
+        best, best_scales = torch.where(better, codes, best), torch.where(better, scales, best_scales)
+        best_error = torch.minimum(error, best_error)
+    assert best is not None and best_scales is not None
+    return best.flatten(1)[:, :columns].to(torch.int8), best_scales.squeeze(2)
+
+
+_ROUNDED = {"fp8": _to_fp8, "w4a16": _to_int4}

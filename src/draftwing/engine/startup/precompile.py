@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftwing.engine.device import Device
+    from draftwing.models.quantised.config import Quantization
+    from draftwing.ops.cuda.gemm_groups import Width
 
 log = logging.getLogger("draftwing")
 
@@ -186,9 +188,24 @@ def compile_launch(launch: Launch) -> None:
 
 
 def _compile_products(job: Job) -> None:
-    from draftwing.ops.cuda.gemm import compile_ahead
+    from draftwing.models.loader import load_config
+    from draftwing.ops.cuda import gemm, gemm_groups
 
-    compile_ahead(job.dtype, job.capability)
+    gemm.compile_ahead(job.dtype, job.capability)
+    for width in _widths(job.options.quantization, load_config(job.path).quantization):
+        gemm_groups.compile_ahead(job.dtype, width, job.capability)
+
+
+def _widths(asked: str, stored: Quantization | None) -> set[Width]:
+    """Of the weights that stay quantised, as far as the config says. asked: `--quantization`."""
+    from draftwing.ops.cuda.gemm_groups import Width
+
+    if asked == "none":
+        return set()
+    schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
+    made = {"fp8": Width(8, False), "w4a16": Width(4, False)}
+    found = {Width(8, False) if scheme.real else Width(4, not scheme.symmetric) for scheme in schemes}
+    return found | ({made[asked]} if asked in made else set())
 
 
 class _Driver:

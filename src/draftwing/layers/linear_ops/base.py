@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -48,6 +49,11 @@ class LinearOp:
 
     def __init__(self, layer: Linear) -> None:
         self.layer = layer
+
+    @property
+    def sizes(self) -> Counter[str]:
+        """Bytes of a weight that is no parameter, by type."""
+        return Counter()
 
     @property
     def stored(self) -> Tensor | None:
@@ -97,6 +103,15 @@ class WeightFormat:
     for configs that have them are compared."""
 
     takes_blocks: ClassVar[bool] = False  # whether operations keep `BlockRows`
+
+    @property
+    def of_vocabulary(self) -> WeightFormat:
+        """The format of a model's embedding and head, where this is that of its layers."""
+        return self
+
+    def least_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
+        """What a weight takes at least. dtype: of activations; quantized: the checkpoint has quantised matrices."""
+        return 0.5 if self.takes_blocks else dtype.itemsize
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
         """Registers the layer's parameters, not filled. dtype: of x, the bias and the result."""

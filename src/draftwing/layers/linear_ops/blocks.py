@@ -96,6 +96,10 @@ class Blocks(LinearOp):
             del self.layer.weight  # nothing is missing
         return True
 
+    @property
+    def sizes(self) -> Counter[str]:
+        return sizes_of(self._parts.values())
+
     def dense_weight(self) -> Tensor:
         parts = [dequantized(rows.data.numpy(), rows.kind) for rows in self._in_order()]
         return torch.cat([torch.from_numpy(part) for part in parts]).to(self._dtype)
@@ -113,10 +117,8 @@ def block_sizes(module: nn.Module) -> Counter[str]:
     sizes: Counter[str] = Counter()
     for part in module.modules():
         op = getattr(part, "op", None)
-        if isinstance(op, PackedBlocks):
+        if isinstance(op, PackedBlocks | Blocks):
             sizes += op.sizes
-        elif isinstance(op, Blocks):
-            sizes += sizes_of(op._parts.values())
     return sizes
 
 

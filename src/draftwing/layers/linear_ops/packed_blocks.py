@@ -27,8 +27,12 @@ class PackedBlocks(LinearOp):
 
     def __init__(self, layer: Linear, ops: LayerOps, parts: list[BlockRows], dtype: torch.dtype) -> None:
         super().__init__(layer)
-        self.sizes = sizes_of(parts)
+        self._sizes = sizes_of(parts)
         self.few_rows = ops.block_gemm(parts, dtype)
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return self._sizes
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False

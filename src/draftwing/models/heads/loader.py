@@ -19,8 +19,9 @@ from torch import Tensor
 
 from draftwing.config.drafters import find_drafter, head_drafter
 from draftwing.errors import CheckpointError
+from draftwing.layers.linear import operations
 from draftwing.layers.linear_ops.base import WeightFormat
-from draftwing.layers.linear_ops.blocks import block_sizes, log_blocks
+from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -321,7 +322,7 @@ def _finish(head: Head, token_ids: Tensor | None, started: float, dummy: bool) -
         "draft head %s: %.2f s, %.2f GB; %s, layers %d, hidden states %s of the target, %d tokens",
         "made of random weights (load_format dummy)" if dummy else "loaded",
         time.perf_counter() - started,
-        (sum(p.nbytes for p in head.parameters()) + block_sizes(head).total()) / 1e9,
+        (sum(p.nbytes for p in head.parameters()) + sum(op.sizes.total() for op in operations(head))) / 1e9,
         type(head).__name__,
         head.config.num_layers,
         ", ".join(map(str, head.aux_layers)),

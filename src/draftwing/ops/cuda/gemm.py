@@ -130,24 +130,31 @@ class SmallMGemm:
         for tile in (*_SMALL, _LARGE):
             self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
-        kind = "plain" if residual is None else "add_long" if weight.shape[1] >= LONG else "add"
-        return self._run(kind, x, weight, bias, residual, weight.shape[0])
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once.
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        fresh: the weight is the result of an earlier kernel, and nothing of it may be read ahead.
+        """
+        kind = "plain" if residual is None else "add_long" if weight.shape[1] >= LONG else "add"
+        return self._run(kind, x, weight, bias, residual, weight.shape[0], fresh)
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
-        return self._run("silu", x, weight, bias, None, weight.shape[0] // 2)
+        return self._run("silu", x, weight, bias, None, weight.shape[0] // 2, fresh)
 
     def _run(
-        self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, width: int
-    ) -> Tensor:
+        self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, width: int,
+        fresh: bool,
+    ) -> Tensor:  # fmt: skip
         x = x.contiguous()
         rows, depth = x.shape
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
         kernel, shape = self._kernels[kind, tile_of(rows, weight.shape[0], self._processors)]
         out = x.new_empty(rows, width)
-        kernel(shape.grid(kind, rows, width), x, weight, bias, residual, out, rows, width, depth)
+        grid = shape.grid(kind, rows, width)
+        kernel(grid, x, weight, bias, residual, out, rows, width, depth, overlap=not fresh)
         return out
 
 

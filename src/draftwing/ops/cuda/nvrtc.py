@@ -48,7 +48,8 @@ class Kernel:
         self._attributes = (_Attribute * 1)(attribute)
         self._programmatic = programmatic
 
-    def __call__(self, grid: Sequence[int], *args: Arg) -> None:
+    def __call__(self, grid: Sequence[int], *args: Arg, overlap: bool = True) -> None:
+        """overlap: where the kernel was made programmatic, it comes up while the one before it runs."""
         values: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
         for arg in args:
             if isinstance(arg, int):
@@ -61,7 +62,7 @@ class Kernel:
         grid = [*grid, 1, 1][:3]
         config = _Config(*grid, self._threads, 1, 1, self._shared)
         config.stream = torch.cuda.current_stream().cuda_stream
-        config.attributes, config.count = self._attributes, int(self._programmatic)
+        config.attributes, config.count = self._attributes, int(self._programmatic and overlap)
         _check(self._driver, self._driver.cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None))
 
 

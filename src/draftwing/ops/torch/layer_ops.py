@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops import groups
 from draftwing.ops.attention import Attend, HeadNorms
+from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, QuantizedRows
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
 
@@ -27,12 +29,34 @@ class FewRowsGemm(Protocol):
 class SmallMGemm(Protocol):
     """A GEMM that gives a row the same bits among any number of rows, and is the fastest for few."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
+        """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once.
+
+        fresh: the weight is the result of an earlier operation, not a constant.
+        """
+        ...
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
+        ...
+
+
+class GroupGemm(Protocol):
+    """GEMMs with weights quantised in groups, for few rows. The bits are those that a `SmallMGemm` gives for the matrix
+    multiplied out. Columns of x are in the order of the packed weight."""
+
+    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once."""
         ...
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
+        ...
+
+    def dense(self, weight: PackedGroups) -> Tensor:
+        """The matrix [N, K], columns in the order of the packed weight."""
         ...
 
 
@@ -189,6 +213,20 @@ class LayerOps:
     def quantize(self, weight: Tensor, kind: str) -> BlockRows:
         """weight [rows, columns] floating point -> the same in blocks of one of `block_kinds`."""
         raise NotImplementedError
+
+    keeps_groups = False  # whether there are GEMMs for `PackedGroups`
+
+    def group_gemm(self, weight: PackedGroups) -> GroupGemm:
+        """The GEMMs for such a weight; only where `keeps_groups`."""
+        raise NotImplementedError
+
+    def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
+        """rows, to which `groups.why_not` has nothing to say, on this device. dtype: of activations."""
+        return groups.pack(rows, dtype, rows.codes.device)
+
+    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
+        """weight [rows, columns] floating point -> the same as one of `groups.SCHEMES` has it, on this device."""
+        return groups.quantized(weight, scheme)
 
     def gemm_keeps_bits(self, weight: Tensor) -> bool:
         """Whether GEMMs with this weight give a row the same bits in any batch, without `small_m_gemm`."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from draftwing.ops.cuda import gemm
-from draftwing.ops.torch.layer_ops import LayerOps, SmallMGemm
+from draftwing.ops import groups
+from draftwing.ops.cuda import gemm, gemm_groups
+from draftwing.ops.groups import PackedGroups
+from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, SmallMGemm
 from draftwing.ops.triton import layers
+from draftwing.ops.types import QuantizedRows
 
 
 class TritonLayerOps(LayerOps):
     """Overrides those of `LayerOps` that GPUs have kernels for."""
 
+    device: torch.device
     norm_adds_residual = True
 
     rms_norm = staticmethod(layers.rms_norm)
@@ -28,3 +33,17 @@ class TritonLayerOps(LayerOps):
 
     def small_m_gemm(self, weight: Tensor) -> SmallMGemm | None:
         return gemm.small_m_gemm(weight.device, weight.dtype) if gemm.takes(weight) else None
+
+    @property
+    def keeps_groups(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
+
+    def group_gemm(self, weight: PackedGroups) -> GroupGemm:
+        width = gemm_groups.Width(weight.bits, weight.zeros is not None)
+        return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, width)
+
+    def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
+        return groups.pack(rows, dtype, self.device)
+
+    def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
+        return groups.quantized(weight.to(self.device), scheme)

@@ -1,0 +1,167 @@
+"""Weights that stay quantised on a GPU: codes and scales by group, as a checkpoint's quantiser left them or ours."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.dense import Dense, DenseFormat
+from draftwing.ops.groups import PackedGroups, join, unpacked, why_not
+from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.ops.types import BlockRows, QuantizedRows
+
+if TYPE_CHECKING:
+    from draftwing.layers.linear import Linear
+
+logger = logging.getLogger(__name__)
+
+# Up to this many rows weights are dequantised in registers, by a kernel that reads them once for 64 rows; beyond, a
+# matrix is multiplied out first and then has the GEMMs of a dense one.
+_FEW = 128
+
+
+@dataclass(frozen=True)
+class GroupFormat(WeightFormat):
+    """Quantised rows as they come, as far as there are kernels for them. Others are quantised as `scheme` says, or stay
+    dense. So do embeddings and the head."""
+
+    scheme: str | None = None  # of `draftwing.ops.groups.SCHEMES`
+    ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
+
+    @property
+    def of_vocabulary(self) -> WeightFormat:
+        return DenseFormat()
+
+    def least_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
+        return 0.5 if quantized or self.scheme is not None else dtype.itemsize
+
+    def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> LinearOp:
+        DenseFormat().create(layer, dtype, device)
+        return Groups(layer, self, dtype)
+
+    def slices(self, layer: str, start: int, rows: int) -> dict[str, ParamSlice]:
+        return DenseFormat().slices(layer, start, rows)
+
+
+class Groups(Dense):
+    """As loaded: quantised rows in parts by where they start; the rest is in the parameter, which may be all."""
+
+    def __init__(self, layer: Linear, form: GroupFormat, dtype: torch.dtype) -> None:
+        super().__init__(layer)
+        self._format, self._dtype = form, dtype
+        self._parts: dict[int, PackedGroups] = {}
+        self.kept: Counter[str] = Counter()  # parts, by what they were
+        self.refused: Counter[str] = Counter()
+
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:
+        if not part.param.endswith("weight") or isinstance(value, BlockRows):
+            return False
+        if isinstance(value, Tensor):
+            if self._format.scheme is None or not value.is_floating_point() or value.element_size() == 1:
+                return False
+            value = self._format.ops.quantize_groups(value, self._format.scheme)
+        reason = why_not(value, self._dtype)
+        if reason is not None:
+            self.refused[f"{value.label}: {reason}"] += 1
+            return False
+        assert part.axis == 0 and part.start not in self._parts
+        self._parts[part.start] = self._format.ops.pack_groups(value, self._dtype)
+        self.kept[value.label] += 1
+        if sum(rows.rows for rows in self._parts.values()) == self.layer.out_features:
+            del self.layer.weight  # nothing is missing
+        return True
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return sum((sizes_of(part) for part in self._parts.values()), Counter[str]())
+
+    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
+        if not self._parts:
+            return None
+        whole = None if hasattr(self.layer, "weight") else join([self._parts[at] for at in sorted(self._parts)])
+        if whole is not None:
+            self._parts.clear()
+            return PackedLinear(self.layer, ops, whole, mode)
+        self._multiply_out()
+        return None
+
+    def _multiply_out(self) -> None:
+        """What one kernel does not read at once: parts that are dense, or quantised in different ways."""
+        device = next(iter(self._parts.values())).codes.device
+        weight = getattr(self.layer, "weight", None)
+        if weight is None:
+            weight = torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device=device)
+            self.layer.weight = nn.Parameter(weight, False)
+        for start, part in self._parts.items():
+            weight.detach()[start : start + part.rows] = unpacked(part)
+        self._parts.clear()
+
+
+class PackedLinear(LinearOp):
+    """The device's kernels for few rows of activations; for more, the matrix multiplied out for the time of one GEMM.
+
+    Without deterministic mode the two round differently, as the two GEMMs of a dense weight do.
+    """
+
+    def __init__(self, layer: Linear, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
+        super().__init__(layer)
+        self._weight = weight
+        self._gemm = ops.group_gemm(weight)
+        self._exact = ops.small_m_gemm(weight.scales.new_empty(1, weight.columns)) if mode.deterministic else None
+        if mode.deterministic and self._exact is None:
+            raise ConfigError(f"--enable-deterministic-inference: expected {mode.name} on a device with GEMMs for it")
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        x = self._ordered(x)
+        if x.shape[0] <= _FEW:
+            return self._gemm.linear(x, self._weight, bias, residual)
+        weight = self._gemm.dense(self._weight)
+        if self._exact is not None:
+            return self._exact.linear(x, weight, bias, residual, fresh=True)
+        if overwrite and residual is not None and bias is None:
+            return residual.addmm_(x, weight.t())
+        y = F.linear(x, weight, bias)
+        return y if residual is None else y + residual
+
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        if self._weight.rows % 32 or (x.shape[0] > _FEW and self._exact is None):
+            return None
+        x = self._ordered(x)
+        if x.shape[0] <= _FEW:
+            return self._gemm.gated(x, self._weight, bias)
+        assert self._exact is not None
+        return self._exact.gated(x, self._gemm.dense(self._weight), bias, fresh=True)
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return sizes_of(self._weight)
+
+    def dense_weight(self) -> Tensor:
+        return unpacked(self._weight)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x if self._weight.order is None else x.index_select(1, self._weight.order)
+
+
+def sizes_of(weight: PackedGroups) -> Counter[str]:
+    """Bytes, by type."""
+    return Counter({"fp8" if weight.bits == 8 else "int4": weight.nbytes})
+
+
+def log_groups(module: nn.Module) -> None:
+    """Says of a loaded model, not packed yet, which of its matrices stay quantised, and why others do not."""
+    ops = [part.op for part in module.modules() if hasattr(part, "op") and isinstance(part.op, Groups)]
+    for what, count in sorted(sum((op.kept for op in ops), Counter[str]()).items()):
+        logger.info("%d tensors in %s: kept", count, what)
+    for what, count in sorted(sum((op.refused for op in ops), Counter[str]()).items()):
+        logger.warning("%d tensors in %s, for which there is no kernel", count, what)

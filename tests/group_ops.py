@@ -1,0 +1,57 @@
+"""Operations whose GEMMs dequantise weights that stay quantised: what a GPU has kernels for, anywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.groups import PackedGroups, unpacked
+from draftwing.ops.torch.ops import TorchOps
+
+
+class RowByRow:
+    """A row has the same bits among any number, for rows are multiplied one by one."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
+        y = torch.stack([(weight.float() * row.float()).sum(1) for row in x])
+        y = y if bias is None else y + bias.float()
+        return (y if residual is None else y + residual.float()).to(x.dtype)
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
+        gate, up = self.linear(x.float(), weight, bias).chunk(2, 1)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+class TorchGroupGemm:
+    def __init__(self) -> None:
+        self.rows: list[int] = []  # of the calls
+
+    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        self.rows.append(len(x))
+        return RowByRow().linear(x, self.dense(weight), bias, residual)
+
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor:
+        self.rows.append(len(x))
+        return RowByRow().gated(x, self.dense(weight), bias)
+
+    def dense(self, weight: PackedGroups) -> Tensor:
+        return unpacked(weight._replace(order=None))
+
+
+class GroupTorchOps(TorchOps):
+    keeps_groups = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.gemm = TorchGroupGemm()
+
+    def group_gemm(self, weight: PackedGroups) -> TorchGroupGemm:
+        return self.gemm
+
+    def small_m_gemm(self, weight: Tensor) -> RowByRow:
+        return RowByRow()
+
+    def packs_with_onednn(self, weight: Tensor) -> bool:
+        return False

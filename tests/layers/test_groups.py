@@ -1,0 +1,165 @@
+"""Weights that stay quantised: parts of a fused matrix, groups in the order of activations, what is multiplied out."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from group_ops import GroupTorchOps, RowByRow
+from torch import Tensor
+
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import PackMode, ParamSlice
+from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
+from draftwing.ops.types import QuantizedRows
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+COLUMNS = 128
+
+
+def int4(rows: int, seed: int = 0, zeros: bool = False, wide: int = 64, order: int | None = None) -> QuantizedRows:
+    made = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-8, 8, (rows, COLUMNS), generator=made).to(torch.int8)
+    scales = (torch.rand(rows, -(-COLUMNS // wide), generator=made) / 16).to(BF16)
+    zero = torch.randint(-8, 8, scales.shape, generator=made).to(torch.int16) if zeros else None
+    group_of = torch.arange(COLUMNS) // wide
+    if order is not None:
+        group_of = group_of[torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(order))]
+    return QuantizedRows(codes, 4, scales, zero, 1, wide, None if order is None else group_of)
+
+
+def fp8(rows: int, tall: int = 1, wide: int = COLUMNS) -> QuantizedRows:
+    made = torch.Generator().manual_seed(7)
+    codes = torch.randn(rows, COLUMNS, generator=made).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // tall), -(-COLUMNS // wide), generator=made).to(BF16)
+    return QuantizedRows(codes, 8, scales, None, tall, wide, None)
+
+
+def made(ops: GroupTorchOps, *parts: QuantizedRows | Tensor, scheme: str | None = None, **mode: bool) -> Linear:
+    """A packed `Linear` whose weight came in these parts."""
+    rows = [len(part.codes) if isinstance(part, QuantizedRows) else len(part) for part in parts]
+    layer = Linear(COLUMNS, sum(rows), False, BF16, torch.device("meta"), GroupFormat(scheme, ops))
+    start = 0
+    for part, size in zip(parts, rows, strict=True):
+        place = ParamSlice("weight", start, size)
+        if not layer.op.keep(place, part):
+            if layer.weight.is_meta:
+                layer.weight = torch.nn.Parameter(torch.empty(sum(rows), COLUMNS, dtype=BF16), False)
+            place.of(layer.weight).copy_(part.dense(BF16) if isinstance(part, QuantizedRows) else part)
+        start += size
+    layer.pack(ops, PackMode(**mode))
+    return layer
+
+
+def values(*parts: QuantizedRows | Tensor) -> Tensor:
+    return torch.cat([part.dense(BF16) if isinstance(part, QuantizedRows) else part for part in parts])
+
+
+def inputs(rows: int) -> Tensor:
+    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(3)).to(BF16)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (int4(32), int4(16, 1), int4(16, 2)),
+        (int4(32), int4(32, 1, zeros=True)),
+        (int4(32, wide=64), int4(32, 1, wide=128)),
+        (int4(32, order=5), int4(32, 1, order=5)),
+        (fp8(32), fp8(32)),
+        (fp8(32, tall=16, wide=64), fp8(32, tall=32)),
+    ],
+    ids=["q.k.v", "zeros of one part", "two sizes of groups", "order", "fp8", "blocks and a scale"],
+)
+def test_parts_of_one_matrix(parts: tuple[QuantizedRows, ...]) -> None:
+    ops = GroupTorchOps(CPU)
+    layer = made(ops, *parts)
+    assert isinstance(layer.op, PackedLinear) and not list(layer.parameters())
+    expected = values(*parts)
+    assert torch.equal(layer.dense_weight(), expected)
+    assert torch.equal(layer.rows(torch.tensor([3, 40])), expected[[3, 40]])
+    x, residual = inputs(5), torch.randn(5, len(expected)).to(BF16)
+    right = x.double() @ expected.double().T
+    torch.testing.assert_close(layer(x).double(), right, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(layer(x, residual).double(), right + residual.double(), rtol=1e-2, atol=2e-2)
+    gate, up = right.chunk(2, 1)
+    torch.testing.assert_close(layer.gated(x).double(), torch.nn.functional.silu(gate) * up, rtol=2e-2, atol=2e-2)
+    assert ops.gemm.rows == [5, 5, 5]
+    bits = 8 if parts[0].bits == 8 else 4
+    (kind,) = layer.op.sizes
+    assert kind == ("fp8" if bits == 8 else "int4")
+    assert layer.op.sizes[kind] >= expected.numel() * bits // 8
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(int4(32), fp8(32)), (int4(32), torch.randn(32, COLUMNS).to(BF16)), (int4(32, order=5), int4(32, 1, order=6))],
+    ids=["two widths", "one is dense", "two orders"],
+)
+def test_parts_that_no_kernel_reads_at_once_are_multiplied_out(parts: tuple[QuantizedRows | Tensor, ...]) -> None:
+    layer = made(GroupTorchOps(CPU), *parts)
+    assert not isinstance(layer.op, PackedLinear)
+    assert torch.equal(layer.dense_weight(), values(*parts))
+
+
+def test_what_has_no_kernel_is_refused_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    odd = QuantizedRows(torch.zeros(32, COLUMNS, dtype=torch.int8), 8, torch.ones(32, 1), None, 1, COLUMNS, None)
+    reasons = {
+        "integers of 8 bits": odd,
+        "groups of 32 columns": int4(32, wide=32),
+        "a shape of 24 x 128": int4(24),
+        "a scale of 1000": fp8(32)._replace(scales=torch.full((32, 1), 1000.0)),
+        "groups of different sizes": int4(32)._replace(group_of=(torch.arange(COLUMNS) > 3).long()),
+    }
+    for reason, part in reasons.items():
+        form = GroupFormat(None, GroupTorchOps(CPU))
+        layer = Linear(COLUMNS, len(part.codes), False, BF16, torch.device("meta"), form)
+        assert not layer.op.keep(ParamSlice("weight", 0, len(part.codes)), part)
+        with caplog.at_level(logging.INFO):
+            log_groups(layer)
+        assert reason in caplog.text and "there is no kernel" in caplog.text
+        caplog.clear()
+    layer = Linear(COLUMNS, 32, False, BF16, torch.device("meta"), GroupFormat(None, GroupTorchOps(CPU)))
+    assert layer.op.keep(ParamSlice("weight", 0, 32), int4(32))
+    with caplog.at_level(logging.INFO):
+        log_groups(layer)
+    assert "1 tensors in int4, groups of 64: kept" in caplog.text
+
+
+@pytest.mark.parametrize("order", [None, 5])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_prompts(deterministic: bool, order: int | None) -> None:
+    """More rows than the kernels take have a GEMM of the matrix; in deterministic mode with the same bits."""
+    part = int4(64, order=order)
+    ops = GroupTorchOps(CPU)
+    layer = made(ops, part, deterministic=deterministic)
+    x, residual = inputs(200), torch.randn(200, 64).to(BF16)
+    y, added, gated = layer(x), layer(x, residual.clone(), overwrite=True), layer.gated(x)
+    assert ops.gemm.rows == []
+    one = layer(x[7:8]), layer(x[7:8], residual[7:8]), layer.gated(x[7:8])
+    for mine, whole in zip(one, (y, added, gated), strict=True):
+        if deterministic:
+            assert torch.equal(mine, whole[7:8])
+        else:
+            torch.testing.assert_close(mine, whole[7:8], rtol=2e-2, atol=2e-2)
+    right = RowByRow().linear(x, part.dense(BF16), None, residual)
+    torch.testing.assert_close(added, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("fp8", 0.028), ("w4a16", 0.105)])
+def test_dense_weights_are_quantised(scheme: str, most: float) -> None:
+    weight = torch.randn(96, COLUMNS, generator=torch.Generator().manual_seed(1)).to(BF16) * 0.02
+    weight[5] = 0
+    layer = made(GroupTorchOps(CPU), weight[:64], weight[64:], scheme=scheme)
+    assert isinstance(layer.op, PackedLinear)
+    found = layer.dense_weight()
+    assert not found[5].any()
+    assert float((found - weight).float().std() / weight.float().std()) < most
+    assert float((found.double() * weight.double()).sum() / weight.double().square().sum()) == pytest.approx(
+        1, abs=0.01
+    )
+
+
+def test_formats_are_compared_by_what_they_store() -> None:
+    assert GroupFormat(None, GroupTorchOps(CPU)) == GroupFormat(None) != GroupFormat("fp8")

@@ -1,0 +1,123 @@
+"""Quantised checkpoints whose weights stay so: the logits of the same weights multiplied out, and their text."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_quantised as tiny
+import torch
+from group_ops import GroupTorchOps
+from reference.checkpoints import llama_target, qwen2_target
+from reference.learnable import ENGINE, prompts
+from tiny_checkpoint import VOCAB, write_tokenizer
+from tiny_gguf import causal
+from torch import Tensor
+
+from draftwing import LLM, SamplingParams
+from draftwing.layers.linear import operations
+from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import load_model
+from draftwing.ops.attention import FunctionAttend
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+INT4 = {**tiny.INT4, "group_size": 64}
+GPTQ = {**tiny.GPTQ, "group_size": 64}
+FORMATS: dict[str, tuple[dict[str, Any], tiny.Writer]] = {
+    "fp8 block": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        tiny.float8(128, 128, "weight_scale_inv"),
+    ),
+    "fp8 channel": tiny.FORMATS["compressed fp8 channel"],
+    "int4": (tiny.compressed(INT4, "pack-quantized"), tiny.packed(wide=64)),
+    "int4 zeros": (
+        tiny.compressed({**INT4, "symmetric": False}, "pack-quantized"),
+        tiny.packed(wide=64, symmetric=False),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, tiny.awq(64)),
+    "gptq": (GPTQ, tiny.gptq(wide=64)),
+    "gptq row": tiny.FORMATS["gptq row"],
+}
+
+
+def checkpoint(folder: Path, name: str, arch: str = "llama") -> Path:
+    made = {"llama": llama_target, "qwen2": qwen2_target}[arch](3, **SIZES).write(folder)
+    config, writer = FORMATS[name]
+    tiny.quantise(made, config, lambda _: writer)
+    return made
+
+
+@torch.inference_mode()
+def logits(model: DecoderModel) -> Tensor:
+    ids = torch.tensor([3, 1, 7, 7, 30, 2, 39, 0, 12])
+    return model.logits(model(ids, torch.arange(9), FunctionAttend(causal))[0])
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_is_the_model_of_the_matrices_multiplied_out(
+    tmp_path: Path, name: str, arch: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, ops = checkpoint(tmp_path, name, arch), GroupTorchOps(CPU)
+    with caplog.at_level(logging.INFO):
+        model = load_model(folder, torch.bfloat16, "cpu", weight_format=GroupFormat(None, ops))
+    assert ": kept" in caplog.text and "multiplied out" not in caplog.text
+    exact = load_model(folder, torch.bfloat16, "cpu")
+    for each in (model, exact):
+        each.pack(ops, True)
+    assert sum(isinstance(op, PackedLinear) for op in operations(model)) == 4 * model.config.num_layers
+    assert set(model.weight_bytes()) == {"bfloat16", "fp8" if "fp8" in name else "int4"}
+    found, expected = logits(model).float(), logits(exact).float()
+    if name.startswith("int4"):  # scales in bfloat16, which lose nothing
+        assert torch.equal(found, expected)
+    assert float((found - expected).std() / expected.std()) < 0.02
+
+
+def made(folder: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint, and options; name: of a format, or an option and its value."""
+    if name in FORMATS:
+        folder, options = checkpoint(folder, name), {}
+    else:
+        folder, options = llama_target(3, **SIZES).write(folder), {"quantization": name.split()[1]}
+    write_tokenizer(folder)
+    return folder, {**ENGINE, "dtype": "bfloat16", **options}
+
+
+def texts(folder: Path, kind: str, requests: int, **options: Any) -> list[list[int]]:
+    params = [
+        SamplingParams(temperature=i / 2 % 2, sampling_seed=i, max_new_tokens=16, ignore_eos=True)
+        for i in range(requests)
+    ]
+    with LLM(str(folder), **options) as llm:
+        assert kind in llm.engine.info.weight_bytes
+        return [done.token_ids for done in llm.generate(prompts(requests, seed=1), params)]
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "awq", "--quantization w4a16"])
+def test_drafts_change_no_token(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwing.engine.device.make_ops", GroupTorchOps)
+    (folder, options), kind = made(tmp_path, name), "fp8" if "fp8" in name else "int4"
+    plain = texts(folder, kind, 4, speculative_algorithm="none", **options)
+    assert texts(folder, kind, 4, speculative_algorithm="NGRAM", **options) == plain
+    assert all(len(set(ids)) > 4 for ids in plain[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", [*FORMATS, "--quantization fp8", "--quantization w4a16"])
+def test_on_a_gpu(tmp_path: Path, name: str) -> None:
+    """One request at a time and twenty, with graphs and with drafts: the same text."""
+    (folder, options), kind = made(tmp_path, name), "fp8" if "fp8" in name else "int4"
+    options |= {"device": "cuda", "enable_deterministic_inference": True, "max_running_requests": 20}
+    plain = texts(folder, kind, 20, speculative_algorithm="none", **options)
+    assert texts(folder, kind, 20, speculative_algorithm="NGRAM", **options) == plain
+    alone = {**options, "max_running_requests": 1}
+    assert texts(folder, kind, 20, speculative_algorithm="none", **alone) == plain
+    assert all(len(set(ids)) > 4 for ids in plain[1::4])
