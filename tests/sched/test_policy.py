@@ -94,6 +94,21 @@ def test_what_no_drafts_cost_is_found_out() -> None:
     assert chosen.count(PLAIN) > 190
 
 
+@pytest.mark.parametrize(("machine", "hit", "by"), [("small machine", 0.05, 1.8), ("gpu", 0.8, 1.4)])
+def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, by: float) -> None:
+    """The best option, to draft nothing or something, looks dearer than it is, so that it would never run."""
+    menu = tree_menu(TREE)
+    world, hits = MACHINES[machine](menu), [hit] * 8
+    best = max(menu, key=lambda shape: world.rate(shape, hits))
+    assert (best == PLAIN) == (machine == "small machine")
+    prices = world.prices((8,))
+    prices.measured(best, 8, 0, by * world.seconds(best, 8))
+    policy = MostTokens(menu, prices)
+    world.run(policy, hits, 2000)
+    rate, _ = world.run(policy, hits, 300)
+    assert rate > 0.97 * world.rate(best, hits)
+
+
 def test_requests_that_cannot_be_drafted_for() -> None:
     menu = tree_menu(TREE)
     policy = MostTokens(menu, World(menu, 4.0, 0.01, 0.1).prices())

@@ -142,6 +142,7 @@ class MostTokens:
     FAITH = 20.0  # drafts: for as many it counts that expectations are taken to be right
     FADE = 0.98  # of what older steps say about expectations, with each new one
     STALE = 16  # steps after which an option's gain is not known any more
+    OUTDATED = 128  # steps after which its price may have changed, if it did not run
     OLD = 10  # steps without news of an option after which its next step counts for this many
     MARGIN = 1.02  # by which drafting has to be better to begin, for the drafter must catch up
     MOST = 1024  # queries of a step; more never pay
@@ -159,6 +160,7 @@ class MostTokens:
         self._kept = [[self.FAITH, self.FAITH] for _ in menu]
         self._told = [[0] * (MAX_CONFIDENCE + 1) for _ in menu]  # the step that last told of an option and confidence
         self._smaller = [[i for i, other in enumerate(self.menu) if _is_part(other, shape)] for shape in self.menu]
+        self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, with about so many rows
         self._steps = 0
         self._allowance = 0.0  # seconds that may be lost by trying
         self._now = PLAIN
@@ -174,7 +176,9 @@ class MostTokens:
         self._now = self.menu[best]
         self._allowance = min(self._allowance + self.PROBING * prices[best], 4 * prices[best])
         tried = self._to_try(best, rates, prices, tokens, load.confidences)
-        return self.menu[best if tried is None else tried]
+        chosen = best if tried is None else tried
+        self._ran[chosen, len(load.confidences).bit_length()] = self._steps
+        return self.menu[chosen]
 
     def _best(self, rates: dict[int, float]) -> int:
         best, plain = max(rates, key=lambda i: rates[i]), len(self.menu) - 1
@@ -212,9 +216,11 @@ class MostTokens:
         found, loss, batch, classes = None, 0.0, len(confidences), {c for c in confidences if c}
         for i in rates:
             priced = self.prices.known(self.menu[i], batch)
-            told = min(self._told[i][c] for c in classes)
-            # What no drafts bring is known, but not always what they cost.
-            if i == best or (priced and (not self.menu[i].depth or self._steps - told < self.STALE)):
+            told = self._steps if not self.menu[i].depth else min(self._told[i][c] for c in classes)
+            # What would be best at half its price may be. Its price is corrected only where it runs.
+            since = self._steps - self._ran.setdefault((i, batch.bit_length()), self._steps)
+            outdated = since > self.OUTDATED and 2 * rates[i] > rates[best]
+            if i == best or (priced and self._steps - told < self.STALE and not outdated):
                 continue
             lost = max(prices[i] - tokens[i] / rates[best], 0.0) * (1.0 if priced else self.UNPRICED)
             if lost <= self._allowance and (found is None or rates[i] > rates[found]):
