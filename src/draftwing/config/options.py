@@ -147,8 +147,9 @@ class Options:
     )  # fmt: skip
     kv_cache_dtype: str = option(
         "auto", MEMORY,
-        "type of keys and values in the pool; auto: that of the model, bfloat16 beside weights in blocks",
-        choices=("auto", "float32", "bfloat16"),
+        "type of keys and values in the pool; auto: that of the model, bfloat16 beside weights in blocks; fp8_e4m3: "
+        "twice the tokens (CUDA), divided by the checkpoint's scales, else by 1",
+        choices=("auto", "float32", "bfloat16", "fp8_e4m3"),
     )  # fmt: skip
     disable_radix_cache: bool = option(False, MEMORY, "do not reuse the KV of common prefixes")
     disable_overlap_schedule: bool = option(False, MEMORY, "wait for every step's result before planning the next")

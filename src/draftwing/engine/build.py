@@ -29,7 +29,7 @@ from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.engine.startup.prices import GRAPH_SECONDS, measure_graphs, measure_steps
 from draftwing.engine.startup.warm_up import try_prompt, warm_up
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.kv.pool import FP8, KVPool, LayerSpec
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
@@ -165,7 +165,10 @@ def assemble(
         )
     length = row_length(context + room)
     kv_dtype = precision.kv_dtype
-    pool = KVPool([*layers, *draft_layers], pool_tokens, kv_dtype, device.device)
+    scales = model.kv_scales.of(len(layers)) if kv_dtype == FP8 else ()
+    pool = KVPool([*layers, *draft_layers], pool_tokens, kv_dtype, device.device, scales)
+    if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
+        log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
     target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in (layers, draft_layers))
     log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
     log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)

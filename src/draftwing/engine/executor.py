@@ -182,9 +182,7 @@ class Executor:
     @torch.inference_mode()
     def clear(self, slots: IntArray) -> None:
         """Zeroes KV of slots [n] that is not finite: times a weight of 0 it would still be NaN."""
-        at = self.device.upload(slots)
-        for kv in self.attn.pool.kv:
-            kv.index_fill_(0, at, 0)
+        self.attn.pool.clear(self.device.upload(slots))
 
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 

@@ -78,6 +78,13 @@ def _unblocked(options: Options, device: Device, dtype: torch.dtype) -> WeightFo
 def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:
     if options.kv_cache_dtype == "auto":
         return default
+    if options.kv_cache_dtype == "fp8_e4m3":
+        if dtype.itemsize != 2 or not device.ops.narrows_pool:
+            raise ConfigError(
+                "--kv-cache-dtype fp8_e4m3: expected a model in bfloat16 or float16 on CUDA, found one in "
+                f"{str(dtype).removeprefix('torch.')} on {device.device.type}: leave the option out"
+            )
+        return torch.float8_e4m3fn
     asked: torch.dtype = getattr(torch, options.kv_cache_dtype)
     if asked == dtype or (device.ops.widens_pool and dtype == torch.float32):
         return asked

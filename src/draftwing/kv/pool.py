@@ -22,15 +22,30 @@ class LayerSpec(NamedTuple):
     head_dim: int
 
 
+Scales = tuple[float, float]  # of a layer's keys, and of its values
+FP8 = torch.float8_e4m3fn
+_MOST = torch.finfo(FP8).max
+
+
 class KVPool:
     """kv[layer]: [slots, kv_heads, 2, head_dim]; index 0 of the third axis holds keys, index 1 values.
 
-    A head's key and value lie side by side, so that a backend brings both to its own layout by one copy.
+    A head's key and value lie side by side, so that a backend brings both to its own layout by one copy. In
+    float8_e4m3fn they are divided by the layer's `scales` and lie within -448 and 448.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        """slots: usable slots; one more is allocated for the dummy."""
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Sequence[Scales] = (),
+    ) -> None:
+        """slots: usable slots; one more is allocated for the dummy. scales: of the first layers; the others have 1."""
         self.layers = tuple(layers)
+        known = tuple(scales) if dtype == FP8 else ()
+        self.scales: Sequence[Scales] = (*known, *[(1.0, 1.0)] * (len(self.layers) - len(known)))
         self.slots = slots
         self.dtype = dtype
         self.kv = [
@@ -44,7 +59,18 @@ class KVPool:
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim], rounded to the pool's dtype. Two queries may share a slot only
         if it is the dummy."""
-        self.kv[layer].index_copy_(0, slots, torch.stack((k, v), 2).to(self.dtype))
+        both = torch.stack((k, v), 2)
+        if self.dtype != FP8:
+            self.kv[layer].index_copy_(0, slots, both.to(self.dtype))
+            return
+        by = both.new_tensor([1 / scale for scale in self.scales[layer]], dtype=torch.float32)[:, None]
+        codes = (both.float() * by).clamp(-_MOST, _MOST).to(FP8)
+        self.kv[layer].view(torch.uint8).index_copy_(0, slots, codes.view(torch.uint8))
+
+    def clear(self, slots: Tensor) -> None:
+        """slots [n] int64"""
+        for kv in self.kv:
+            (kv.view(torch.uint8) if self.dtype == FP8 else kv).index_fill_(0, slots, 0)
 
 
 def zeros_as_written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

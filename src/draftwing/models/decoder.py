@@ -21,6 +21,7 @@ from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table
 from draftwing.models.config import ModelConfig
+from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, LayerWeights, WholeLayers
 
@@ -110,6 +111,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device)
+        self.kv_scales = KVScales()
         self.register_buffer("rope", torch.empty(0), persistent=False)
         self._ops = PLAIN
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted

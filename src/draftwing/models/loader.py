@@ -33,6 +33,7 @@ from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.gguf import Progress
+from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
 from draftwing.ops.types import BlockRows, QuantizedRows
@@ -87,7 +88,8 @@ def load_model(
     """
     started = time.perf_counter()
     path = Path(path)
-    config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format)
+    kv_scales = KVScales()
+    config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format, kv_scales)
     if config.weight_format == DENSE:
         config = replace(config, weight_format=weight_format, vocab_format=weight_format.of_vocabulary)
     if most_bytes is not None:
@@ -98,6 +100,7 @@ def load_model(
         fill_random(model, device)
     else:
         fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
+    model.kv_scales = kv_scales
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters()) + sum(op.sizes.total() for op in operations(model))
     what = "random weights made (load_format dummy: the text is worthless)" if dummy else "weights loaded"
@@ -121,17 +124,21 @@ def check_size(config: ModelConfig, dtype: torch.dtype, most_bytes: int) -> None
 
 
 def open_checkpoint(
-    path: Path, progress: Progress | None = None, weight_format: WeightFormat = DENSE
+    path: Path,
+    progress: Progress | None = None,
+    weight_format: WeightFormat = DENSE,
+    kv_scales: KVScales | None = None,
 ) -> tuple[ModelConfig, Tensors]:
     """The config of a folder or a `.gguf` file, and the tensors of its model, which are read one by one, in blocks
-    where the file has them and the format takes them."""
+    where the file has them and the format takes them. kv_scales: gets those of the folder."""
     if path.suffix == ".gguf":
         file = open_gguf(path)
         config = gguf.model_config(file)
         return config, gguf.tensors(file, config, progress, weight_format.takes_blocks)
     config, stored = load_config(path), folder_tensors(path, progress)
     own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
-    return config, assembled(config.quantization, own)
+    others = own if kv_scales is None else kv_scales.taken(own)
+    return config, assembled(config.quantization, others)
 
 
 def fill_parameters(

@@ -132,10 +132,15 @@ class Pool(Protocol):
     """Keys and values of all layers (`kv.pool.KVPool`)."""
 
     kv: list[Tensor]  # of each layer [slots + 1, kv_heads, 2, head_dim]: keys and values, slot 0 a dummy
+    scales: Sequence[tuple[float, float]]  # of each layer: what its keys and its values are to be multiplied with
     dtype: torch.dtype
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots [M] int64; k, v [M, kv_heads, head_dim]."""
+        ...
+
+    def clear(self, slots: Tensor) -> None:
+        """Zeroes slots [n] int64 of all layers."""
         ...
 
 

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from draftwing.ops.attention import Ragged
-from draftwing.ops.triton.attention_common import ROUNDING, Tiling, padded, pick_tiling, scale_of, warps_of
+from draftwing.ops.triton.attention_common import ROUNDING, Tiling, fits, padded, pick_tiling, scale_of, warps_of
 from draftwing.ops.triton.attention_tree import ragged_tiles, tree_kernel
 from draftwing.ops.triton.common import keep_cache, launch_options
 
@@ -70,7 +70,7 @@ def plan(
         exact
         or queries == depth == 1
         or depth > WINDOW_DEPTH
-        or padded(window) * padded(dim) * kv.itemsize > WINDOW_BYTES
+        or padded(window) * padded(dim) * max(kv.itemsize, 2) > WINDOW_BYTES
     )
     two = exact and queries > 1 and rows_all > tiling.rows and tiling.context_rows > tiling.rows
     large = tiling.context_rows if two else tiling.window_rows
@@ -120,13 +120,15 @@ def tree_attention(
     window: int = 0,
     tiling: Tiling | None = None,
     ragged: Ragged | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Decode, chains and trees; see `ops.attention.Batch` for what a query reads.
 
     q [B * Q, heads or more, head_dim], of which the first heads are read, its last two axes dense; kv [slots, kv_heads,
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
     head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
-    `ragged` Q is 1, and the trees are those that it tells of.
+    `ragged` Q is 1, and the trees are those that it tells of. scales: what keys and what values of the pool are to be
+    multiplied with; a pool may be float8_e4m3fn beside queries of 16 bits.
     """
     tiling = tiling or pick_tiling(kv)
     batch, queries, depth = path.shape
@@ -141,7 +143,7 @@ def tree_attention(
     heads = out.shape[1] // dim
     group = heads // kv_heads
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
-    assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and q.dtype == kv.dtype
+    assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and fits(q, kv)
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
     how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling)
     front, step, steps = _own_tiling(queries, depth, group, tiling) if how.exact else (padded(window), 1, 1)
@@ -161,8 +163,8 @@ def tree_attention(
         tiles, times = grid(tile)
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
         launched = tree_kernel[(lanes, kv_heads * tiles, times)](
-            q, kv, table, rows, prefix_len, path, path_len, starts, batch, out, parts, stats, tickets, scale_of(dim),
-            q.stride(0), table.stride(0), how.parts, window,
+            q, kv, table, rows, prefix_len, path, path_len, starts, batch, out, parts, stats, tickets,
+            scale_of(dim) * scales[0], scales[1], q.stride(0), table.stride(0), how.parts, window,
             QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile,
             TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long, FRONT=front,
             STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase, ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,

@@ -72,22 +72,24 @@ class Bound(Attend):
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._backend.pool.kv[self._first_layer + layer]
-        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, *(norms or (None, None, 0.0)))
+        scales = self._backend.pool.scales[self._first_layer + layer]
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, q_norm, k_norm, eps, scales)
         return True
 
     def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
         """q [M, heads or more, head_dim]"""
         batch, backend = self._batch, self._backend
-        kv = backend.pool.kv[self._first_layer + layer]
+        kv, scales = backend.pool.kv[self._first_layer + layer], backend.pool.scales[self._first_layer + layer]
         out = q.new_empty(q.shape[0], heads * q.shape[2])
         if batch.chunks or batch.tiles is not None:
             tiles = self._chunk_tiles(heads, self._first_layer + layer) if batch.tiles is None else batch.tiles
-            prefill_attention(q, kv, batch.table, batch.rows, tiles, out, backend.exact)
+            prefill_attention(q, kv, batch.table, batch.rows, tiles, out, backend.exact, scales=scales)
         else:
             assert batch.path is not None and batch.path_len is not None
             tree_attention(
                 q, kv, batch.table, batch.rows, batch.prefix_len, batch.path, batch.path_len, out, backend.workspace,
-                backend.exact, batch.window, ragged=batch.ragged,
+                backend.exact, batch.window, ragged=batch.ragged, scales=scales,
             )  # fmt: skip
         return out
 

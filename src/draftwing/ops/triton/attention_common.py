@@ -93,6 +93,11 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def fits(q: Tensor, kv: Tensor) -> bool:
+    """Whether these queries can read this layer of the pool."""
+    return q.dtype == kv.dtype or (kv.dtype == torch.float8_e4m3fn and q.itemsize == 2)
+
+
 def scale_of(dim: int) -> float:
     return dim**-0.5 * math.log2(math.e)  # of scores in powers of 2
 
@@ -122,11 +127,12 @@ def begins_split(at, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr
 
 
 @triton.jit
-def load_kv(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """slot [K] int64, dim [DIM_PAD] -> keys, values [K, DIM_PAD], 0 where not ok"""
+def load_kv(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """slot [K] int64, dim [DIM_PAD] -> keys, values [K, DIM_PAD] as DTYPE, 0 where not ok; a pool in 8 bits is widened,
+    which is exact"""
     at = kv + (slot * (KV_HEADS * 2 * DIM) + head * (2 * DIM))[:, None] + dim[None, :]
     mask = ok[:, None] & (dim < DIM)[None, :]
-    return tl.load(at, mask=mask, other=0.0), tl.load(at + DIM, mask=mask, other=0.0)
+    return tl.load(at, mask=mask, other=0.0).to(DTYPE), tl.load(at + DIM, mask=mask, other=0.0).to(DTYPE)
 
 
 @triton.jit
@@ -185,8 +191,10 @@ def column(den):
 
 
 @triton.jit
-def store_mean(out, row, den, acc, valid, dim, DIM: tl.constexpr):
+def store_mean(out, row, den, acc, v_scale, valid, dim, DIM: tl.constexpr):
     """row [ROWS] int64: rows of out [M * heads, head_dim]"""
     den = tl.where(den > 0.0, den, 1.0)  # padding rows of the tile
     mask = valid[:, None] & (dim < DIM)[None, :]
-    tl.store(out + row[:, None] * DIM + dim[None, :], (acc / den[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + row[:, None] * DIM + dim[None, :], (acc / den[:, None] * v_scale).to(out.dtype.element_ty), mask=mask
+    )

@@ -13,6 +13,7 @@ from draftwing.ops.triton.attention_common import (
     Tiling,
     begins_split,
     column,
+    fits,
     load_kv,
     merged,
     nothing,
@@ -29,7 +30,7 @@ from draftwing.ops.triton.common import keep_cache, launch_options, start
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "tiles"])
 def _prefill_kernel(
-    q, kv, table, rows, tiles, out, scale, q_stride, table_stride,
+    q, kv, table, rows, tiles, out, scale, v_scale, q_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
     UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, EXACT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -61,11 +62,12 @@ def _prefill_kernel(
                 top, den, acc = nothing(ROWS, DIM_PAD)
         place = unit + tl.arange(0, UNIT)
         ok = place < end
-        k, v = load_kv(kv, tl.load(table_row + place, mask=ok, other=0), head, ok, dim, KV_HEADS, DIM)
+        slot = tl.load(table_row + place, mask=ok, other=0)
+        k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, q_tile.dtype)
         s = tl.where(place[None, :] <= last[:, None], scores(q_tile, k), float("-inf"))
         top, den, acc = with_unit(s, scale, v, top, den, acc)
     all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
-    store_mean(out, row * HEADS + head * GROUP + flat % GROUP, all_den, all_acc, valid, dim, DIM)
+    store_mean(out, row * HEADS + head * GROUP + flat % GROUP, all_den, all_acc, v_scale, valid, dim, DIM)
 
 
 def prefill_tiles(spans: list[tuple[int, int, int, int]], group: int, rows: int) -> Tensor:
@@ -95,18 +97,19 @@ def prefill_attention(
     out: Tensor,
     exact: bool = True,
     tiling: Tiling | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Causal attention of chunks. q [M, heads or more, head_dim] and out [M, heads * head_dim] as for
-    `attention.tree_attention`; rows [B] int64; tiles [T, 5] int32 from `prefill_tiles`, on the device, made for
-    `prefill_rows`."""
+    `attention.tree_attention`, as `scales` is; rows [B] int64; tiles [T, 5] int32 from `prefill_tiles`, on the device,
+    made for `prefill_rows`."""
     tiling = tiling or pick_tiling(kv)
     _, kv_heads, _, dim = kv.shape
     heads = out.shape[1] // dim
     tile = prefill_rows(kv, exact, tiling)
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
-    assert table.stride(1) == 1 and tiles.is_contiguous() and q.dtype == kv.dtype
+    assert table.stride(1) == 1 and tiles.is_contiguous() and fits(q, kv)
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
-        q, kv, table, rows, tiles, out, scale_of(dim), q.stride(0), table.stride(0),
+        q, kv, table, rows, tiles, out, scale_of(dim) * scales[0], scales[1], q.stride(0), table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short,
         TIER=tiling.tier, LONG=tiling.long, EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling),
         **ROUNDING, **launch_options(q.device),

@@ -66,7 +66,7 @@ def _merge_parts(
 
 @triton.jit
 def _merge_rows(
-    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim,
+    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim, v_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def _merge_rows(
                 parts, stats, first_part + flat, queries * GROUP, splits, valid, dim, DIM, DIM_PAD, MERGE_ROWS, MERGE
             )
             row = (first_query + node) * HEADS + head * GROUP + flat % GROUP
-            store_mean(out, row, den, acc, valid, dim, DIM)
+            store_mean(out, row, den, acc, v_scale, valid, dim, DIM)
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _store_context(
 def _own_keys(
     kv, table_row, path, path_len, prefix, head, node, dim, first, start_at, stop, queries,
     DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """STEP nodes from node `first` on, each one's keys at positions [start_at, start_at + FRONT) below `stop`, on its
     own path -> keys, values [STEP * FRONT, DIM_PAD], whose they are [ROWS, STEP * FRONT]. path, path_len: of the batch
@@ -136,14 +136,14 @@ def _own_keys(
     step = at - prefix
     entry = tl.load(path + own_node * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
     slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
-    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM)
+    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
     return k, v, (node[:, None] == own_node[None, :]) & ok[None, :]
 
 
 @triton.jit
 def _window_keys(
     kv, table_row, path, path_len, prefix, head, node, valid, dim, window,
-    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
+    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """-> keys, values [FRONT, DIM_PAD] of the window, which are on the path of a row's node [ROWS, FRONT]"""
     entry = tl.arange(0, FRONT)
@@ -156,7 +156,7 @@ def _window_keys(
     on = on & (entry < window)[None, :]
     ok = tl.max(on.to(tl.int32), 0) > 0
     slot = tl.load(table_row + prefix + entry, mask=ok, other=0)
-    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM)
+    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
     return k, v, on
 
 
@@ -171,18 +171,20 @@ def _with_mixed_unit(
     """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
     place = at + tl.arange(0, UNIT)
     common = place < shared
-    k, v = load_kv(kv, tl.load(table_row + place, mask=common, other=0), head, common, dim, KV_HEADS, DIM)
+    slot = tl.load(table_row + place, mask=common, other=0)
+    k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, q_tile.dtype)
     front, first, stop = tl.maximum(at, shared), tile * ROWS // GROUP, at + UNIT
     if STEPS == 1:
         if EXACT:
             own_k, own_v, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, dim, first, front, stop, queries, DEPTH, KV_HEADS,
-                DIM, FRONT, STEP,
+                DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
         else:
             own_k, own_v, mine = _window_keys(
-                kv, table_row, path, path_len, prefix, head, node, valid, dim, window, DEPTH, KV_HEADS, DIM, FRONT
-            )
+                kv, table_row, path, path_len, prefix, head, node, valid, dim, window, DEPTH, KV_HEADS, DIM, FRONT,
+                q_tile.dtype,
+            )  # fmt: skip
         s = tl.where(common[None, :], scores(q_tile, k), float("-inf"))
         own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
         top, base, fade = raised(top, tl.maximum(tl.max(s, 1), tl.max(own_s, 1)), scale)
@@ -194,7 +196,7 @@ def _with_mixed_unit(
         for step in range(STEPS):
             own_k, _, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, queries,
-                DEPTH, KV_HEADS, DIM, FRONT, STEP,
+                DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
             best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k), float("-inf")), 1))
         top, base, fade = raised(top, best, scale)
@@ -202,7 +204,7 @@ def _with_mixed_unit(
         for step in range(STEPS):
             own_k, own_v, mine = _own_keys(
                 kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, queries,
-                DEPTH, KV_HEADS, DIM, FRONT, STEP,
+                DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
             own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
             den, acc = added(own_s, scale, base, own_v, den, acc)
@@ -242,8 +244,8 @@ def _ragged_tile(starts, trees, number, GROUP: tl.constexpr, ROWS: tl.constexpr)
     do_not_specialize=["trees", "splits_max", "window"], do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "starts"]
 )
 def tree_kernel(
-    q, kv, table, rows, prefix_len, path, path_len, starts, trees, out, parts, stats, tickets, scale, q_stride,
-    table_stride, splits_max, window,
+    q, kv, table, rows, prefix_len, path, path_len, starts, trees, out, parts, stats, tickets, scale, v_scale,
+    q_stride, table_stride, splits_max, window,
     QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr,
     TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
@@ -337,10 +339,11 @@ def tree_kernel(
             if SINGLE:
                 slot = tl.load(table_row + place, mask=place < prefix, other=0)
                 slot = tl.where(place < prefix, slot, own_slot)
-                k, v = load_kv(kv, slot, head, place < end, dim, KV_HEADS, DIM)
+                k, v = load_kv(kv, slot, head, place < end, dim, KV_HEADS, DIM, q_tile.dtype)
                 s = tl.where((place < end)[None, :], scores(q_tile, k), float("-inf"))
             else:
-                k, v = load_kv(kv, tl.load(table_row + place), head, place >= 0, dim, KV_HEADS, DIM)
+                slot = tl.load(table_row + place)
+                k, v = load_kv(kv, slot, head, place >= 0, dim, KV_HEADS, DIM, q_tile.dtype)
                 s = scores(q_tile, k)
             top, den, acc = with_unit(s, scale, v, top, den, acc)
 
@@ -365,11 +368,11 @@ def tree_kernel(
             )
     elif KEEP:
         all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
-        store_mean(out, out_row, all_den, all_acc, valid, dim, DIM)
+        store_mean(out, out_row, all_den, all_acc, v_scale, valid, dim, DIM)
     else:
         if low < high:
             if splits == 1:
-                store_mean(out, out_row, column(den), acc, valid, dim, DIM)
+                store_mean(out, out_row, column(den), acc, v_scale, valid, dim, DIM)
             else:
                 _store_part(parts, stats, part + split * stride, top, column(den), acc, valid, dim, DIM)
         if splits > 1:
@@ -377,7 +380,7 @@ def tree_kernel(
             ticket = tickets + tl.program_id(2) * (KV_HEADS * TILES) + tl.program_id(1)
             if tl.atomic_add(ticket, 1, sem="acq_rel") == lanes - 1:
                 _merge_rows(
-                    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim, QUERIES, HEADS, GROUP,
-                    DIM, DIM_PAD, ROWS, MERGE_ROWS, MERGE,
+                    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim, v_scale, QUERIES,
+                    HEADS, GROUP, DIM, DIM_PAD, ROWS, MERGE_ROWS, MERGE,
                 )  # fmt: skip
                 tl.store(ticket, 0)

@@ -33,6 +33,7 @@ class TritonOps(
 
     name = "triton"
     widens_pool = False
+    narrows_pool = True
     attention_bytes = 512 << 20
     batch_invariant = True
 

@@ -6,10 +6,12 @@ The reference is `layers.rope.rotate` and `KVPool.write`.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.triton.attention_common import fits
 from draftwing.ops.triton.common import launch_options, start
 
 
@@ -23,13 +25,28 @@ def _normed(a, b, weight, half, ok, eps, DIM: tl.constexpr):
     return a * by * low[None, :], b * by * high[None, :]
 
 
+@triton.jit
+def _to_e4m3(x):
+    """float32 -> the code of the nearest float8_e4m3fn, at most 448; ties to even. Written out, so that it rounds alike
+    on devices with and without such an instruction."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9, which are the last bit of numbers from 2^14 on.
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rope_kernel(
-    qkv, kv, slots, positions, cos, sin, q_norm, k_norm, eps, row_stride, turn_stride,
+    qkv, kv, slots, positions, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    BY_POSITION: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    BY_POSITION: tl.constexpr, NORM: tl.constexpr, EIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool."""
+    """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. EIGHT: the
+    pool holds codes of float8_e4m3fn, of keys times k_by and of values times v_by."""
     start(PDL)
     m = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -70,6 +87,9 @@ def _rope_kernel(
     to_kv = here & (head >= HEADS)[:, None]
     key_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
     into = kv + slot * (KV_HEADS * 2 * DIM) + (key_head * (2 * DIM) + tl.where(is_v, DIM, 0))[:, None] + half[None, :]
+    if EIGHT:
+        by = tl.where(is_v, v_by, k_by)[:, None]
+        one, two = _to_e4m3(one.to(tl.float32) * by), _to_e4m3(two.to(tl.float32) * by)
     tl.store(into, one, mask=to_kv)
     tl.store(into + HALF, two, mask=to_kv)
 
@@ -84,26 +104,29 @@ def rope_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """`layers.rope.rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
 
     qkv [M, heads + 2 * kv_heads, head_dim], contiguous; cos, sin: the halves of a `rope_table`, [positions, ...,
     head_dim], whose rows `positions` [M] int64 names; None: row m is query m's. write_slots [M] int64; kv [slots,
-    kv_heads, 2, head_dim]. q_norm, k_norm [head_dim]: weights of an RMS norm of each head before it is turned.
+    kv_heads, 2, head_dim], in float8_e4m3fn divided by `scales`, those of keys and of values. q_norm, k_norm
+    [head_dim]: weights of an RMS norm of each head before it is turned.
     """
     count, all_heads, dim = qkv.shape
     kv_heads = kv.shape[1]
-    assert qkv.is_contiguous() and kv.is_contiguous() and qkv.dtype == kv.dtype == cos.dtype
+    assert qkv.is_contiguous() and kv.is_contiguous() and qkv.dtype == cos.dtype and fits(qkv, kv)
     assert (
         cos.stride(-1) == 1 == sin.stride(-1)
         and cos.stride(0) == sin.stride(0)
         and (q_norm is None) == (k_norm is None)
     )
-    block = 16
+    block, eight = 16, kv.itemsize == 1
     _rope_kernel[(count, triton.cdiv(all_heads, block))](
-        qkv, kv, write_slots, write_slots if positions is None else positions, cos, sin,
-        qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, qkv.stride(0), cos.stride(0),
+        qkv, kv.view(torch.uint8) if eight else kv, write_slots, write_slots if positions is None else positions,
+        cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, 1 / scales[0],
+        1 / scales[1], qkv.stride(0), cos.stride(0),
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=triton.next_power_of_2(dim // 2),
-        BLOCK=block, BY_POSITION=positions is not None, NORM=q_norm is not None, num_warps=4,
+        BLOCK=block, BY_POSITION=positions is not None, NORM=q_norm is not None, EIGHT=eight, num_warps=4,
         **launch_options(qkv.device),
     )  # fmt: skip
