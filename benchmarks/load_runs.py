@@ -136,8 +136,8 @@ def jobs_of(prompts: Sequence[list[int]], temperature: float, tokens: int, sprea
 
 class Driven(NamedTuple):
     """full: seconds from when as many requests had ended as run at a time to when the last one began, in which as many
-    ran as may and began and ended one by one, and the tokens that were written in them. Before, all prompts of the first
-    are prefilled at once; whoever writes faster has done less of that by the time that the first of them ends."""
+    ran as may and began and ended one by one, and the tokens that were written in them. Before, all prompts of the
+    first are prefilled at once; whoever writes faster has done less of that by the time that the first of them ends."""
 
     answers: list[Answered]  # in the order of the jobs
     seconds: float

@@ -21,10 +21,13 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.torch.ops import TorchOps
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
+LONGEST = "tests/test_soak.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves."""
+    """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves. What takes
+    minutes begins first, so that one of several processes does not come to it when the others have ended."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     interpreted = "TRITON_INTERPRET" in os.environ
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))

@@ -1,4 +1,4 @@
-"""tools/soak.py for less than a minute, on a tiny model; `make soak` runs it for longer."""
+"""tools/soak.py for three minutes, on a tiny model; `make soak` runs it for longer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ TOOL = Path(__file__).parents[1] / "tools" / "soak.py"
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    """With every fault: slots and rows come back, streams end, the log has no traceback, a sample of answers is that of
-    a fresh server."""
+    """With every fault: slots and rows come back, memory stays, streams end, the log has no traceback, a sample of
+    answers is that of a fresh server."""
     folder = write_checkpoint(tmp_path / "tiny")
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     serve = ["--max-total-tokens", "8192", "--speculative-algorithm", "NGRAM", "--num-threads", "1"]
     done = subprocess.run(
-        [sys.executable, TOOL, "--model", folder, "--minutes", "0.6", "--longest", "60", "--port", str(port),
+        [sys.executable, TOOL, "--model", folder, "--minutes", "3", "--longest", "60", "--port", str(port),
          "--", *serve],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for event in ("engine killed: 1", "engine stopped: 1", "engine stopped for a moment: 1", "compared"):
+    for event in ("engine: ", "killed: 1", "stopped: 1", "stopped for a moment: 1", "compared"):
         assert event in done.stdout, done.stdout

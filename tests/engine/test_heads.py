@@ -204,10 +204,10 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
     if harness.device == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels run where the GPU is")
     paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
-    monkeypatch.setattr(prefill_graphs, "SIZES", (16, 32))  # the interpreter is slow
+    monkeypatch.setattr(prefill_graphs, "SIZES", (8, 16))  # the interpreter is slow
     case = Case("EAGLE3", tmp_path, harness.device, harness)
     attn = partial(paged.PagedAttention, exact=True)
-    rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=24, lag=1)
+    rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=12, lag=1)
     prefills, commit = rig.executor.prefills, rig.executor.commit
 
     def spoil():
@@ -222,8 +222,8 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
         return done
 
     rig.executor.commit = committed
-    for i in range(3):
+    for i in range(2):
         rig.submit(str(i), case.prompts[i], harness.greedy(5) if i else harness.seeded(5, seed=0))
     got = rig.run().tokens
-    assert all(got[str(i)] == case.expected.tokens[str(i)][:5] for i in range(3))
+    assert all(got[str(i)] == case.expected.tokens[str(i)][:5] for i in range(2))
     assert prefills.replays >= 2 and rig.accept_length > 1.2

@@ -10,6 +10,7 @@ import torch
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import Device
+from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
@@ -21,34 +22,25 @@ PART = TreeShape(3, 2, 7, 3)  # of whose nodes the batch verifies 3 for each row
 
 
 @pytest.fixture
-def interpreted(harness, monkeypatch):
+def interpreted(mended_interpreter):
     """A CPU whose operations are Triton's."""
     if torch.cuda.is_available():  # then kernels are compiled, also for the tests that run on the CPU
         pytest.skip("Triton is not interpreted where there is a GPU, on which it is what runs")
-    from triton.runtime import interpreter
-
     from draftwing.ops.triton.ops import TritonOps
 
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        """Triton 3.6 cannot loop to a number that a kernel computed, with numpy 2.4 or later."""
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     return Device(torch.device("cpu"), TritonOps(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
     ("drafter", "graph_size", "tree"), [(None, 1, TREE), ("ngram", 0, TREE), ("model", 0, TREE), ("model", 0, PART)]
 )
-def test_the_text_is_the_same(harness, request, drafter, graph_size, tree):
+def test_the_text_is_the_same(harness, request, monkeypatch, drafter, graph_size, tree):
     model = harness.tiny_model()
     prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]]
     params = [harness.greedy(5), harness.seeded(3, top_k=20, top_p=0.9)]
     expected = harness.plain_answers(model, prompts, params)
     device = request.getfixturevalue("interpreted")
+    monkeypatch.setattr(prefill_graphs, "SIZES", (16,))  # as long as the prompts: the interpreter is slow
     if drafter == "model":
         head = DraftLM(harness.tiny_model(), harness.VOCAB)  # the target itself: all is accepted
         drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
