@@ -26,7 +26,7 @@ from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shape, SmallMGemm, few_rows, shared, small_m_gemm
 from draftwing.ops.cuda.gemm_groups import GroupGemm, Width, compile_ahead, group_gemm
-from draftwing.ops.groups import PackedGroups, pack
+from draftwing.ops.groups import WHOLE, PackedGroups, pack
 from draftwing.ops.types import QuantizedRows
 
 READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
@@ -48,7 +48,7 @@ PRODUCTS = (
     Product("gate_up", 28672, 4096, "silu"),
     Product("down", 4096, 14336, "add_long"),
 )
-WIDTHS = {"fp8": Width(8, False), "int4": Width(4, False), "int4 with zeros": Width(4, True)}
+WIDTHS = {"fp8": Width(8, False, WHOLE), "int4": Width(4, False, 1), "int4 with zeros": Width(4, True, 1)}
 
 
 def replay_us(fn: Callable[[], object], repeats: int = 7) -> float:
@@ -225,6 +225,10 @@ def chosen(bits: int, product: Product, tile: int, most: int) -> list[Shape]:
     return [fit[int(i * step)] for i in range(min(most, len(fit)))]
 
 
+def width_of(bits: int) -> Width:
+    return WIDTHS["fp8" if bits == 8 else "int4"]
+
+
 def compile_one(job: tuple[Width, str, list[Shape]]) -> str | None:
     """Fills the cache; runs in a process without a GPU."""
     width, kind, shapes = job
@@ -255,13 +259,13 @@ def sweep(most: int = 40) -> None:
     for bits, product, tile in itertools.product((4, 8), PRODUCTS, (8, 16, 32, 64)):
         shapes = chosen(bits, product, tile, most)
         for part in range(0, len(shapes), 12):
-            jobs[bits, product, tile, part] = (Width(bits, False), product.kind, shapes[part : part + 12])
+            jobs[bits, product, tile, part] = (width_of(bits), product.kind, shapes[part : part + 12])
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         failed = dict(zip(jobs, pool.map(compile_one, jobs.values()), strict=True))
     print("compiled", len(jobs), "modules; failed:", [(k[0], k[1].name, k[2], v) for k, v in failed.items() if v][:3])
     device, results = torch.device("cuda", torch.cuda.current_device()), []
     for bits, product in itertools.product((4, 8), PRODUCTS):
-        weights = copies(packed(product, Width(bits, False)))
+        weights = copies(packed(product, width_of(bits)))
         for tile in (8, 16, 32, 64):
             found: list[tuple[float, float, Shape]] = []
             for key, (width, kind, shapes) in jobs.items():

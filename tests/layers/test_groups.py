@@ -66,11 +66,12 @@ def inputs(rows: int) -> Tensor:
         (int4(32), int4(16, 1), int4(16, 2)),
         (int4(32), int4(32, 1, zeros=True)),
         (int4(32, wide=64), int4(32, 1, wide=128)),
+        (int4(32, wide=32), int4(32, 1, zeros=True, wide=64)),
         (int4(32, order=5), int4(32, 1, order=5)),
         (fp8(32), fp8(32)),
         (fp8(32, tall=16, wide=64), fp8(32, tall=32)),
     ],
-    ids=["q.k.v", "zeros of one part", "two sizes of groups", "order", "fp8", "blocks and a scale"],
+    ids=["q.k.v", "zeros of one part", "two sizes of groups", "small groups", "order", "fp8", "blocks and a scale"],
 )
 def test_parts_of_one_matrix(parts: tuple[QuantizedRows, ...]) -> None:
     ops = GroupTorchOps(CPU)
@@ -107,9 +108,10 @@ def test_what_has_no_kernel_is_refused_in_the_log(caplog: pytest.LogCaptureFixtu
     odd = QuantizedRows(torch.zeros(32, COLUMNS, dtype=torch.int8), 8, torch.ones(32, 1), None, 1, COLUMNS, None)
     reasons = {
         "integers of 8 bits": odd,
-        "groups of 32 columns": int4(32, wide=32),
+        "groups of 16 columns": int4(32, wide=16),
         "a shape of 24 x 128": int4(24),
         "a scale of 1000": fp8(32)._replace(scales=torch.full((32, 1), 1000.0)),
+        "a scale of 0.25": int4(32)._replace(scales=torch.full((32, 2), 0.25)),
         "groups of different sizes": int4(32)._replace(group_of=(torch.arange(COLUMNS) > 3).long()),
     }
     for reason, part in reasons.items():

@@ -133,9 +133,11 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 }
 
 #ifdef GROUPS
-#define NO_ZERO 0xc308c308  // as in gemm_groups.cu, for bfloat16
+// As in gemm_groups.cu, for bfloat16.
+#define WHOLE 20
 #define ONE 0x3f803f80
-#define ORIGIN 0x43004300
+#define CODES 0x00780078
+#define MINUS_EIGHT 0x80408040
 
 static u32 fma_pair(u32 a, u32 b, u32 c) {  // what it is given here fits into a float
     u32 d = 0;
@@ -146,14 +148,15 @@ static u32 fma_pair(u32 a, u32 b, u32 c) {  // what it is given here fits into a
 static u32 load_word(const u32* p) { return *p; }
 static u32 low_twice(u32 pair) { return (pair & 0xffff) * 0x10001; }
 static u32 high_twice(u32 pair) { return (pair >> 16) * 0x10001; }
+static u32 rotate_right(u32 word, int bits) { return bits ? word >> bits | word << (32 - bits) : word; }
+static int of_warp(int value) { return value; }
 static u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 #endif
 
 #include SOURCE
 
 using Kernel = void (*)(const u16*, const u16*, const u16*, const u16*, u16*, int, int, int);
-using GroupKernel = void (*)(const u16*, const u16*, const u32*, const u32*, const u16*, const u16*, u16*, int, int, int,
-                             int);
+using GroupKernel = void (*)(const u16*, const u16*, const u32*, const u32*, const u16*, const u16*, u16*, int, int, int);
 static struct {
     Kernel kernel;
     const u16 *x, *w, *bias, *extra;
@@ -162,14 +165,14 @@ static struct {
 } job;
 static struct {  // of the weight of the next runs, where there are any
     const u32 *scales, *zeros;
-    int shift, there;
+    int there;
 } group;
 
 static void body() {
     const int fiber = me;
     if (group.there)
         ((GroupKernel)job.kernel)(job.x, job.w, group.scales, group.zeros, job.bias, job.extra, job.y, job.M, job.N,
-                                  job.K, group.shift);
+                                  job.K);
     else job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
     fibers[fiber].done = true;
     ++steps;
@@ -225,13 +228,13 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
     return kept;
 }
 
-extern "C" void groups(const u32* scales, const u32* zeros, int shift, int there) { group = {scales, zeros, shift, there}; }
+extern "C" void groups(const u32* scales, const u32* zeros, int there) { group = {scales, zeros, there}; }
 
 #ifdef GROUPS
-extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int K, int shift, int grid_x,
+extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int K, int grid_x,
                            int grid_y) {
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) unpack_all(w, scales, zeros, y, K, shift);
+            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) unpack_all(w, scales, zeros, y, K);
 }
 #endif

@@ -9,13 +9,18 @@ from torch import Tensor
 
 from draftwing.ops.cuda.gemm import small_m_gemm
 from draftwing.ops.cuda.gemm_groups import TILES, GroupGemm, Width, group_gemm, shapes_for, tile_of
-from draftwing.ops.groups import pack, unpacked
+from draftwing.ops.groups import WHOLE, pack, unpacked
 from draftwing.ops.types import QuantizedRows
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA C++")
 ROWS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 70, 130)
 MOST = ROWS[-1]
-WIDTHS = [Width(4, False), Width(4, True), Width(8, False)]
+CASES = [  # a width, and rows, columns and columns of a group
+    (Width(4, False, 0), 96, 128, 64), (Width(4, False, 0), 224, 576, 192), (Width(4, False, 1), 320, 4096, 128),
+    (Width(4, False, -1), 96, 8256, 32), (Width(4, False, WHOLE), 96, 8256, 8256), (Width(4, True, 0), 224, 576, 64),
+    (Width(4, True, 1), 320, 4096, 128), (Width(4, True, -1), 96, 704, 32), (Width(8, False, WHOLE), 224, 576, 576),
+    (Width(8, False, 1), 320, 4096, 128), (Width(8, False, WHOLE), 96, 8256, 8256),
+]  # fmt: skip
 
 
 def test_tiles() -> None:
@@ -58,15 +63,14 @@ def quantized(width: Width, rows: int, columns: int, wide: int) -> QuantizedRows
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("features, depth, wide", [(96, 64, 64), (224, 576, 192), (320, 4096, 128), (96, 8256, 64)])
+@pytest.mark.parametrize("width, features, depth, wide", CASES)
 def test_bits(width: Width, dtype: torch.dtype, features: int, depth: int, wide: int) -> None:
     if width.bits == 8 and dtype != torch.bfloat16:
         return
     ours: GroupGemm = group_gemm(device(), dtype, width)
     weight = pack(quantized(width, features, depth, wide), dtype, device())
     matrix, plain = ours.dense(weight), small_m_gemm(device(), dtype)
-    assert torch.equal(matrix, unpacked(weight))
+    assert weight.shift == width.shift and torch.equal(matrix, unpacked(weight))
     x, extra = random(MOST, depth, seed=2, dtype=dtype), random(MOST, features, seed=3, dtype=dtype)
     bias = random(features, seed=4, dtype=dtype) if depth > 600 else None
     for rows in ROWS:

@@ -15,19 +15,23 @@ from torch import Tensor
 from draftwing.ops.types import QuantizedRows
 
 TALL, CHUNK = 16, 64  # features and columns of a tile
-_WHOLE = 20  # shift of groups that are whole rows
-_FP8_OFFSET = 2.0**120  # bfloat16's offset of exponents over that of e4m3
-_LARGEST_FP8_SCALE = 128.0
+SMALLEST = 32  # columns of a group
+WHOLE = 20  # shift of groups that are whole rows
+_FP8_UNIT = 120  # bfloat16's offset of exponents over that of e4m3
+# Of codes of 4 bits, as mantissas: the exponent of 1, and the bit of a word that they begin at.
+_UNITS = {torch.bfloat16: 130, torch.float16: 18}
+_FIRST = {torch.bfloat16: 3, torch.float16: 6}
+_LARGEST_SCALES = {8: 128.0, 4: 0.249}  # by bits; larger ones are beyond all numbers in these units
 
 
 class PackedGroups(NamedTuple):
     """Rows of a matrix, of which 16 and 64 columns are a tile."""
 
     codes: Tensor  # [rows / 16, columns * 8 * bits / 4] uint8: tiles along the columns, each as gemm_groups.cu has it
-    scales: Tensor  # [rows / 16, groups, 8, 2] bfloat16 or float16: of features g and g + 8; fp8: times 2^120
-    zeros: Tensor | None  # as scales: what is added to a code as the kernels read it; None: 8 is the code of 0
+    scales: Tensor  # [rows / 16, groups, 8, 2] bfloat16 or float16: of features g and g + 8, in the kernels' units
+    zeros: Tensor | None  # as scales: what is added to a code from 0; None: -8
     bits: int  # 4 or 8
-    shift: int  # chunk c, 64 columns, is of group c >> shift
+    shift: int  # chunk c, 64 columns, is of group c >> shift: 1, 0 or WHOLE; -1: it has two groups
     order: Tensor | None  # [columns] int64: column i of these is order[i] of the matrix; None: i
 
     @property
@@ -52,38 +56,39 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
         return f"integers of {rows.bits} bits"
     if height % TALL or width % CHUNK:
         return f"a shape of {height} x {width}, no multiple of {TALL} x {CHUNK}"
-    if rows.scales.shape[1] > 1 and rows.wide % CHUNK:
-        return f"groups of {rows.wide} columns, no multiple of {CHUNK}"
+    if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
+        return f"groups of {rows.wide} columns, no multiple of {SMALLEST}"
     if rows.group_of is not None and not _even(rows.group_of, rows.wide):
         return "groups of different sizes"
     if fp8 and rows.zeros is not None:
         return "fp8 with zeros"
     largest = rows.scales.float().abs().max()
-    if not largest < (_LARGEST_FP8_SCALE if fp8 else torch.finfo(dtype).max):
+    if not largest < _LARGEST_SCALES[8 if fp8 else 4]:
         return f"a scale of {float(largest):g}"
     return None
 
 
 def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) -> PackedGroups:
     """The rows, for which `why_not` has nothing to say, on `device`. dtype: of activations."""
-    codes, scales, zeros = rows.codes.to(device), rows.scales.to(device), rows.zeros
-    order = None
+    codes, fp8, zeros, order = rows.codes.to(device), rows.codes.is_floating_point(), rows.zeros, None
     if rows.group_of is not None:
         order = torch.argsort(rows.group_of, stable=True).to(device)
         codes = codes.view(torch.uint8)[:, order].view(codes.dtype)
-    groups, shift = _groups(rows)
-    of_row = torch.arange(len(codes), device=device) // rows.tall
-    across = torch.arange(groups, device=device) * (CHUNK << shift) // rows.wide
+    shift = shift_of(rows.wide if rows.scales.shape[1] > 1 else 0)
+    of_row = torch.arange(len(codes)) // rows.tall
+    across = torch.arange(_groups(rows.codes.shape[1], shift)) * int(CHUNK * 2.0**shift) // rows.wide
 
     def by_tile(values: Tensor) -> Tensor:  # [groups down, groups across] -> [tiles, groups, 8, 2]
-        return values[of_row][:, across].unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1).contiguous()
+        spread = values.to(device)[of_row.to(device)][:, across.to(device)]
+        return spread.unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1).contiguous()
 
-    scales = by_tile(scales.float()).to(dtype)
-    if rows.codes.is_floating_point():
-        return PackedGroups(_fp8_tiles(codes), (scales.float() * _FP8_OFFSET).to(dtype), None, 8, shift, order)
+    unit = _FP8_UNIT if fp8 else _UNITS[dtype]
+    scales = by_tile(_times_power(rows.scales.to(dtype), unit).to(dtype))
+    if fp8:
+        return PackedGroups(_fp8_tiles(codes), scales, None, 8, shift, order)
     if zeros is not None:
-        zeros = (-(_origin(dtype) + 8) - by_tile(zeros.to(device).float())).to(dtype)
-    return PackedGroups(_nibble_tiles(codes), scales, zeros, 4, shift, order)
+        zeros = by_tile(_times_power(-8 - zeros.cpu(), -unit).to(dtype))
+    return PackedGroups(_nibble_tiles(codes, _FIRST[dtype]), scales, zeros, 4, shift, order)
 
 
 def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
@@ -94,16 +99,20 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     if any(part.bits != first.bits or not _same(part.order, first.order) for part in parts):
         return None
     shift = min(part.shift for part in parts)
-    groups = -(-(first.columns // CHUNK) >> shift) if shift < _WHOLE else 1
-    groups = ((first.columns // CHUNK - 1) >> shift) + 1
+    groups = _groups(first.columns, shift)
     with_zeros = any(part.zeros is not None for part in parts)
 
     def spread(values: Tensor, part: PackedGroups) -> Tensor:
-        of = (torch.arange(groups, device=values.device) << shift) >> part.shift
+        if part.shift == shift:
+            return values
+        of = torch.arange(groups, device=values.device) * int(CHUNK * 2.0**shift) // int(CHUNK * 2.0**part.shift)
         return values[:, of]
 
     def zeros(part: PackedGroups) -> Tensor:
-        return torch.full_like(part.scales, -(_origin(part.scales.dtype) + 8)) if part.zeros is None else part.zeros
+        if part.zeros is not None:
+            return part.zeros
+        dtype = part.scales.dtype
+        return _times_power(torch.tensor(-8), -_UNITS[dtype]).to(dtype).to(part.scales.device).expand_as(part.scales)
 
     return PackedGroups(
         torch.cat([part.codes for part in parts]), torch.cat([spread(part.scales, part) for part in parts]),
@@ -115,18 +124,20 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
 def unpacked(weight: PackedGroups) -> Tensor:
     """[rows, columns] in the type of activations: the values that kernels compute, columns in the matrix's order."""
     chunks, dtype = weight.columns // CHUNK, weight.scales.dtype
-    group = torch.arange(chunks, device=weight.codes.device) >> weight.shift
+    unit = _FP8_UNIT if weight.bits == 8 else _UNITS[dtype]
+    group = torch.arange(2 * chunks, device=weight.codes.device) * SMALLEST // int(CHUNK * 2.0**weight.shift)
 
-    def by_chunk(values: Tensor) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 1]
-        return values[:, group].permute(0, 3, 2, 1).unsqueeze(-1).float()
+    def by_half_chunk(values: Tensor, power: int) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 2, 1]
+        spread = values[:, group].permute(0, 3, 2, 1).unflatten(3, (chunks, 2)).unsqueeze(-1)
+        return _times_power(spread, power)
 
+    scales = by_half_chunk(weight.scales, -unit)
     if weight.bits == 4:
-        codes = _from_nibble_tiles(weight.codes, chunks).float()
-        codes = codes - 8 if weight.zeros is None else codes + _origin(dtype) + by_chunk(weight.zeros)
-        values = codes * by_chunk(weight.scales)
+        codes = _from_nibble_tiles(weight.codes, chunks, _FIRST[dtype]).float()
+        codes += -8 if weight.zeros is None else by_half_chunk(weight.zeros, unit)
     else:
-        values = _from_fp8_tiles(weight.codes, chunks).float() * (by_chunk(weight.scales) / _FP8_OFFSET)
-    values = values.to(dtype).view(weight.rows, weight.columns)
+        codes = _from_fp8_tiles(weight.codes, chunks).float()
+    values = (codes * scales).to(dtype).view(weight.rows, weight.columns)
     return values if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
 
 
@@ -135,17 +146,20 @@ def _even(group_of: Tensor, wide: int) -> bool:
     return bool((counts == wide).all())
 
 
-def _groups(rows: QuantizedRows) -> tuple[int, int]:
-    """Groups of a row, and the shift."""
-    chunks = rows.codes.shape[1] // CHUNK
-    if rows.scales.shape[1] == 1:
-        return 1, _WHOLE
-    shift = ((rows.wide // CHUNK) & -(rows.wide // CHUNK)).bit_length() - 1  # the largest power of two that divides it
-    return ((chunks - 1) >> shift) + 1, shift
+def shift_of(wide: int) -> int:
+    """The shift for groups of so many columns, 0: of all."""
+    return WHOLE if wide == 0 else -1 if wide % CHUNK else 0 if wide % (2 * CHUNK) else 1
 
 
-def _origin(dtype: torch.dtype) -> float:
-    return 128.0 if dtype == torch.bfloat16 else 1024.0
+def _groups(columns: int, shift: int) -> int:
+    """Of a row."""
+    return columns // SMALLEST if shift < 0 else ((columns // CHUNK - 1) >> shift) + 1
+
+
+def _times_power(values: Tensor, power: int) -> Tensor:
+    """values * 2^power in float32, which has neither the factor nor its inverse."""
+    half = power // 2
+    return values.float() * 2.0**half * 2.0 ** (power - half)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -157,17 +171,24 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 _SPLIT = (2, 4, 4, 2)
 
 
-def _nibble_tiles(codes: Tensor) -> Tensor:
-    """codes [rows, columns] int8 in [-8, 8) -> [tiles, bytes]"""
+def _nibble_tiles(codes: Tensor, first: int) -> Tensor:
+    """codes [rows, columns] int8 in [-8, 8) -> [tiles, bytes]. first: the bit of a word that they begin at."""
     columns = codes.shape[1]
     split = (codes + 8).view(torch.uint8).view(-1, 2, 8, columns // CHUNK, 2, 4, 2, 2, 2)  # pairs i: two by two
     packed = split[..., 0, :] | split[..., 1, :] << 4  # [tiles, half, g, chunks, j, t, i // 2, which]
-    return packed.permute(0, 3, 2, 5, 4, 1, 7, 6).flatten(1).contiguous()
+    words = packed.permute(0, 3, 2, 5, 4, 1, 7, 6).flatten(1).contiguous().view(torch.int32)
+    return _rotated(words, first).view(torch.uint8)
 
 
-def _from_nibble_tiles(tiles: Tensor, chunks: int) -> Tensor:
-    packed = tiles.view(-1, chunks, 8, 4, 2, 2, 2, 2).permute(0, 5, 2, 1, 4, 3, 7, 6)
-    return torch.stack((packed & 15, packed >> 4), -2).flatten(4)  # [tiles, half, g, chunks, 64]
+def _from_nibble_tiles(tiles: Tensor, chunks: int, first: int) -> Tensor:
+    packed = _rotated(tiles.view(torch.int32), 32 - first).view(torch.uint8)
+    packed = packed.view(-1, chunks, 8, 4, 2, 2, 2, 2).permute(0, 5, 2, 1, 4, 3, 7, 6)
+    return torch.stack((packed & 15, packed >> 4), -2).flatten(5)  # [tiles, half, g, chunks, j, 32]
+
+
+def _rotated(words: Tensor, bits: int) -> Tensor:
+    """words int32, to the left."""
+    return words << bits | (words >> (32 - bits)) & ((1 << bits) - 1)
 
 
 def _fp8_tiles(codes: Tensor) -> Tensor:
@@ -186,7 +207,7 @@ def _from_fp8_tiles(tiles: Tensor, chunks: int) -> Tensor:
     words = tiles.view(torch.int16).int().view(-1, chunks, 2, 8, 4, 2, 2, 2).permute(0, 5, 3, 1, 2, 4, 6, 7)
     first = words >> 8 & 128 | words >> 4 & 127
     second = words >> 4 & 128 | words & 15 | (words >> 12 & 7) << 4
-    return torch.stack((first, second), -2).flatten(4).to(torch.uint8).view(torch.float8_e4m3fn)
+    return torch.stack((first, second), -2).flatten(5).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 # -- quantising -------------------------------------------------------------------------------------------------------

@@ -199,12 +199,16 @@ def _compile_products(job: Job) -> None:
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     """Of the weights that stay quantised, as far as the config says. asked: `--quantization`."""
     from draftwing.ops.cuda.gemm_groups import Width
+    from draftwing.ops.groups import WHOLE, shift_of
 
     if asked == "none":
         return set()
     schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
-    made = {"fp8": Width(8, False), "w4a16": Width(4, False)}
-    found = {Width(8, False) if scheme.real else Width(4, not scheme.symmetric) for scheme in schemes}
+    made = {"fp8": Width(8, False, WHOLE), "w4a16": Width(4, False, 1)}
+    found = {
+        Width(8 if scheme.real else 4, not scheme.symmetric and not scheme.real, shift_of(scheme.wide))
+        for scheme in schemes
+    }
     return found | ({made[asked]} if asked in made else set())
 
 

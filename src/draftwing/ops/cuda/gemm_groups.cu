@@ -6,28 +6,34 @@
 // in 16 contiguous bytes (fp8: twice 16) and a warp reads 512. Lane g * 4 + t has of features g and g + 8 ("top" and
 // "bottom") columns j * 32 + t * 8 + 0 .. 7 for j = 0 and 1, as the lanes of gemm.cu do.
 //
-// - 4 bits: words (top, j = 0), (bottom, j = 0), (top, j = 1), (bottom, j = 1); of word i, column 2 * n is at bit 4 * n and
-//   column 2 * n + 1 at bit 16 + 4 * n.
+// - 4 bits: words (top, j = 0), (bottom, j = 0), (top, j = 1), (bottom, j = 1); of a word, column 2 * n is at bit
+//   FIRST + 4 * n and column 2 * n + 1 16 bits further, around its end.
 // - fp8: for each j words top, top, bottom, bottom of four columns each. Half word h has columns h and 2 + h; the first
 //   where bfloat16 has sign, exponent and mantissa, the second in the bits between.
 //
-// Scales and zeros: [N / 16][groups][8] pairs (of feature g and of g + 8) in the type of x. Group c >> shift is that of
-// chunk c. fp8: scales are 2^120 times what they mean, for its exponents come without their offset. 4 bits: a zero is
-// what is added to a code that is the mantissa of ORIGIN.
+// A code becomes a number by its place alone: as a mantissa without exponent, or with that of fp8, whose offset is
+// another. Scales are as much larger, 2^UNIT and 2^120 times what they mean, and zeros in units of codes.
+//
+// Scales and zeros: [N / 16][groups][8] pairs (of feature g and of g + 8) in the type of x. Of chunk c that is group
+// c >> SHIFT, all with SHIFT = WHOLE; with SHIFT = -1 a chunk has two groups, one for each j.
+
+#define WHOLE 20
 
 #if TYPE_BF16
 #define PAIR "bf16x2"
 #define ONE 0x3f803f80
-#define ORIGIN 0x43004300   // 128
-#define NO_ZERO 0xc308c308  // -136
+#define FIRST 3  // UNIT is 130
+#define CODES 0x00780078
+#define MINUS_EIGHT 0x80408040  // -8 * 2^-UNIT
 #else
 #define PAIR "f16x2"
 #define ONE 0x3c003c00
-#define ORIGIN 0x64006400   // 1024
-#define NO_ZERO 0xe408e408  // -1032
+#define FIRST 6  // UNIT is 18
+#define CODES 0x03c003c0
+#define MINUS_EIGHT 0x82008200
 #endif
 
-// Of two values each, rounded once.
+// Of two values each, rounded once; small numbers without an exponent count.
 __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
     u32 d;
     asm("fma.rn." PAIR " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -43,29 +49,42 @@ __device__ __forceinline__ u32 load_word(const u32* p) {
 
 __device__ __forceinline__ u32 low_twice(u32 pair) { return __byte_perm(pair, 0, 0x1010); }
 __device__ __forceinline__ u32 high_twice(u32 pair) { return __byte_perm(pair, 0, 0x3232); }
+__device__ __forceinline__ u32 rotate_right(u32 word, int bits) { return __funnelshift_r(word, word, bits); }
+
+// The same in all threads of the warp, which the compiler does not see of threadIdx.
+__device__ __forceinline__ int of_warp(int value) { return __shfl_sync(~0u, value, 0); }
+
 __device__ __forceinline__ u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 
 // A lane's part of a tile.
-template <int BITS, bool ZEROS>
+template <int BITS, bool ZEROS, int SHIFT>
 struct Part {
+    static constexpr int GROUPS_HERE = SHIFT < 0 ? 2 : 1;
     uint4 codes[BITS / 4];
-    u32 scales, zeros;
+    u32 scales[GROUPS_HERE], zeros[GROUPS_HERE];
 
     __device__ __forceinline__ void clear() {
-#pragma unroll
         for (auto& v : codes) v = make_uint4(0, 0, 0, 0);
-        scales = zeros = 0;
+        for (auto& v : scales) v = 0;
+        for (auto& v : zeros) v = 0;
     }
 
     // The weights of 8 columns, in pairs: j picks the columns, `bottom` the feature.
     __device__ __forceinline__ void expand(int j, bool bottom, u32 (&out)[4]) const {
-        const u32 scale = bottom ? high_twice(scales) : low_twice(scales);
+        const int group = SHIFT < 0 ? j : 0;
+        const u32 scale = bottom ? high_twice(scales[group]) : low_twice(scales[group]);
         if constexpr (BITS == 4) {
             const u32 word = j ? bottom ? codes[0].w : codes[0].z : bottom ? codes[0].y : codes[0].x;
-            const u32 zero = !ZEROS ? NO_ZERO : bottom ? high_twice(zeros) : low_twice(zeros);
+            if constexpr (ZEROS) {
+                const u32 zero = bottom ? high_twice(zeros[group]) : low_twice(zeros[group]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                out[i] = times(fma_pair((word >> 4 * i & 0x000f000f) | ORIGIN, ONE, zero), scale);
+                for (int i = 0; i < 4; ++i)
+                    out[i] = times(fma_pair(rotate_right(word, 4 * i) & CODES, ONE, zero), scale);
+            } else {  // 8 * scale is exact, so the one rounding is that of the product
+                const u32 offset = times(scale, MINUS_EIGHT);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[i] = fma_pair(rotate_right(word, 4 * i) & CODES, scale, offset);
+            }
         } else {
             const u32 words[2] = {bottom ? codes[j].z : codes[j].x, bottom ? codes[j].w : codes[j].y};
 #pragma unroll
@@ -77,25 +96,41 @@ struct Part {
     }
 };
 
-// Where a lane finds its parts of a tile of 16 features.
-template <int BITS, bool ZEROS>
+// Where a lane finds its parts of a tile of 16 features, from one chunk on.
+template <int BITS, bool ZEROS, int SHIFT>
 struct Features {
     const u16* codes;
     const u32 *scales, *zeros;
 
-    __device__ __forceinline__ void at(const u16* all, const u32* all_scales, const u32* all_zeros, int tile, int K,
-                                       int shift) {
-        const int lane = threadIdx.x & 31, chunks = K / CHUNK, groups = ((chunks - 1) >> shift) + 1;
-        codes = all + (size_t)tile * chunks * (BITS * 64) + lane * 8;
-        scales = all_scales + (size_t)tile * groups * 8 + (lane >> 2);
-        if (ZEROS) zeros = all_zeros + (size_t)tile * groups * 8 + (lane >> 2);
+    // Where the groups of a chunk begin; also of a difference of chunks that is a multiple of SHARES.
+    __device__ __forceinline__ static int groups(int chunk) {
+        return (SHIFT < 0 ? chunk * 2 : SHIFT == WHOLE ? 0 : chunk >> SHIFT) * 8;
     }
 
-    __device__ __forceinline__ void load(Part<BITS, ZEROS>& into, int chunk, int shift) const {
+    __device__ __forceinline__ void at(const u16* all, const u32* all_scales, const u32* all_zeros, int tile, int chunk,
+                                       int K) {
+        const int lane = threadIdx.x & 31, chunks = K / CHUNK, of_tile = groups(chunks - 1) + (SHIFT < 0 ? 16 : 8);
+        codes = all + ((size_t)tile * chunks + chunk) * (BITS * 64) + lane * 8;
+        const size_t group = (size_t)tile * of_tile + groups(chunk) + (lane >> 2);
+        scales = all_scales + group;
+        if (ZEROS) zeros = all_zeros + group;
+    }
+
+    // Of the chunk that is so much further; a multiple of SHARES, or the first is chunk 0.
+    __device__ __forceinline__ void load(Part<BITS, ZEROS, SHIFT>& into, int further) const {
 #pragma unroll
-        for (int q = 0; q < BITS / 4; ++q) into.codes[q] = load_weight(codes + (size_t)chunk * (BITS * 64) + q * 256);
-        into.scales = load_word(scales + (chunk >> shift) * 8);
-        if (ZEROS) into.zeros = load_word(zeros + (chunk >> shift) * 8);
+        for (int q = 0; q < BITS / 4; ++q) into.codes[q] = load_weight(codes + further * (BITS * 64) + q * 256);
+#pragma unroll
+        for (int i = 0; i < (SHIFT < 0 ? 2 : 1); ++i) {
+            into.scales[i] = load_word(scales + groups(further) + i * 8);
+            if (ZEROS) into.zeros[i] = load_word(zeros + groups(further) + i * 8);
+        }
+    }
+
+    __device__ __forceinline__ void advance(int further) {
+        codes += further * (BITS * 64);
+        scales += groups(further);
+        if (ZEROS) zeros += groups(further);
     }
 };
 
@@ -109,34 +144,34 @@ __device__ __forceinline__ int tile_at(int row0, int r, int N) {
 #define GROUP_ARGS                                                                                  \
     const u16 *__restrict__ x, const u16 *__restrict__ w, const u32 *__restrict__ scales,           \
         const u32 *__restrict__ zeros, const u16 *__restrict__ bias, const u16 *__restrict__ extra, \
-        u16 *__restrict__ y, int M, int N, int K, int shift
+        u16 *__restrict__ y, int M, int N, int K
 
 #define GROUP_KERNEL(NAME, THREADS, BLOCKS, CLUSTER, GEMM, ...)                                        \
     extern "C" __global__ void CLUSTER_##CLUSTER __launch_bounds__(THREADS, BLOCKS) NAME(GROUP_ARGS) { \
-        GEMM<__VA_ARGS__>(x, w, scales, zeros, bias, extra, y, M, N, K, shift);                        \
+        GEMM<__VA_ARGS__>(x, w, scales, zeros, bias, extra, y, M, N, K);                               \
     }
 
 // As `gemm`, with N a multiple of 16.
-template <int BITS, bool ZEROS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
+template <int BITS, bool ZEROS, int SHIFT, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
 __device__ __forceinline__ void group_gemm(GROUP_ARGS) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     static_assert(KIND != SILU_MUL || ROW_TILES % 2 == 0, "gates and ups take turns");
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
     extern __shared__ float sums[];  // [SHARES][TOKENS][PITCH]
     launch_dependents();
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, warp = of_warp(threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
     const int chunks = K / CHUNK, count = (chunks - warp + SHARES - 1) / SHARES;  // of the warp's share
     const int row0 = blockIdx.x * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
 
-    Features<BITS, ZEROS> features[ROW_TILES];
+    Features<BITS, ZEROS, SHIFT> features[ROW_TILES];
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) features[r].at(w, scales, zeros, tile_at<KIND>(row0, r, N), K, shift);
-    Part<BITS, ZEROS> a[AHEAD][ROW_TILES];
+    for (int r = 0; r < ROW_TILES; ++r) features[r].at(w, scales, zeros, tile_at<KIND>(row0, r, N), warp, K);
+    Part<BITS, ZEROS, SHIFT> a[AHEAD][ROW_TILES];
 #pragma unroll
     for (int p = 0; p < AHEAD; ++p)
         if (p < count)
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) features[r].load(a[p][r], warp + p * SHARES, shift);
+            for (int r = 0; r < ROW_TILES; ++r) features[r].load(a[p][r], p * SHARES);
 
     wait_for_earlier_kernels();
     const u16* token[TOKEN_TILES];
@@ -183,16 +218,20 @@ __device__ __forceinline__ void group_gemm(GROUP_ARGS) {
                             mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
                         }
                     }
-                    if (c + p + AHEAD < count) features[r].load(a[p][r], warp + (c + p + AHEAD) * SHARES, shift);
+                    if (c + p + AHEAD < count) features[r].load(a[p][r], (p + AHEAD) * SHARES);
                 }
                 if (c + p + X_AHEAD < count)
 #pragma unroll
                     for (int m = 0; m < TOKEN_TILES; ++m)
 #pragma unroll
                         for (int j = 0; j < 2; ++j)
-                            if (live[m]) b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * 32);
+                            if (live[m]) b[q][m][j] = load_x(token[m] + (p + X_AHEAD) * STEP + j * 32);
             }
         }
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) features[r].advance(AHEAD * SHARES);
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m) token[m] += AHEAD * STEP;
     }
 
     keep_sums<ROW_TILES, TOKEN_TILES, PITCH, KIND == SILU_MUL>(d, sums + warp * TOKENS * PITCH);
@@ -201,8 +240,8 @@ __device__ __forceinline__ void group_gemm(GROUP_ARGS) {
 }
 
 // As `shared_gemm`, with N a multiple of 16.
-template <int BITS, bool ZEROS, int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int STAGES,
-          int CLUSTER, int KIND>
+template <int BITS, bool ZEROS, int SHIFT, int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD,
+          int STAGES, int CLUSTER, int KIND>
 __device__ __forceinline__ void shared_group_gemm(GROUP_ARGS) {
     static_assert(KIND != SILU_MUL || ROW_TILES % 2 == 0, "gates and ups take turns");
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
@@ -213,7 +252,7 @@ __device__ __forceinline__ void shared_group_gemm(GROUP_ARGS) {
     extern __shared__ float sums[];  // first [STAGES][STAGE] of u16, then [WARPS_K][TOKENS][PITCH]
     u16* const stages = (u16*)sums;
     launch_dependents();
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, warp = of_warp(threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
     const int part = WARPS_K > 1 ? warp / WARPS_F : 0, warp_tile = warp % WARPS_F * ROW_TILES;
     const int row0 = blockIdx.x / CLUSTER * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
     const int chunks = K / CHUNK, first = blockIdx.x % CLUSTER * WARPS_K;
@@ -223,15 +262,14 @@ __device__ __forceinline__ void shared_group_gemm(GROUP_ARGS) {
         return c < chunks && c % SHARES + 1 < SHARES ? c % SHARES + 1 : chunks;
     };
 
-    Features<BITS, ZEROS> features[ROW_TILES];
+    Features<BITS, ZEROS, SHIFT> features[ROW_TILES];
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-        features[r].at(w, scales, zeros, tile_at<KIND>(row0, warp_tile + r, N), K, shift);
-    Part<BITS, ZEROS> a[AHEAD][ROW_TILES];
-    auto load_weights = [&](Part<BITS, ZEROS>(&into)[ROW_TILES], int c) {
+    for (int r = 0; r < ROW_TILES; ++r) features[r].at(w, scales, zeros, tile_at<KIND>(row0, warp_tile + r, N), 0, K);
+    Part<BITS, ZEROS, SHIFT> a[AHEAD][ROW_TILES];
+    auto load_weights = [&](Part<BITS, ZEROS, SHIFT>(&into)[ROW_TILES], int c) {
         if (c + part < chunks)
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) features[r].load(into[r], c + part, shift);
+            for (int r = 0; r < ROW_TILES; ++r) features[r].load(into[r], c + part);
     };
     int weights_ahead = first, x_ahead = first;  // of the round to ask for next
     for (auto& chunk : a)                        // where a part has no chunk left, x is zeros, and this must be numbers
@@ -329,15 +367,15 @@ __device__ __forceinline__ void shared_group_gemm(GROUP_ARGS) {
 }
 
 // The weights [N, K] in the type of x. A block of 8 warps has a tile of features (blockIdx.x) and 8 chunks (blockIdx.y).
-template <int BITS, bool ZEROS>
+template <int BITS, bool ZEROS, int SHIFT>
 __device__ __forceinline__ void unpack(const u16* __restrict__ w, const u32* __restrict__ scales,
-                                       const u32* __restrict__ zeros, u16* __restrict__ y, int K, int shift) {
+                                       const u32* __restrict__ zeros, u16* __restrict__ y, int K) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, chunk = blockIdx.y * 8 + (threadIdx.x >> 5);
     if (chunk >= K / CHUNK) return;
-    Features<BITS, ZEROS> features;
-    features.at(w, scales, zeros, blockIdx.x, K, shift);
-    Part<BITS, ZEROS> part;
-    features.load(part, chunk, shift);
+    Features<BITS, ZEROS, SHIFT> features;
+    features.at(w, scales, zeros, blockIdx.x, 0, K);
+    Part<BITS, ZEROS, SHIFT> part;
+    features.load(part, chunk);
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -349,8 +387,8 @@ __device__ __forceinline__ void unpack(const u16* __restrict__ w, const u32* __r
         }
 }
 
-#define UNPACK_KERNEL(NAME, BITS, ZEROS)                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                       \
-        NAME(const u16* w, const u32* scales, const u32* zeros, u16* y, int K, int shift) { \
-        unpack<BITS, ZEROS>(w, scales, zeros, y, K, shift);                                 \
+#define UNPACK_KERNEL(NAME, ...)                                                 \
+    extern "C" __global__ void __launch_bounds__(256)                            \
+        NAME(const u16* w, const u32* scales, const u32* zeros, u16* y, int K) { \
+        unpack<__VA_ARGS__>(w, scales, zeros, y, K);                             \
     }

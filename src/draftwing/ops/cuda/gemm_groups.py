@@ -25,6 +25,7 @@ class Width(NamedTuple):
 
     bits: int  # of a code: 4, or 8 for fp8
     zeros: bool
+    shift: int  # as `PackedGroups` has it
 
 
 Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block takes
@@ -54,9 +55,9 @@ _ANYWHERE: dict[int, Shapes] = {
         ("plain", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
         ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
         ("silu", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2),
+        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2),
+        ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2),
     },
 }
 
@@ -97,7 +98,7 @@ class GroupGemm:
         """[N, K], columns in the order of the packed weight."""
         out = weight.scales.new_empty(weight.rows, weight.columns)
         grid = weight.rows // TALL, -(-weight.columns // (CHUNK * _UNPACK_CHUNKS))
-        self._unpack(grid, weight.codes, weight.scales, weight.zeros, out, weight.columns, weight.shift)
+        self._unpack(grid, weight.codes, weight.scales, weight.zeros, out, weight.columns)
         return out
 
     def _run(
@@ -110,7 +111,7 @@ class GroupGemm:
         out = x.new_empty(rows, width)
         kernel(
             shape.grid(kind, rows, width), x, weight.codes, weight.scales, weight.zeros, bias, residual, out,
-            rows, width, depth, weight.shift,
+            rows, width, depth,
         )  # fmt: skip
         return out
 
@@ -130,7 +131,7 @@ def read_source(width: Width, shapes: Shapes) -> str:
     """What is compiled."""
     folder = resources.files("draftwing.ops.cuda")
     parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("gemm.cu", "gemm_groups.cu")]
-    stored = f"{width.bits}, {str(width.zeros).lower()}"
+    stored = f"{width.bits}, {str(width.zeros).lower()}, {width.shift}"
     for (kind, tile), shape in shapes.items():
         bounds = f"{shape.warps * 32}, {shape.blocks}, {shape.cluster}"
         template, _, cut = shape.call.partition(", ")

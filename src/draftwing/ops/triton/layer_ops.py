@@ -39,7 +39,7 @@ class TritonLayerOps(LayerOps):
         return self.device.type == "cuda"
 
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
-        width = gemm_groups.Width(weight.bits, weight.zeros is not None)
+        width = gemm_groups.Width(weight.bits, weight.zeros is not None, weight.shift)
         return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, width)
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
