@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shape, SmallMGemm, few_rows, shared, small_m_gemm
-from draftwing.ops.cuda.gemm_groups import GroupGemm, Width, compile_ahead, group_gemm
+from draftwing.ops.cuda.gemm_groups import GroupGemm, Shapes, Width, compile_ahead, group_gemm
 from draftwing.ops.groups import WHOLE, PackedGroups, pack
 from draftwing.ops.types import QuantizedRows
 
@@ -134,10 +135,13 @@ def check() -> None:
     print("all bits are those of the matrices multiplied out")
 
 
-def table(row_counts: tuple[int, ...] = (1, 8, 16, 32, 64)) -> None:
+def table(chosen: dict[int, Shapes], row_counts: tuple[int, ...] = (1, 8, 16, 32, 64)) -> None:
+    """chosen: shapes by bits, in place of those of `shapes_for`."""
     device = torch.device("cuda", torch.cuda.current_device())
     plain = small_m_gemm(device, torch.bfloat16)
-    kernels = {label: group_gemm(device, torch.bfloat16, width) for label, width in WIDTHS.items()}
+    kernels = {
+        label: GroupGemm(device, torch.bfloat16, width, chosen.get(width.bits)) for label, width in WIDTHS.items()
+    }
     chains: dict[str, list[list[PackedGroups]]] = {}
     print(f"{'':28s}{'floor':>8s}  " + "".join(f"{rows:>4d} rows: us, GB/s, share" for rows in row_counts))
     for product in PRODUCTS:
@@ -160,6 +164,28 @@ def table(row_counts: tuple[int, ...] = (1, 8, 16, 32, 64)) -> None:
         size = LAYERS * sum(each[0].nbytes for each in every)
         line = [(replay_us(functools.partial(chain, kernels[label], every, rows)), size) for rows in row_counts]
         show(f"chain of {LAYERS} layers, {label}", line)
+
+
+def prompts() -> None:
+    """Where multiplying the matrix out begins to be worth it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for label in ("fp8", "int4"):
+        ours = group_gemm(device, torch.bfloat16, WIDTHS[label])
+        for product in PRODUCTS:
+            weights, cells = copies(packed(product, WIDTHS[label]), 6), []
+            for rows in (64, 96, 128, 192, 256, 512, 2048):
+                x, extra = inputs(product, rows)
+                kernel = each_us(functools.partial(call, ours, product, x, extra), weights, 3)
+                dense = each_us(functools.partial(unpack_first, ours, x), weights, 3)
+                cells.append(f"{rows}: {kernel:.0f} / {dense:.0f}")
+            print(
+                f"{product.name}, {label}: kernel / multiplied out and cuBLAS, us by rows: {', '.join(cells)}",
+                flush=True,
+            )
+
+
+def unpack_first(ours: GroupGemm, x: Tensor, w: PackedGroups) -> Tensor:
+    return torch.mm(x, ours.dense(w).t())
 
 
 def show(what: str, line: list[tuple[float, int]]) -> None:
@@ -195,14 +221,14 @@ def candidates(bits: int, kind: str, tile: int) -> Iterator[Shape]:
             continue
 
         def flies(warps: int, part: int = ahead * row_tiles * bits, blocks: int = blocks) -> bool:
-            return 40 << 10 <= 32 * warps * blocks * part * 4 <= 160 << 10  # bytes on their way to a multiprocessor
+            return 24 << 10 <= 32 * warps * blocks * part * 4 <= 160 << 10  # bytes on their way to a multiprocessor
 
-        for x_ahead in (1, 2, 4, 8):
+        for x_ahead in (2, 4, 8) if tile == 8 else (1, 2, 4):
             registers = held + x_ahead * tokens * 8 + row_tiles * tokens * 4 + 40
             if tile <= 16 and flies(8) and ahead % x_ahead == 0 and registers <= REGISTERS // (256 * blocks):
                 yield few_rows(tile, row_tiles, ahead, x_ahead, blocks)
         for warps, stages, cluster in itertools.product(
-            ((2, 1), (4, 1), (8, 1), (1, 8), (2, 4), (4, 2), (2, 2), (1, 4)), (3, 4, 8), (1, 2, 4, 8)
+            ((2, 1), (4, 1), (8, 1), (1, 8), (2, 4), (4, 2), (2, 2), (1, 4)), (4, 8), (1, 2, 4, 8)
         ):
             parts, threads = warps[1] * cluster, 32 * warps[0] * warps[1]
             registers = held + row_tiles * (tokens * 4 * (2 if parts == 1 else 1) + 8) + 40
@@ -249,43 +275,55 @@ def timed(
     """Microseconds with as many rows as a block takes, and with one where that is up to 8."""
     for i, shape in enumerate(shapes):
         ours.only = kind, i
+        try:
+            call(ours, product, *inputs(product, shape.tokens), weights[0])
+        except RuntimeError as error:  # there is no room for it
+            print(shape.call, error)
+            continue
         many, one = (functools.partial(call, ours, product, *inputs(product, rows)) for rows in (shape.tokens, 1))
         took = each_us(many, weights, 3)
         yield took, each_us(one, weights, 3) if shape.tokens == 8 else took, shape
 
 
-def sweep(most: int = 40) -> None:
+def sweep(most: int = 48) -> dict[int, Shapes]:
+    """The best shapes by bits."""
     jobs = {}
     for bits, product, tile in itertools.product((4, 8), PRODUCTS, (8, 16, 32, 64)):
         shapes = chosen(bits, product, tile, most)
-        for part in range(0, len(shapes), 12):
-            jobs[bits, product, tile, part] = (width_of(bits), product.kind, shapes[part : part + 12])
+        for part in range(0, len(shapes), 8):
+            jobs[bits, product, tile, part] = (width_of(bits), product.kind, shapes[part : part + 8])
+    begin = time.monotonic()
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         failed = dict(zip(jobs, pool.map(compile_one, jobs.values()), strict=True))
-    print("compiled", len(jobs), "modules; failed:", [(k[0], k[1].name, k[2], v) for k, v in failed.items() if v][:3])
+    print(f"compiled {sum(len(job[2]) for job in jobs.values())} kernels in {time.monotonic() - begin:.0f} s; failed:",
+          [(key[0], key[1].name, key[2], error) for key, error in failed.items() if error][:3], flush=True)  # fmt: skip
     device, results = torch.device("cuda", torch.cuda.current_device()), []
+    best: dict[int, Shapes] = {4: {}, 8: {}}
     for bits, product in itertools.product((4, 8), PRODUCTS):
-        weights = copies(packed(product, width_of(bits)))
+        weights = copies(packed(product, width_of(bits)), 12)
+        floor = weights[0].nbytes / READ_RATE
         for tile in (8, 16, 32, 64):
             found: list[tuple[float, float, Shape]] = []
             for key, (width, kind, shapes) in jobs.items():
                 if key[:3] == (bits, product, tile) and not failed[key]:
                     ours = GroupGemm(device, torch.bfloat16, width, named(kind, shapes))
                     found += timed(ours, product, weights, kind, shapes)
-            # One row is what matters most of up to 8.
-            found.sort(key=lambda item: item[0] + 2 * item[1])
-            floor = weights[0].nbytes / READ_RATE
-            for took, single, shape in found[:3]:
+            found.sort(key=lambda item: item[0] + 2 * item[1])  # one row is what matters most of up to 8
+            best[bits][product.kind, tile] = found[0][2]
+            for took, single, shape in found[:2]:
                 print(f"{bits} {product.name:8s}{tile:3d} {single:6.1f} ({floor / single:4.0%}) {took:6.1f} "
                       f"({floor / took:4.0%}) {shape.call} | {shape.blocks}", flush=True)  # fmt: skip
             results += [(bits, product.name, tile, took, single, shape.call, shape.blocks)
                         for took, single, shape in found]  # fmt: skip
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], "sweep.json").write_text(json.dumps(results))
+            if "OUT" in os.environ:
+                Path(os.environ["OUT"], "sweep.json").write_text(json.dumps(results))
+    return best
 
 
 if __name__ == "__main__":
     check()
-    table()
+    found: dict[int, Shapes] = {}
     if "sweep" in sys.argv:
-        sweep()
+        found = sweep()
+    table(found)
+    prompts()
