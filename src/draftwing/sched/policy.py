@@ -144,7 +144,7 @@ class MostTokens:
     STALE = 16  # steps after which an option's gain is not known any more
     OUTDATED = 128  # steps after which its price may have changed, if it did not run
     OLD = 10  # steps without news of an option after which its next step counts for this many
-    MARGIN = 1.02  # by which drafting has to be better to begin, for the drafter must catch up
+    MARGIN = 1.02  # by which drafting has to be better: the host does more for it, which no step's seconds tell
     MOST = 1024  # queries of a step; more never pay
 
     def __init__(
@@ -163,7 +163,6 @@ class MostTokens:
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, with about so many rows
         self._steps = 0
         self._allowance = 0.0  # seconds that may be lost by trying
-        self._now = PLAIN
 
     def choose(self, load: Load) -> TreeShape:
         if not any(load.confidences):
@@ -173,7 +172,6 @@ class MostTokens:
         if not prices:
             return self.menu[0]
         best = self._best(rates)
-        self._now = self.menu[best]
         self._allowance = min(self._allowance + self.PROBING * prices[best], 4 * prices[best])
         tried = self._to_try(best, rates, prices, tokens, load.confidences)
         chosen = best if tried is None else tried
@@ -182,8 +180,7 @@ class MostTokens:
 
     def _best(self, rates: dict[int, float]) -> int:
         best, plain = max(rates, key=lambda i: rates[i]), len(self.menu) - 1
-        begins = self._now == PLAIN and plain in rates
-        return plain if begins and rates[best] < self.MARGIN * rates[plain] else best
+        return plain if plain in rates and rates[best] < self.MARGIN * rates[plain] else best
 
     def _rates(self, load: Load) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
         """Tokens per second, seconds and tokens of each option that is possible."""
