@@ -231,10 +231,10 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 extern "C" void groups(const u32* scales, const u32* zeros, int there) { group = {scales, zeros, there}; }
 
 #ifdef GROUPS
-extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int K, int grid_x,
+extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int N, int K, int grid_x,
                            int grid_y) {
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) unpack_all(w, scales, zeros, y, K);
+            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) unpack_all(w, scales, zeros, y, N, K);
 }
 #endif

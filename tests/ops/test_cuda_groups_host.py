@@ -40,7 +40,7 @@ class Host:
         self.plain = {f"{kind}_{tile}": shape for (kind, tile), shape in gemm.shapes_for((9, 0)).items() if tile == 8}
         _, begin, source = gemm_groups.read_source(width, shapes_of(width)).partition("enum { PLAIN")
         before, _, rest = source.partition("#if TYPE_BF16")
-        after = rest[rest.index("// A lane's part of a tile.") :]
+        after = rest[rest.index("// Weights as these are") :]
         parts = [begin, before, after]
         for name, shape in self.plain.items():
             kind = gemm.KINDS[name.partition("_")[0]]
@@ -79,7 +79,7 @@ class Host:
     def dense(self, w: PackedGroups) -> Tensor:
         out = torch.full((w.rows, w.columns), torch.nan, dtype=torch.bfloat16)
         grid = w.rows // 16, -(-w.columns // 512)
-        self._library.run_unpack(*map(pointer, (w.codes, w.scales, w.zeros, out)), w.columns, *grid)
+        self._library.run_unpack(*map(pointer, (w.codes, w.scales, w.zeros, out)), w.rows, w.columns, *grid)
         return out
 
 

@@ -197,14 +197,59 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
 #define KERNEL(NAME, THREADS, BLOCKS, CLUSTER, GEMM, ...)                                                  \
     extern "C" __global__ void CLUSTER_##CLUSTER __launch_bounds__(THREADS, BLOCKS)                        \
         NAME(const u16* x, const u16* w, const u16* bias, const u16* extra, u16* y, int M, int N, int K) { \
-        GEMM<__VA_ARGS__>(x, w, bias, extra, y, M, N, K);                                                  \
+        GEMM<Stored, __VA_ARGS__>(x, {w}, bias, extra, y, M, N, K);                                        \
     }
+
+// Weights in the type of x. A kind of weights has a `Part`, what a lane has of a tile of 16 features and a chunk, and
+// `Rows`, where it finds that of a tile.
+struct Stored {
+    static constexpr bool TAKE_TURNS = false;
+    static constexpr bool GO_ON =
+        false;  // pointers move in a loop: fewer instructions, which are not what it waits for
+    const u16* w;
+
+    struct Part {
+        uint4 v[2][2];  // by half of the chunk, for features g and g + 8
+
+        __device__ __forceinline__ void clear() { v[0][0] = v[0][1] = v[1][0] = v[1][1] = make_uint4(0, 0, 0, 0); }
+
+        // The weights of 8 columns, in pairs, of features g (top) and g + 8.
+        __device__ __forceinline__ void expand(int j, u32 (&top)[4], u32 (&bottom)[4]) const {
+            top[0] = v[j][0].x, top[1] = v[j][0].y, top[2] = v[j][0].z, top[3] = v[j][0].w;
+            bottom[0] = v[j][1].x, bottom[1] = v[j][1].y, bottom[2] = v[j][1].z, bottom[3] = v[j][1].w;
+        }
+    };
+
+    template <int KIND>
+    struct Rows {
+        const u16* row[2];
+
+        // Of the tile `at` features behind row0. Chunks count from `chunk` on.
+        template <class INDEX>  // the width that a kernel's other offsets have
+        __device__ __forceinline__ void find(const Stored& weights, int row0, int at, INDEX chunk, int N, int K) {
+            const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // SILU_MUL: a tile is 8 gates and, below them, the 8 ups that belong to them.
+                const int n =
+                    KIND == SILU_MUL ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
+                row[half] = weights.w + (size_t)n * K + (chunk * CHUNK + t * 8);
+            }
+        }
+
+        // Half j of a chunk.
+        __device__ __forceinline__ void load(Part& into, int chunk, int j) const {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) into.v[j][half] = load_weight(row[half] + chunk * CHUNK + j * 32);
+        }
+    };
+};
 
 // PLAIN: y = x w^T (+ bias).  ADD: y = x w^T (+ bias) + extra.  SILU_MUL: w is [2 * N, K], gates before ups, and
 // y = silu(gate) * up.  TOKEN_TILES * 8 rows of x a block (blockIdx.y picks them), AHEAD chunks of weights and X_AHEAD of x
 // in flight.
-template <int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
-__device__ __forceinline__ void gemm(const u16* __restrict__ x, const u16* __restrict__ w, const u16* __restrict__ bias,
+template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
+__device__ __forceinline__ void gemm(const u16* __restrict__ x, const WEIGHTS weights, const u16* __restrict__ bias,
                                      const u16* __restrict__ extra, u16* __restrict__ y, int M, int N, int K) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
@@ -215,24 +260,17 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const u16* __res
     const int row0 = blockIdx.x * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
     const size_t k0 = (size_t)warp * CHUNK + t * 8;
 
-    const u16* weight[ROW_TILES][2];
+    typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            // SILU_MUL: a tile is 8 gates and, below them, the 8 ups that belong to them.
-            const int row =
-                KIND == SILU_MUL ? min(row0 + r * 8 + g, N - 1) + half * N : min(row0 + r * 16 + half * 8 + g, N - 1);
-            weight[r][half] = w + (size_t)row * K + k0;
-        }
-    uint4 a[AHEAD][ROW_TILES][4];
+    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, r * 16, (size_t)warp, N, K);
+    typename WEIGHTS::Part a[AHEAD][ROW_TILES];
 #pragma unroll
     for (int p = 0; p < AHEAD; ++p)
         if (p < count)
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) a[p][r][j] = load_weight(weight[r][j & 1] + p * STEP + (j >> 1) * 32);
+                for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], p * SHARES, j);
 
     wait_for_earlier_kernels();
     const u16* token[TOKEN_TILES];
@@ -261,6 +299,7 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const u16* __res
         for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
 
     for (int c = 0; c < count; c += AHEAD) {
+        const int come = WEIGHTS::GO_ON ? 0 : c;  // from where the pointers are
 #pragma unroll
         for (int p = 0; p < AHEAD; ++p) {
             if (c + p < count) {
@@ -268,30 +307,38 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const u16* __res
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; ++m)
+                    for (int j = 0; j < 2; ++j) {
+                        u32 top[4], bottom[4];
+                        a[p][r].expand(j, top, bottom);
 #pragma unroll
-                        for (int j = 0; j < 2; ++j) {
-                            const uint4 top = a[p][r][j * 2], bottom = a[p][r][j * 2 + 1], in = b[q][m][j];
-                            mma(d[r][m], top.x, bottom.x, top.y, bottom.y, in.x, in.y);
-                            mma(d[r][m], top.z, bottom.z, top.w, bottom.w, in.z, in.w);
+                        for (int m = 0; m < TOKEN_TILES; ++m) {
+                            const uint4 in = b[q][m][j];
+                            mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
+                            mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
                         }
+                    }
                 if (c + p + AHEAD < count)
 #pragma unroll
                     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-                        for (int j = 0; j < 4; ++j)
-                            a[p][r][j] = load_weight(weight[r][j & 1] + (c + p + AHEAD) * STEP + (j >> 1) * 32);
+                        for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (come + p + AHEAD) * SHARES, j);
                 if (c + p + X_AHEAD < count)
 #pragma unroll
                     for (int m = 0; m < TOKEN_TILES; ++m)
 #pragma unroll
                         for (int j = 0; j < 2; ++j)
-                            if (live[m]) b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * 32);
+                            if (live[m]) b[q][m][j] = load_x(token[m] + (come + p + X_AHEAD) * STEP + j * 32);
             }
+        }
+        if constexpr (WEIGHTS::GO_ON) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) rows[r].go_on(AHEAD * SHARES);
+#pragma unroll
+            for (int m = 0; m < TOKEN_TILES; ++m) token[m] += AHEAD * STEP;
         }
     }
 
-    keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + warp * TOKENS * PITCH);
+    keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(d, sums + warp * TOKENS * PITCH);
     __syncthreads();
     store_results<SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(sums, bias, extra, y, row0, token0, M, N);
 }

@@ -98,7 +98,7 @@ class GroupGemm:
         """[N, K], columns in the order of the packed weight."""
         out = weight.scales.new_empty(weight.rows, weight.columns)
         grid = weight.rows // TALL, -(-weight.columns // (CHUNK * _UNPACK_CHUNKS))
-        self._unpack(grid, weight.codes, weight.scales, weight.zeros, out, weight.columns)
+        self._unpack(grid, weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns)
         return out
 
     def _run(
@@ -130,14 +130,14 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 def read_source(width: Width, shapes: Shapes) -> str:
     """What is compiled."""
     folder = resources.files("draftwing.ops.cuda")
-    parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("gemm.cu", "gemm_groups.cu")]
-    stored = f"{width.bits}, {str(width.zeros).lower()}, {width.shift}"
+    parts = [
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("gemm.cu", "gemm_shared.cu", "gemm_groups.cu")
+    ]
+    parts.append(f"using Weights = Groups<{width.bits}, {str(width.zeros).lower()}, {width.shift}>;\n")
     for (kind, tile), shape in shapes.items():
         bounds = f"{shape.warps * 32}, {shape.blocks}, {shape.cluster}"
-        template, _, cut = shape.call.partition(", ")
-        call = f"{template.replace('gemm', 'group_gemm')}, {stored}, {cut}"
-        parts.append(f"GROUP_KERNEL({kind}_{tile}, {bounds}, {call}, {KINDS[kind]})\n")
-    parts.append(f"UNPACK_KERNEL(unpack_all, {stored})\n")
+        parts.append(f"GROUP_KERNEL({kind}_{tile}, {bounds}, {shape.call}, {KINDS[kind]})\n")
+    parts.append("UNPACK_KERNEL(unpack_all)\n")
     return "".join(parts)
 
 

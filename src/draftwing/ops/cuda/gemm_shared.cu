@@ -5,8 +5,9 @@
 // of K. A part is one share, and the blocks of a cluster have them all; or a block has one part, and its warps sum all
 // shares, one after the other. AHEAD chunks of weights in flight, in registers, and STAGES - 1 of x, in shared memory,
 // in units of 16 bytes in the order in which the lanes of a warp need them.
-template <int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int STAGES, int CLUSTER, int KIND>
-__device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16* __restrict__ w,
+template <class WEIGHTS, int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int STAGES, int CLUSTER,
+          int KIND>
+__device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                             const u16* __restrict__ bias, const u16* __restrict__ extra,
                                             u16* __restrict__ y, int M, int N, int K) {
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
@@ -28,30 +29,19 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
         return c < chunks && c % SHARES + 1 < SHARES ? c % SHARES + 1 : chunks;  // no more once there is none
     };
 
-    const u16* weight[ROW_TILES][2];
+    typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = warp_row + r * 16;
-            const int row =
-                KIND == SILU_MUL ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
-            weight[r][half] = w + (size_t)row * K + part * CHUNK + t * 8;
-        }
-    uint4 a[AHEAD][ROW_TILES][4];
-    auto load_weights = [&](uint4(&into)[ROW_TILES][4], int c, int j) {  // half j of a chunk
+    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, warp_row + r * 16, part, N, K);
+    typename WEIGHTS::Part a[AHEAD][ROW_TILES];
+    auto load_weights = [&](typename WEIGHTS::Part(&into)[ROW_TILES], int c, int j) {  // half j of a chunk
         if (c + part < chunks)
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    into[r][j * 2 + half] = load_weight(weight[r][half] + c * CHUNK + j * 32);
+            for (int r = 0; r < ROW_TILES; ++r) rows[r].load(into[r], c, j);
     };
     int weights_ahead = first, x_ahead = first;  // of the round to ask for next
     for (auto& chunk : a)                        // where a part has no chunk left, x is zeros, and this must be numbers
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-            chunk[r][0] = chunk[r][1] = chunk[r][2] = chunk[r][3] = make_uint4(0, 0, 0, 0);
+        for (int r = 0; r < ROW_TILES; ++r) chunk[r].clear();
 #pragma unroll
     for (int p = 0; p < AHEAD; ++p, weights_ahead = after(weights_ahead))
 #pragma unroll
@@ -101,15 +91,17 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
             copy_x(stage > 0 ? stage - 1 : STAGES - 1);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
+                u32 top[ROW_TILES][4], bottom[ROW_TILES][4];
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) a[p][r].expand(j, top[r], bottom[r]);
 #pragma unroll
                 for (int m = 0; m < TOKEN_TILES; ++m) {
                     const int u = (part * TOKEN_TILES + m) * 2 + j;
                     const uint4 in = load_shared(stages + stage * STAGE + (u * 32 + lane) * 8);
 #pragma unroll
                     for (int r = 0; r < ROW_TILES; ++r) {
-                        const uint4 top = a[p][r][j * 2], bottom = a[p][r][j * 2 + 1];
-                        mma(d[r][m], top.x, bottom.x, top.y, bottom.y, in.x, in.y);
-                        mma(d[r][m], top.z, bottom.z, top.w, bottom.w, in.z, in.w);
+                        mma(d[r][m], top[r][0], bottom[r][0], top[r][1], bottom[r][1], in.x, in.y);
+                        mma(d[r][m], top[r][2], bottom[r][2], top[r][3], bottom[r][3], in.z, in.w);
                     }
                 }
                 load_weights(a[p], weights_ahead, j);
@@ -132,7 +124,8 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
 
     wait_for_copies<0>();
     __syncthreads();
-    keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
+    keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(
+        ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
     if constexpr (CLUSTER > 1) sync_cluster();
     else __syncthreads();
     store_results<WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
@@ -145,14 +138,15 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const u16
 //
 // A chunk in shared memory has 8 units of 16 bytes a row; odd rows have their halves swapped, so that the threads of a
 // quarter warp, which read 64 bytes of two rows each, meet no bank twice.
-template <int WARPS_F, int WARPS_T, int WF, int WT, int STAGES, int KIND>
-__device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const u16* __restrict__ w,
+template <class WEIGHTS, int WARPS_F, int WARPS_T, int WF, int WT, int STAGES, int KIND>
+__device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                            const u16* __restrict__ bias, const u16* __restrict__ extra,
                                            u16* __restrict__ y, int M, int N, int K) {
     constexpr int ROWS = WARPS_F * WF * 16, TOKENS = WARPS_T * WT * 8, PITCH = pitch_of(ROWS);
     constexpr int THREADS = WARPS_F * WARPS_T * 32;
     constexpr int STAGE = (ROWS + TOKENS) * CHUNK, UNITS = CHUNK / 8, STRIDE = THREADS / UNITS;
     static_assert(ROWS % STRIDE == 0 && TOKENS % STRIDE == 0, "");
+    const u16* const w = weights.w;
     extern __shared__ float sums[];  // first [STAGES][ROWS + TOKENS][CHUNK] of u16, then [TOKENS][PITCH]
     u16* const stages = (u16*)sums;
     launch_dependents();
