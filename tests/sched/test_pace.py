@@ -4,67 +4,116 @@ import random
 
 import pytest
 
-from draftwing.sched.pace import EACH, LEAST, SHARE, STALL, Pace
+from draftwing.core import Chunk
+from draftwing.sched.pace import ALONE, BESIDE, LEAST, LONG, SHARE, STALL, Pace
 
 SIZES = [60, 600, 200, 250, 500] * 20
+
+
+def part(tokens: int, start: int = 0) -> list[Chunk]:
+    return [Chunk(0, start, tokens, True)] if tokens else []
 
 
 def learnt(base: float, slope: float, sizes: list[int], noise: float = 0.0) -> Pace:
     pace, rng = Pace(), random.Random(0)
     for tokens in sizes:
         pace.record_step(base * (1 + noise * rng.random()))
-        pace.record(tokens, (base + slope * tokens) * (1 + noise * rng.uniform(-1, 1)))
+        pace.record(part(tokens), (base + slope * tokens) * (1 + noise * rng.uniform(-1, 1)))
     return pace
 
 
 def test_times_lie_on_the_line_that_was_seen() -> None:
     pace = learnt(0.004, 2e-5, SIZES, noise=0.1)
     for tokens in (64, 300, 1000):
-        assert pace.seconds(tokens) == pytest.approx(0.004 + 2e-5 * tokens, rel=0.1)
-    assert pace.seconds(0) == 0 == Pace().seconds(100)
+        assert pace.seconds(part(tokens)) == pytest.approx(0.004 + 2e-5 * tokens, rel=0.1)
+    assert pace.seconds([]) == 0 == Pace().seconds(part(100))
 
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
-    for tokens in SIZES:
+    for tokens in SIZES * 2:
         pace.record_step(0.01)
-        pace.record(tokens, 0.01 + 5e-5 * tokens)
-    assert pace.seconds(400) == pytest.approx(0.03, rel=0.05)
+        pace.record(part(tokens), 0.01 + 5e-5 * tokens)
+    assert pace.seconds(part(400)) == pytest.approx(0.03, rel=0.1)
+
+
+def test_tokens_that_attend_to_many_others_take_longer() -> None:
+    """As on a CPU, where prompts of 6,000 tokens go on beside short ones."""
+    pace, rng, start = Pace(), random.Random(0), 0
+    for step in range(400):
+        length, at = (rng.randrange(5, 20), 0) if step % 8 == 0 else (16, start)
+        start = (start + 16 * bool(at)) % 6000 if step else 16
+        pace.record_step(0.008)
+        pace.record(part(length, at), 0.008 + length * (0.85e-3 + 0.92e-6 * (at + length / 2)) * rng.uniform(0.8, 1.2))
+    assert pace.price(0) == pytest.approx(0.85e-3, rel=0.3)
+    assert pace.price(4000) == pytest.approx(0.85e-3 + 4000 * 0.92e-6, rel=0.15)
+    assert pace.seconds([*part(20), *part(8, 4000)]) == pytest.approx(0.008 + 0.017 + 0.036, rel=0.15)
+
+
+def test_what_contexts_cost_is_not_guessed_where_all_are_alike() -> None:
+    pace, rng = Pace(), random.Random(0)
+    for start in range(4000, 4800, 16):
+        pace.record_step(0.008)
+        pace.record(part(16, start), 0.008 + 16 * 0.0045 * rng.uniform(0.8, 1.2))
+        assert 0.5 * 0.0045 < pace.price(0) < 1.2 * 0.0045
 
 
 def test_a_prefill_is_short_beside_those_who_decode() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
-    part = pace.most([2000])
-    assert pace.seconds(part) == pytest.approx(STALL * 0.004, rel=0.02) and LEAST < part < 2000
-    assert pace.most([part - 100]) == part - 100
-    assert pace.most([part + 15]) == part + 15  # no rest of a few tokens
-    assert learnt(1e-4, 4e-4, SIZES).most([400] * 10) == 4000 // SHARE  # a slow machine
-    assert learnt(1e-4, 4e-4, SIZES).most([300]) == LEAST
+    most = pace.most([0.02], True)
+    assert pace.seconds(part(round(most / pace.price(0)))) == pytest.approx(STALL * 0.004, rel=0.02)
+    assert pace.most([0.9 * most], True) == 0.9 * most
+    assert pace.most([1.03 * most], True) == 1.03 * most  # no rest of a few tokens
+    assert pace.most([9.0], False) == pytest.approx((ALONE - 1) * 0.004)
+
+
+def test_of_long_prompts_it_is_shorter() -> None:
+    pace = learnt(0.004, 2e-5, SIZES)
+    one = 0.004  # as much again as the shortest one takes
+    assert pace.most([1.1 * LONG * 0.004], True) == pytest.approx(one) == pace.most([9.0] * 4, True)
+    assert pace.most([9.0, 0.5 * one], True) == pytest.approx(one)  # a short one beside it takes of its part
+    assert pace.most([9.0, 1.5 * one], True) == pytest.approx(1.5 * one)
+    for _ in range(40):
+        pace.record_step(0.012)  # usual steps of many requests
+    assert pace.most([9.0], True) == pytest.approx(BESIDE * 0.012 - 0.004)
+
+
+def test_on_a_slow_machine_short_prompts_are_not_cut_into_pieces() -> None:
+    pace = learnt(0.004, 0.85e-3, [8, 12, 16, 20] * 20)
+    assert pace.most([0.0136], True) == pace.most([9.0, 0.0136], True) == 0.0136  # 16 tokens
+    assert pace.most([0.06], True) == pytest.approx(LEAST * 0.85e-3)
 
 
 def test_long_contexts_do_not_make_prefills_long() -> None:
-    """Their tokens take longer the later they are."""
     pace = Pace()
     for start in [*range(0, 16000, 1000)] * 4:
         pace.record_step(0.005)
-        pace.record(1000, 0.005 + 2e-5 * 1000 * (1 + start / 16000))
-    assert pace.seconds(pace.most([2000])) < 1.5 * STALL * 0.005
+        pace.record(part(1000, start), 0.005 + 2e-5 * 1000 * (1 + start / 16000))
+    for context in (0, 8000, 15000):
+        tokens = pace.most([1.0], True) / pace.price(context)
+        assert 2e-5 * tokens * (1 + context / 16000) == pytest.approx(0.005, rel=0.1)
 
 
-def test_where_many_wait_it_goes_in_large_parts_but_not_for_a_few_long_prompts() -> None:
+def test_where_many_wait_it_goes_in_large_parts() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
-    assert pace.most([300] * 100) == 30_000 // SHARE
-    assert pace.most([6000] * 4) == pace.most([600]) < 4 * EACH
-    assert Pace().most([100_000, 7]) == 100_007
+    assert pace.most([0.006] * 100, True) == pytest.approx(0.6 / SHARE)
+    assert pace.most([1.0] * 100, True) == pytest.approx(100 * (STALL - 1) * 0.004 / SHARE)
+    assert Pace().most([2.0, 7.0], True) == 9.0
+
+
+def test_a_pause_of_the_machine_is_no_price() -> None:
+    pace = learnt(0.004, 2e-5, SIZES)
+    pace.record(part(300), 100.0)
+    assert pace.price(0) < 2 * 2e-5
 
 
 def test_after_a_prefill_a_step_is_no_longer_than_waits_are_in_any_case() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
     for step in range(300):
-        pace.longer(1000 if step % 10 == 0 else 0)  # more often than one in `RARE`
-    assert pace.longer(0) == float("inf")
-    assert pace.longer(1000) == 0
-    assert pace.longer(100) == pytest.approx(2e-5 * 900, rel=0.01)
+        pace.longer(part(1000 if step % 10 == 0 else 0))  # more often than one in `RARE`
+    assert pace.longer([]) == float("inf")
+    assert pace.longer(part(1000)) == 0
+    assert pace.longer(part(100)) == pytest.approx(2e-5 * 900, rel=0.01)
     for _ in range(300):
-        pace.longer(0)
-    assert pace.longer(100) == 0  # long waits have become rare
+        pace.longer([])
+    assert pace.longer(part(100)) == 0  # long waits have become rare

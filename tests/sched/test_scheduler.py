@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from step_marks import marks_of
 
-from draftwing.core import MARK_SOURCE, PLAIN, StepResult, TreeShape
+from draftwing.core import MARK_SOURCE, PLAIN, Chunk, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.pace import Pace
 from draftwing.sched.planning import divided
 from draftwing.sched.policy import FixedShape
 from draftwing.sched.req import Req, ReqState
@@ -110,7 +111,7 @@ def test_no_part_of_a_prefill_is_left_over():
             todo.append(one)
         todo.sort(key=lambda r: r.rank)
         budget = int(rng.integers(1, 200))
-        parts = divided(budget, todo)
+        parts = divided(budget, todo, Pace(), False)
         assert sum(length for _, length in parts) == min(budget, sum(len(one.tokens) for one in todo))
         assert all(0 < length <= len(one.tokens) for one, length in parts)
         assert [one.uid for one, _ in parts] == [one.uid for one in todo if one in [r for r, _ in parts]]
@@ -137,7 +138,9 @@ def test_beside_requests_that_decode_prefills_are_short():
     sched = make(slots=9000, chunk=4000)
     for tokens in range(10, 2000, 60):
         sched._pace.record_step(0.004)
-        sched._pace.record(tokens, 0.004 + 2e-5 * tokens)  # so 400 tokens take 3 times the shortest
+        sched._pace.record(
+            [Chunk(0, 0, tokens, True)], 0.004 + 2e-5 * tokens
+        )  # so 400 tokens take 3 times the shortest
     sched.submit(req("a", length=900))
     assert [chunk.length for chunk in turn(sched).chunks] == [900]  # nobody waits for it
     sched.submit(req("b", length=600, first=2000))

@@ -1,9 +1,9 @@
 """How long prefills take, and how much of one may stand between two steps of requests that are being answered.
 
 Whoever decodes waits for a prefill, and what waits to be prefilled grows while it runs. So beside them a prefill is
-short: `STALL` times what the shortest one takes, which reads all weights for next to nothing; then it still uses the
-device well. Where many wait it may be longer, or they would be behind for as long as others decode. One long prompt is
-not many: those who decode would pay for it.
+short: `STALL` times what the shortest step takes, which reads all weights for next to nothing; then it still uses the
+device well. Where many wait it may be longer, or they would be behind for as long as others decode. A few long prompts
+are not many: those who decode would pay for them at every step, so of these it is shorter.
 """
 
 from __future__ import annotations
@@ -12,63 +12,114 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import nlargest
 
-STALL = 3.0  # times the shortest prefill: as long may one take beside requests that decode
-SHARE = 8  # of the tokens that wait one in so many is prefilled at once, if that is more
-EACH = 512  # tokens of one request that count for this
-LEAST = 64  # tokens: fewer are not worth a step
+import numpy as np
+
+from draftwing.core import Chunk
+
+STALL = 3.0  # times the shortest step: as long may a prefill take beside requests that decode
+LONG = 16.0  # times the shortest step: prompts that take longer are long
+BESIDE = 1.25  # times a usual step: as long may a prefill of long prompts take, or twice as long as the shortest one
+ALONE = 32.0  # times the shortest step: the same where nobody decodes, but may come. For the device that is long
+SHARE = 8  # of the prefills that wait, each counted up to what one may take, one in so many is done at once
+LEAST = 32  # tokens of short prompts: fewer are not worth a step
 REST = 0.05  # of a part: as much more is taken along rather than left over
-DECAY = 0.95  # of what older prefills tell, with each new one
+DECAY = 0.98  # of what older prefills tell, with each new one
+EVEN = 16  # tokens: prefills of fewer tell as much as those of so many, longer ones less for their size
+SPREAD = 250.0  # tokens: contexts have to differ by more before they tell what a key costs
+TRUST = 0.1  # of what prefills tell of how long the shortest takes: so much counts that it takes as long as a step
+OWN = 0.05  # of the seconds of tokens, at any context, that are not for keys
+PAUSE = 4.0  # times what was expected: the rest of what a prefill takes is something else, as of a machine that paused
 STEPS, RARE = 256, 20  # of late; one in so many may be as slow
+NEAR = 64  # steps of late: half of them take longer than a usual one
 DRIFT = 1.002  # with each step: what the shortest one takes may change
 
 
 class Pace:
-    """Seconds of a prefill by its tokens: so many for each, on top of the shortest. A prefill of next to nothing takes
-    as long as the shortest step, for that reads all weights, too."""
+    """Seconds of a prefill: so many for each token and for each key that a token attends to, on top of those of the
+    shortest, which reads all weights, too."""
 
     def __init__(self) -> None:
         self._stalls: deque[float] = deque(maxlen=STEPS)  # seconds of the prefill right before each step, 0 without
-        self._base = float("inf")  # seconds of the shortest step of late
-        self._tokens = self._seconds = 0.0  # of prefills, the newer the heavier; seconds beyond the shortest step
+        self._steps: deque[float] = deque(maxlen=NEAR)  # seconds of steps that decoded
+        self._usual, self._short = 0.0, float("inf")  # seconds of such a step, and of the shortest of late
+        # Sums over prefills, the newer the heavier: of products of (1, tokens, keys), of seconds times these.
+        self._known, self._told = np.zeros((3, 3)), np.zeros(3)
+        self._start = self._token = self._key = 0.0  # seconds
 
     def record_step(self, seconds: float) -> None:
         """A step of requests that decode took so long."""
         if seconds > 0:
-            self._base = min(DRIFT * self._base, seconds)
+            self._steps.append(seconds)
+            self._usual = sorted(self._steps)[len(self._steps) // 2]
+            self._short = min(DRIFT * self._short, seconds)
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """A prefill of so many tokens took so long."""
-        assert tokens > 0
+    def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """A prefill of these chunks took so long."""
+        assert chunks
         if seconds <= 0:
             return
-        self._tokens = DECAY * self._tokens + tokens
-        self._seconds = DECAY * self._seconds + max(seconds - self._least, 0.0)
+        if self._token:
+            seconds = min(seconds, PAUSE * self.seconds(chunks))
+        tokens, keys = _size(chunks)
+        size = np.asarray((1.0, tokens, keys)) / max(tokens, EVEN)
+        self._known = DECAY * self._known + np.outer(size, size)
+        self._told = DECAY * self._told + size * (seconds / max(tokens, EVEN))
+        self._fit()
 
-    def longer(self, tokens: int) -> float:
-        """Returns how many seconds longer than a plain one a step may take, right after a prefill of so many tokens.
+    def _fit(self) -> None:
+        """Least squares, where little is known drawn to prefills that begin as a step does and whose keys are free. Of
+        the mean prefill it is right in any case."""
+        count, tokens, keys = self._known[0].tolist()
+        doubt = np.asarray((TRUST * count, 0.0, SPREAD**2 * self._known[1, 1]))
+        guess = doubt * (self._short if self._steps else 0.0, 0.0, 0.0)
+        start, _, key = np.linalg.solve(self._known + np.diag(doubt), self._told + guess)
+        seconds = float(self._told[0]) / count
+        self._start = min(max(float(start), 0.0), (1 - OWN) * seconds)
+        beyond = seconds - self._start
+        self._key = min(max(float(key), 0.0), (1 - OWN) * beyond * count / keys)
+        self._token = (beyond * count - self._key * keys) / tokens
+
+    def longer(self, chunks: Sequence[Chunk]) -> float:
+        """Returns how many seconds longer than a plain one a step may take, right after a prefill of these chunks.
 
         Requests that decode have waited for it; with the step they wait no longer than one in `RARE` steps makes them
-        wait in any case. Asked for once before each step, 0 tokens if nothing was before it."""
-        stall = self.seconds(tokens)
+        wait in any case. Asked for once before each step, without chunks if nothing was before it."""
+        stall = self.seconds(chunks)
         self._stalls.append(stall)
         if not stall:
             return float("inf")
         return max(nlargest(max(len(self._stalls) // RARE, 1), self._stalls)[-1] - stall, 0.0)
 
-    @property
-    def _least(self) -> float:
-        return self._base if self._base < float("inf") else 0.0
+    def seconds(self, chunks: Sequence[Chunk]) -> float:
+        """Returns what a prefill of these chunks will take; 0 for none, and as long as nothing is known."""
+        tokens, keys = _size(chunks)
+        return self._start + tokens * self._token + keys * self._key if tokens and self._token else 0.0
 
-    def seconds(self, tokens: int) -> float:
-        """Returns what a prefill of so many tokens will take; 0 for none, and as long as nothing is known."""
-        return self._least + self._seconds / self._tokens * tokens if tokens and self._tokens else 0.0
+    def price(self, context: int) -> float:
+        """Returns the seconds of a prompt's token that attends to so many others; 0 as long as nothing is known."""
+        return self._token + self._key * context
 
-    def most(self, waiting: Sequence[int]) -> int:
-        """Returns how many of the tokens that wait to be prefilled, given by request, are so at once, beside requests
-        that decode."""
+    def most(self, waiting: Sequence[float], decoding: bool) -> float:
+        """Returns how many seconds of prompt tokens are prefilled at once. waiting: seconds of what waits, by request.
+        decoding: whether others decode meanwhile. All of it as long as nothing is known."""
         total = sum(waiting)
-        if not self._least or not self._seconds:
+        if not self._steps or not self._token:
             return total
-        short = round((STALL - 1) * self._least * self._tokens / self._seconds)
-        part = max(LEAST, short, -(-sum(min(tokens, EACH) for tokens in waiting) // SHARE))
+        if decoding:
+            each = max(STALL * self._short - self._start, self._start)
+            short = sum(one for one in waiting if one <= LONG * self._short)
+            short = min(short, max(each, LEAST * self._token))
+            beside = max(BESIDE * self._usual - self._start, self._start)
+            part = max(beside, short, sum(min(one, each) for one in waiting) / SHARE)
+        else:
+            part = max(ALONE * self._short - self._start, self._start)
         return total if total <= (1 + REST) * part else part
+
+
+def _size(chunks: Sequence[Chunk]) -> tuple[int, float]:
+    """Tokens, and the keys that they attend to."""
+    tokens, keys = 0, 0.0
+    for _, start, length, _ in chunks:
+        tokens += length
+        keys += length * (start + length / 2)
+    return tokens, keys

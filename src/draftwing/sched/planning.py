@@ -9,7 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from draftwing.core import NOBODY, Admission, CatchUp, Chunk, IntArray, Plan, PromptPart, TreeShape
+from draftwing.sched.pace import Pace
 from draftwing.sched.req import Req
+
+TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
 def make_plan(
@@ -61,32 +64,42 @@ def make_plan(
     )
 
 
-def divided(budget: int, todo: Sequence[Req]) -> list[tuple[Req, int]]:
-    """Who gets how many of `budget` tokens of a prefill; those who get none are left out. todo: by rank.
+def divided(most: int, todo: Sequence[Req], pace: Pace, decoding: bool) -> list[tuple[Req, int]]:
+    """Who gets how many tokens of a prefill; those who get none are left out. most: tokens of all. todo: by rank.
+    decoding: whether others decode meanwhile.
 
     Higher priorities first. Within one, clients get equal shares; what one does not need is the others'. Half of a
     client's share is for its first request, so that all come to an end. The other half goes to those with the least
-    to do, so that a short prompt does not wait for long ones.
+    to do, so that a short prompt does not wait for long ones. Shares are of time, as far as `pace` knows it: tokens of
+    long contexts take longer.
     """
+    budget, prices = most, dict.fromkeys(todo, 1)
+    if pace.price(0):
+        prices = {req: max(round(pace.price(req.sent) / TICK), 1) for req in todo}
+        longest = pace.most([req.unsent * prices[req] * TICK for req in todo], decoding)
+        budget = round(min(longest, most * pace.price(0)) / TICK)
     given = dict.fromkeys(todo, 0)
     for _, equals in groupby(todo, lambda req: req.request.priority):
         clients: dict[str, list[Req]] = {}
         for req in equals:
             clients.setdefault(req.request.client, []).append(req)
-        for share, reqs in _shares(budget, list(clients.values())):
+        for share, reqs in _shares(budget, list(clients.values()), prices):
             budget -= share
-            given[reqs[0]] = min(-(-share // 2), reqs[0].unsent)
-            share -= given[reqs[0]]
-            for req in sorted(reqs, key=lambda req: (req.unsent - given[req], req.rank)):
-                more = min(share, req.unsent - given[req])
+            first = reqs[0]
+            given[first] = min(-(-share // (2 * prices[first])), first.unsent)
+            share -= given[first] * prices[first]
+            for req in sorted(reqs, key=lambda req: ((req.unsent - given[req]) * prices[req], req.rank)):
+                more = min(max(share // prices[req], 0), req.unsent - given[req])
                 given[req] += more
-                share -= more
+                share -= more * prices[req]
     return [(req, length) for req, length in given.items() if length]
 
 
-def _shares(budget: int, clients: Sequence[Sequence[Req]]) -> list[tuple[int, Sequence[Req]]]:
+def _shares(
+    budget: int, clients: Sequence[Sequence[Req]], prices: Mapping[Req, int]
+) -> list[tuple[int, Sequence[Req]]]:
     """Equal shares for clients, or what they need where that is less."""
-    needs = sorted(((sum(req.unsent for req in reqs), i) for i, reqs in enumerate(clients)))
+    needs = sorted((sum(req.unsent * prices[req] for req in reqs), i) for i, reqs in enumerate(clients))
     shares = []
     for served, (need, i) in enumerate(needs):
         share = min(need, -(-budget // (len(needs) - served)))

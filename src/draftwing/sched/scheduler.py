@@ -96,8 +96,7 @@ class Scheduler:
         self._first_of_prompt: dict[tuple[int, bytes], Req] = {}  # prompts that are being prefilled, by salt and tokens
         self._reserve = self.RESERVE_MIN
         self._admissions = self._steps = 0
-        self._prefilled_last = False
-        self._prefilled_tokens = 0  # of the plan before, if it was a prefill
+        self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._behind_prefills: set[int] = set()  # steps that a prefill was launched right before
         self._since_usual = 0  # tree steps since one whose seconds were a price
         self._pace = Pace()
@@ -170,12 +169,11 @@ class Scheduler:
         plan = None
         self._foresee()
         decoding = bool(self._ready())
-        if not (self._prefilled_last and decoding):  # prefill chunks and decode steps alternate
+        if not (self._prefilled and decoding):  # prefill chunks and decode steps alternate
             plan = self._plan_prefill(decoding)
         if plan is None:
             plan = self._plan_tree()
-        self._prefilled_last = plan is not None and plan.kind == "prefill"
-        self._prefilled_tokens = sum(chunk.length for chunk in plan.chunks) if plan is not None else 0
+        self._prefilled = plan.chunks if plan is not None else ()
         return plan
 
     def _foresee(self) -> None:
@@ -254,10 +252,7 @@ class Scheduler:
             (req for req in self.running if req.state is ReqState.PREFILL and req not in self._held),
             key=lambda r: r.rank,
         )
-        budget = self.config.chunk_tokens
-        if decoding:
-            budget = min(budget, self._pace.most([req.unsent for req in todo]))
-        for req, length in divided(budget, todo):
+        for req, length in divided(self.config.chunk_tokens, todo, self._pace, decoding):
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
@@ -296,14 +291,14 @@ class Scheduler:
         for req in chosen:
             req.bound += most
             req.inflight += 1
-        if self._prefilled_last:
+        if self._prefilled:
             self._behind_prefills.add(self._steps)
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
         if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose(self._load(ready, self._pace.longer(self._prefilled_tokens)))
+        return self.policy.choose(self._load(ready, self._pace.longer(self._prefilled)))
 
     def _load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
         confidences = [req.confidence if req.may_draft and not req.slow else 0 for req in ready]
@@ -398,7 +393,7 @@ class Scheduler:
         live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
         self.stale_results += live.count(None)
         if plan.kind == "prefill":
-            self._pace.record(sum(chunk.length for chunk in plan.chunks), result.seconds)
+            self._pace.record(plan.chunks, result.seconds)
         else:
             # What a drafter catches up with is not the price of the drafts that come after it.
             usual = not plan.special and (plan.catch_up is None or plan.shape in self.config.lagging)
