@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -20,7 +20,7 @@ _SMALL = (8, 16, 32, 64)  # rows of x that a block takes
 _LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
 LONG = 8192  # K from which on `add` may be cut otherwise
 _BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
-_CLUSTERS = (9, 0)  # compute capability that has them
+CLUSTERS = (9, 0)  # compute capability that has them
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}  # and what gemm.cu calls them
 
 
@@ -104,7 +104,7 @@ _WITH_CLUSTERS = _ANYWHERE | {
 
 def shapes_for(capability: tuple[int, int]) -> dict[tuple[str, int], Shape]:
     """By kind and tile, for devices of this compute capability. Without an entry, `add_long` is `add`."""
-    return _WITH_CLUSTERS if capability >= _CLUSTERS else _ANYWHERE
+    return _WITH_CLUSTERS if capability >= CLUSTERS else _ANYWHERE
 
 
 def tile_of(rows: int, features: int, processors: int) -> int:

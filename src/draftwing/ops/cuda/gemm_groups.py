@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import KINDS, LONG, Shape, few_rows, shared
+from draftwing.ops.cuda.gemm import CLUSTERS, KINDS, LONG, Shape, few_rows, shared
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 
@@ -30,40 +30,66 @@ class Width(NamedTuple):
 
 Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block takes
 
+# By bits, as measured best on one H200 with the weights of an 8B model: what needs no clusters, and what takes the
+# place of it where there are clusters, or is there beside it. What `shared` cuts there from 32 rows on is cut elsewhere
+# as in bfloat16.
 _ANYWHERE: dict[int, Shapes] = {
     4: {
         ("plain", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=4, blocks=2),
-        ("add", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=4, blocks=2),
-        ("silu", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=4, blocks=2),
-        ("plain", 16): few_rows(16, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
-        ("add", 16): few_rows(16, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
-        ("silu", 16): few_rows(16, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
-        ("plain", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("silu", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
+        ("add", 8): few_rows(8, row_tiles=1, ahead=8, x_ahead=4, blocks=2),
+        ("silu", 8): few_rows(8, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
+        ("plain", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=3),
+        ("add", 16): few_rows(16, row_tiles=1, ahead=8, x_ahead=2, blocks=1),
+        ("silu", 16): few_rows(16, row_tiles=2, ahead=1, x_ahead=1, blocks=3),
+        ("plain", 32): few_rows(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+        ("add", 32): few_rows(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+        ("silu", 32): shared(32, (4, 1), row_tiles=2, ahead=8, stages=4, blocks=2),
+        ("plain", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+        ("add", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
         ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
     },
     8: {
         ("plain", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
         ("add", 8): few_rows(8, row_tiles=1, ahead=4, x_ahead=4, blocks=2),
         ("silu", 8): few_rows(8, row_tiles=2, ahead=4, x_ahead=2, blocks=2),
-        ("plain", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
-        ("add", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
-        ("silu", 16): few_rows(16, row_tiles=2, ahead=2, x_ahead=2, blocks=2),
-        ("plain", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("silu", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2),
-        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2),
-        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2),
-        ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2),
+        ("plain", 16): few_rows(16, row_tiles=1, ahead=1, x_ahead=1, blocks=3),
+        ("add", 16): few_rows(16, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+        ("silu", 16): few_rows(16, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+        ("plain", 32): few_rows(32, row_tiles=2, ahead=1, x_ahead=1, blocks=2),
+        ("add", 32): few_rows(32, row_tiles=1, ahead=2, x_ahead=1, blocks=2),
+        ("silu", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=8, blocks=2),
+        ("plain", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+        ("add", 64): few_rows(64, row_tiles=2, ahead=2, x_ahead=1, blocks=1),
+        ("silu", 64): shared(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2),
+    },
+}
+_WITH_CLUSTERS: dict[int, Shapes] = {
+    4: _ANYWHERE[4]
+    | {
+        ("plain", 8): shared(8, (2, 2), row_tiles=4, ahead=4, stages=8, blocks=2, cluster=4),
+        ("add_long", 8): shared(8, (2, 4), row_tiles=2, ahead=8, stages=4, blocks=1, cluster=2),
+        ("plain", 32): shared(32, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=4, cluster=8),
+        ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2, cluster=8),
+        ("add_long", 32): shared(32, (1, 4), row_tiles=2, ahead=8, stages=4, blocks=2, cluster=2),
+        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=4, stages=4, blocks=2, cluster=8),
+        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=3, cluster=8),
+    },
+    8: _ANYWHERE[8]
+    | {
+        ("plain", 8): shared(8, (2, 4), row_tiles=2, ahead=2, stages=4, blocks=2, cluster=2),
+        ("silu", 8): shared(8, (1, 4), row_tiles=4, ahead=1, stages=4, blocks=4, cluster=2),
+        ("add_long", 8): shared(8, (4, 1), row_tiles=1, ahead=2, stages=4, blocks=4, cluster=8),
+        ("plain", 32): shared(32, (4, 1), row_tiles=4, ahead=2, stages=8, blocks=2, cluster=8),
+        ("add", 32): shared(32, (2, 4), row_tiles=2, ahead=2, stages=4, blocks=1, cluster=2),
+        ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=2, cluster=8),
+        ("add", 64): shared(64, (4, 1), row_tiles=2, ahead=2, stages=4, blocks=3, cluster=8),
     },
 }
 
 
 def shapes_for(bits: int, capability: tuple[int, int]) -> Shapes:
-    return _ANYWHERE[bits]
+    """For devices of this compute capability. Without an entry, `add_long` is `add`."""
+    return (_WITH_CLUSTERS if capability >= CLUSTERS else _ANYWHERE)[bits]
 
 
 class GroupGemm:
