@@ -172,7 +172,7 @@ class Server:
         read, write = os.pipe()  # a file could not be written
         self.process = subprocess.Popen(
             [*command, "--log-level", "info", "--watchdog-timeout", str(HANG), *more],
-            stderr=write, stdout=write, preexec_fn=full_disk,
+            stderr=write, stdout=write,
         )  # fmt: skip
         os.close(write)
         self._copy = subprocess.Popen(["cat"], stdin=read, stdout=self.log)
@@ -193,9 +193,16 @@ class Server:
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
                 if (await client.get("/health", timeout=5)).status_code == 200:
+                    self.fill_disk()
                     return
             await asyncio.sleep(0.2)
         raise SystemExit(f"the server is not ready:\n{self.text()[-3000:]}")
+
+    def fill_disk(self) -> None:
+        """No file grows any more in the server, its engine and engines to come. Before, a GPU's kernels are kept."""
+        for pid in (self.process.pid, self.engine):
+            if pid is not None:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 
     def text(self) -> str:
         self.log.seek(0)
@@ -209,11 +216,6 @@ class Server:
             self.process.kill()
             self.process.wait()
         self._copy.wait(30)
-
-
-def full_disk() -> None:
-    """No file grows in this process and its children."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 @dataclass
