@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,19 @@ INLINE = 4096  # numbers that are told at once: some milliseconds
 SHORT = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
 
 
+def give_way() -> None:
+    """Lets this thread have what others leave of the processors, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 class Lanes:
-    """Two pools of threads. Long work has few of them, so that it leaves processors to the engine."""
+    """Two pools of threads. Long work has few of them, which give way to others: it leaves processors to the engine."""
 
     def __init__(self) -> None:
         share = (os.cpu_count() or 1) // 4
         self._short = ThreadPoolExecutor(min(max(share, 2), 8), "draftwing-short")
-        self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long")
+        self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long", give_way)
 
     async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
         """The result of `work`, which is given a function that says whether nobody waits for it any more: this
