@@ -72,13 +72,14 @@ class Completion:
 
     async def events(self) -> AsyncIterator[str]:
         """For each answer its role (chat), text as it comes and the finish reason; then usage."""
-        head, begun = self._head(chunk=True), set[int]()
+        head, told = self._head(chunk=True), dict[int, int]()  # entries, by answer
         async for answer, text in self.generation:
-            first = answer.index not in begun
-            size = answer.entries + (len(answer.request.prompt_ids) if first else 0)
-            for told in await self.generation.render(size, partial(self._news, head, answer, text, first)):
-                yield told
-            begun.add(answer.index)
+            first = answer.index not in told
+            size = len(answer.request.prompt_ids) if first else -told[answer.index]
+            size += answer.entries
+            for news in await self.generation.render(size, partial(self._news, head, answer, text, first)):
+                yield news
+            told[answer.index] = answer.entries
         if self._asked.include_usage:
             yield event({**head, "choices": [], "usage": self._usage()})
 
