@@ -77,7 +77,8 @@ def divided(most: int, todo: Sequence[Req], pace: Pace, decoding: bool) -> list[
     if pace.price(0):
         prices = {req: max(round(pace.price(req.sent) / TICK), 1) for req in todo}
         longest = pace.most([req.unsent * prices[req] * TICK for req in todo], decoding)
-        budget = round(min(longest, most * pace.price(0)) / TICK)
+        cheapest = max(round(pace.price(0) / TICK), 1)  # rounded as all prices are, or there would be more than `most`
+        budget = min(round(longest / TICK), most * cheapest)
     given = dict.fromkeys(todo, 0)
     for _, equals in groupby(todo, lambda req: req.request.priority):
         clients: dict[str, list[Req]] = {}
