@@ -111,7 +111,7 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
     ahead = None
     capability = device.ops.compute_capability
     if capability is not None:
-        ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, capability))
+        ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, capability))
     try:
         model = load_with_progress(path, precision, device, options.dummy, options.deterministic)
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)

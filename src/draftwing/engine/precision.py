@@ -81,8 +81,8 @@ def _kv_dtype(options: Options, device: Device, dtype: torch.dtype, default: tor
     if options.kv_cache_dtype == "fp8_e4m3":
         if dtype.itemsize != 2 or not device.ops.narrows_pool:
             raise ConfigError(
-                "--kv-cache-dtype fp8_e4m3: expected a model in bfloat16 or float16 on CUDA, found one in "
-                f"{str(dtype).removeprefix('torch.')} on {device.device.type}: leave the option out"
+                "--kv-cache-dtype fp8_e4m3: expected a model in bfloat16 or float16 on CUDA (compute capability 8.9 "
+                f"or later), found one in {str(dtype).removeprefix('torch.')} on {device.device.type}: leave it out"
             )
         return torch.float8_e4m3fn
     asked: torch.dtype = getattr(torch, options.kv_cache_dtype)

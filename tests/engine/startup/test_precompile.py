@@ -30,7 +30,7 @@ from draftwing.engine.startup.precompile import collect, compile_launch
 launches = collect(pickle.load(sys.stdin.buffer))
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
 compile_launch(smallest)
-print(json.dumps([[launch.module, launch.name] for launch in launches]))
+print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
 """
 
 
@@ -42,12 +42,15 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
         model=str(tmp_path), load_format="dummy", speculative_algorithm="NGRAM", cuda_graph_max_bs=2,
         speculative_num_draft_tokens=4, max_running_requests=2, chunked_prefill_size=64,
     ).resolve()  # fmt: skip
-    return precompile.Job(options.for_engine("cuda", 80 << 30), tmp_path, None, None, torch.bfloat16, (9, 0))
+    engine, half = options.for_engine("cuda", 80 << 30), torch.bfloat16
+    return precompile.Job(engine, tmp_path, None, None, half, half, (9, 0))
 
 
-def test_what_an_engine_launches(job: precompile.Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kv_dtype", "pool"), [(torch.bfloat16, "*bf16"), (torch.float8_e4m3fn, "*fp8e4nv")])
+def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompile.Job, tmp_path: Path) -> None:
     import pickle
 
+    job = job._replace(kv_dtype=kv_dtype)
     hidden = ("TRITON_INTERPRET",)
     env = {name: value for name, value in os.environ.items() if name not in hidden} | {"DRAFTWING_NATIVE": "1"}
     done = subprocess.run(
@@ -55,7 +58,8 @@ def test_what_an_engine_launches(job: precompile.Job, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout.decode().splitlines()[-1])
-    names = {name for _, name in found}
+    names = {name for name, _ in found}
+    assert all(pool in how for name, how in found if name == "_prefill_kernel")
     # Of every stage, of prompts, and of filters; norm and rope as the model has them.
     wanted = "rms_norm rope prefill tree silu_mul pick limit commit confidence build"
     assert {f"_{name}_kernel" for name in wanted.split()} <= names

@@ -50,6 +50,7 @@ class Job(NamedTuple):
     draft_path: Path | None
     token_ids: Tensor | None
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     capability: tuple[int, int]  # of the device
 
 
@@ -261,7 +262,7 @@ def _run_without_data(job: Job) -> None:
     )
     model = DecoderModel(config, job.dtype, "meta").requires_grad_(False)
     model.pack(device.ops, options.deterministic)
-    precision = Precision(job.dtype, job.dtype)
+    precision = Precision(job.dtype, job.kv_dtype)
     drafter, policy = build.make_drafter(
         options, job.draft_path or job.path, job.token_ids, model, precision, device
     )  # fmt: skip

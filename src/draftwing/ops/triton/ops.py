@@ -17,6 +17,8 @@ from draftwing.ops.triton.sampling import TritonSamplingOps
 from draftwing.ops.triton.suffix import TritonSuffixOps
 from draftwing.ops.triton.tree import TritonTreeOps
 
+_FP8 = (8, 9)  # compute capability from which on Triton reads float8_e4m3fn
+
 
 class TritonOps(
     TritonTreeOps,
@@ -33,13 +35,16 @@ class TritonOps(
 
     name = "triton"
     widens_pool = False
-    narrows_pool = True
     attention_bytes = 512 << 20
     batch_invariant = True
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def narrows_pool(self) -> bool:  # type: ignore[override]
+        return (self.compute_capability or _FP8) >= _FP8
 
     def attention(self, pool: Pool, exact: bool = False) -> AttnBackend:
         return PagedAttention(pool, exact)
