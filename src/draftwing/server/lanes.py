@@ -22,12 +22,15 @@ def give_way() -> None:
 
 
 class Lanes:
-    """Two pools of threads. Long work has few of them, which give way to others: it leaves processors to the engine."""
+    """Two pools of threads, and a thread that makes JSON. Long work has few of them, which give way to others: it leaves
+    processors to the engine."""
 
     def __init__(self) -> None:
         share = (os.cpu_count() or 1) // 4
         self._short = ThreadPoolExecutor(min(max(share, 2), 8), "draftwing-short")
         self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long", give_way)
+        # JSON is made with the interpreter's lock: who holds it and has to wait for a processor stops the event loop.
+        self._json = ThreadPoolExecutor(1, "draftwing-json")
 
     async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
         """The result of `work`, which is given a function that says whether nobody waits for it any more: this
@@ -44,9 +47,9 @@ class Lanes:
         and log probabilities in it."""
         if size <= INLINE:
             return work(False)
-        return await self.run(size, lambda gone: work(True))
+        return await asyncio.get_running_loop().run_in_executor(self._json, work, True)
 
     def close(self) -> None:
         """Begins no more work."""
-        for lane in (self._short, self._long):
+        for lane in (self._short, self._long, self._json):
             lane.shutdown(wait=False, cancel_futures=True)
