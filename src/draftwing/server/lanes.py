@@ -22,8 +22,10 @@ def give_way() -> None:
 
 
 class Lanes:
-    """Two pools of threads, and a thread that makes JSON. Long work has few of them, which give way to others: it leaves
-    processors to the engine."""
+    """Two pools of threads, and a thread that makes JSON.
+
+    Long work has few of them, which give way to others: it leaves processors to the engine.
+    """
 
     def __init__(self) -> None:
         share = (os.cpu_count() or 1) // 4
