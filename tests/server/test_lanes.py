@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 from collections.abc import Callable
 
@@ -55,20 +53,3 @@ def test_cancelled_work_is_told_or_never_begins() -> None:
             await lanes.run(1, lambda gone: None)
 
     asyncio.run(scenario())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_long_work_gives_way() -> None:
-    async def priorities() -> list[int]:
-        lanes = Lanes()
-        try:
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            return [
-                own,
-                *[await lanes.run(size, lambda gone: os.getpriority(os.PRIO_PROCESS, 0)) for size in (1, SHORT + 1)],
-            ]
-        finally:
-            lanes.close()
-
-    own, short, long = asyncio.run(priorities())
-    assert short == own and long == 19

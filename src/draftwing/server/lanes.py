@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,23 +14,17 @@ INLINE = 4096  # numbers that are told at once: some milliseconds
 SHORT = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
 
 
-def give_way() -> None:
-    """Lets this thread have what others leave of the processors, where threads have priorities of their own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
 class Lanes:
     """Two pools of threads, and a thread that makes JSON.
 
-    Long work has few of them, which give way to others: it leaves processors to the engine.
+    Long work has few threads, so that it leaves processors to the engine. They have the priority of all: work in Python
+    holds the interpreter's lock, and who holds that and has to wait for a processor stops the event loop.
     """
 
     def __init__(self) -> None:
         share = (os.cpu_count() or 1) // 4
         self._short = ThreadPoolExecutor(min(max(share, 2), 8), "draftwing-short")
-        self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long", give_way)
-        # JSON is made with the interpreter's lock: who holds it and has to wait for a processor stops the event loop.
+        self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long")
         self._json = ThreadPoolExecutor(1, "draftwing-json")
 
     async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
