@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from timing import replay_us
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import Shape, SmallMGemm, few_rows, shared, small_m_gemm
@@ -51,25 +52,7 @@ PRODUCTS = (
 WIDTHS = {"fp8": Width(8, False, WHOLE), "int4": Width(4, False, 1), "int4 with zeros": Width(4, True, 1)}
 
 
-def replay_us(fn: Callable[[], object], repeats: int = 7) -> float:
-    """Microseconds of one replay of `fn` as a CUDA graph, the median of several."""
-    fn()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return min(times[2:])
-
-
-def each_us(fn: Callable[[Any], object], weights: Sequence[Any], repeats: int = 7) -> float:
+def each_us(fn: Callable[[Any], object], weights: Sequence[Any], repeats: int = 9) -> float:
     """Microseconds of one call with one of the weights."""
     return replay_us(lambda: [fn(w) for w in weights], repeats) / len(weights)
 

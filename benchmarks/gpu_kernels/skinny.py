@@ -10,35 +10,16 @@ dependent launch a product begins to read its weights before the kernel in front
 from __future__ import annotations
 
 import re
-import statistics
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timing import replay_us
 from torch import Tensor
 
 HIDDEN, FFN, QKV, VOCAB = 4096, 14336, 6144, 128256
 LAYERS, DISTINCT = 32, 8
 READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
-
-
-def replay_us(fn: Callable[[], object], repeats: int = 9) -> float:
-    """Microseconds of one replay of `fn` as a CUDA graph, the median of several."""
-    fn()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
 
 
 def weights() -> list[dict[str, Tensor]]:

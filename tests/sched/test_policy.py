@@ -109,6 +109,21 @@ def test_a_machine_that_was_busy_when_it_was_measured(machine: str, hit: float, 
     assert rate > 0.97 * world.rate(best, hits)
 
 
+@pytest.mark.parametrize(("gain", "drafts"), [(1.02, False), (1.06, True)])
+def test_what_drafting_gains_less_than_the_host_loses(gain: float, drafts: bool) -> None:
+    """Drafts that are better by 2% are not worth the work of choosing them."""
+    menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.8] * 4
+
+    class Near(World):
+        def seconds(self, shape: TreeShape, batch: int) -> float:
+            return 1e-3 * self.tokens(shape, hits) / (gain if shape.depth else 1.0)
+
+    world = Near(menu, 0.0, 0.0, 0.0)
+    policy = MostTokens(menu, world.prices((4,)))
+    _, chosen = world.run(policy, hits, 1000)
+    assert (chosen.count(PLAIN) < 500) == drafts
+
+
 def test_requests_that_cannot_be_drafted_for() -> None:
     menu = tree_menu(TREE)
     policy = MostTokens(menu, World(menu, 4.0, 0.01, 0.1).prices())

@@ -7,10 +7,11 @@ import json
 import random
 import time
 
+import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, TreeShape
-from draftwing.sched.prices import FIRST, MOST, MOST_SHARED, Prices
+from draftwing.core import PLAIN, CatchUp, Plan, TreeShape
+from draftwing.sched.prices import FIRST, MOST, MOST_SHARED, PricedSteps, Prices
 
 TREE, CHAIN, SHORT = TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(2, 1, 3)
 MENU = (TREE, CHAIN, SHORT, PLAIN)
@@ -209,3 +210,26 @@ def test_it_is_cheap_enough_for_every_step() -> None:
             prices.record(TREE, 100, context, 1e-3)
         best = min(best, (time.perf_counter() - start) / 2000)
     assert best < 30e-6, "some 2 us on a machine that does nothing else"
+
+
+def tree_step(step: int, shape: TreeShape, catch_up: CatchUp | None = None, guided: int = 0) -> Plan:
+    rows = np.zeros(2, np.int64)
+    return Plan(
+        step, "tree", rows, rows, shape, 100, (), (), (), catch_up=catch_up, guided=np.arange(guided, dtype=np.int64)
+    )
+
+
+def test_which_steps_are_a_price() -> None:
+    """Not one behind a prefill, as long as others are; nor one with a row of its own wants, nor drafts that the drafter
+    had to catch up for."""
+    steps, late = PricedSteps({PLAIN}), CatchUp(np.zeros(1, np.int64), 3, 50)
+    for number in range(4):
+        steps.planned(number, number == 1)  # in flight together
+    assert [steps.take(tree_step(number, PLAIN)) for number in range(4)] == [True, False, True, True]
+    assert not steps.take(tree_step(4, TREE, late)) and steps.take(tree_step(5, PLAIN, late))
+    assert not steps.take(tree_step(6, TREE, guided=1))
+    found = []
+    for number in range(10, 210):
+        steps.planned(number, True)
+        found.append(steps.take(tree_step(number, PLAIN)))
+    assert 2 <= sum(found) <= 4, "where all steps are behind prefills some are taken"

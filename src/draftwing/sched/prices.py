@@ -8,10 +8,10 @@ never measured is estimated from what was, and rather too high than too low.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import PLAIN, Plan, TreeShape
 
 VERSION = 1  # of what `to_json` returns
 ROW_COST = 0.05  # a guess: of a plain step, for each row more that the target runs
@@ -257,6 +257,36 @@ class Prices:
             for batch, found in sizes.items():
                 for context, seconds in found.items():
                     yield shape, batch, context, seconds
+
+
+class PricedSteps:
+    """Which steps' seconds are a price of their shape."""
+
+    UNPRICED = 64  # tree steps in turn without a price; then one behind a prefill gives it all the same
+
+    def __init__(self, lagging: Collection[TreeShape]) -> None:
+        """lagging: shapes whose steps the drafter does not see, so that what it catches up with is theirs."""
+        self._lagging = frozenset(lagging)
+        self._behind_prefills: set[int] = set()  # numbers of steps in flight
+        self._since = 0  # tree steps since the last that was a price
+
+    def planned(self, step: int, behind_prefill: bool) -> None:
+        """The tree step of this number is planned, right behind a prefill or not."""
+        if behind_prefill:
+            self._behind_prefills.add(step)
+
+    def take(self, plan: Plan) -> bool:
+        """Returns whether the seconds of a tree step that has ended are a price. Asked for once.
+
+        Not where a row wants more than drafts and sampling, nor where the drafter caught up for the drafts that came
+        after it. A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are
+        mostly plain ones (`Pace.longer`), which would look dearer than others beside drafts."""
+        behind = plan.step in self._behind_prefills
+        self._behind_prefills.discard(plan.step)
+        own = not plan.special and (plan.catch_up is None or plan.shape in self._lagging)
+        price = own and (not behind or self._since >= self.UNPRICED)
+        self._since = 0 if price else self._since + 1
+        return price
 
 
 def _relative(shape: TreeShape, batch: int) -> float:

@@ -40,6 +40,7 @@ from draftwing.sched.lag import CatchUps
 from draftwing.sched.pace import Pace
 from draftwing.sched.planning import divided, make_plan
 from draftwing.sched.policy import Load, ShapePolicy
+from draftwing.sched.prices import PricedSteps
 from draftwing.sched.queue import FairQueue
 from draftwing.sched.radix import RadixCache
 from draftwing.sched.req import Req, ReqState
@@ -47,7 +48,6 @@ from draftwing.sched.trace import traced_step
 
 log = logging.getLogger("draftwing")
 REST = 0.02  # seconds
-UNUSUAL = 64  # steps in turn that are no price, until one is taken for it all the same
 LOOKED_AT = 32  # requests that wait, each time rows are given: some may have to wait for another's prefill
 SPOILT = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or --dtype is too narrow for them"
@@ -97,8 +97,7 @@ class Scheduler:
         self._reserve = self.RESERVE_MIN
         self._admissions = self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
-        self._behind_prefills: set[int] = set()  # steps that a prefill was launched right before
-        self._since_usual = 0  # tree steps since one whose seconds were a price
+        self._priced = PricedSteps(config.lagging)
         self._pace = Pace()
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._catch_ups = CatchUps(config.lagging, config.lag)
@@ -291,8 +290,7 @@ class Scheduler:
         for req in chosen:
             req.bound += most
             req.inflight += 1
-        if self._prefilled:
-            self._behind_prefills.add(self._steps)
+        self._priced.planned(self._steps, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
     def _choose(self, ready: Sequence[Req]) -> TreeShape:
@@ -395,15 +393,8 @@ class Scheduler:
         if plan.kind == "prefill":
             self._pace.record(plan.chunks, result.seconds)
         else:
-            # What a drafter catches up with is not the price of the drafts that come after it.
-            usual = not plan.special and (plan.catch_up is None or plan.shape in self.config.lagging)
-            # A step right after a prefill takes longer on a CPU, whose caches it finds full of other things. Such steps
-            # are mostly plain ones (`Pace.longer`), which would look dearer than others beside drafts.
-            usual = usual and (plan.step not in self._behind_prefills or self._since_usual >= UNUSUAL)
-            self._since_usual = 0 if usual else self._since_usual + 1
-            self._behind_prefills.discard(plan.step)
             self._pace.record_step(result.seconds)
-            self.policy.record(plan.shape, self._load_before(live), result, usual)
+            self.policy.record(plan.shape, self._load_before(live), result, self._priced.take(plan))
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:

@@ -185,6 +185,21 @@ def test_prediction_layers_of_a_quantised_model(tmp_path: Path, name: str) -> No
                 )
 
 
+@pytest.mark.parametrize("name", ["compressed int4", "gptq"])
+def test_scales_of_keys_and_values(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The loader keeps them for a pool in 8 bits, and reports no tensor that it did not use."""
+    for folder in pair(tmp_path, name):
+        file = folder / "model.safetensors"
+        more = {
+            "model.layers.1.self_attn.k_scale": torch.tensor([0.5]),
+            "model.layers.1.self_attn.v_scale": torch.tensor(2.0),
+        }
+        save_file({**load_file(file), **more}, file)
+        model = load_model(folder, torch.float32, "cpu")
+        assert model.kv_scales.of(2) == [(1.0, 1.0), (0.5, 2.0)]
+    assert "not used" not in caplog.text
+
+
 def test_prediction_layers_that_the_quantiser_dropped_are_missed_by_name(tmp_path: Path) -> None:
     quantised, _ = pair(tmp_path, "gptq", mimo(0, head_dim=8))
     file = quantised / "model.safetensors"
