@@ -32,6 +32,8 @@ from triton.runtime import driver
 
 from draftwing.ops.triton.common import INTERPRETED
 
+IS_INTERPRETED = tl.constexpr(INTERPRETED)
+
 
 class Tiling(NamedTuple):
     """Sizes of the kernels. Results are the same bits for the same (unit, short, tier, long) only."""
@@ -132,7 +134,19 @@ def load_kv(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, 
     which is exact"""
     at = kv + (slot * (KV_HEADS * 2 * DIM) + head * (2 * DIM))[:, None] + dim[None, :]
     mask = ok[:, None] & (dim < DIM)[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(DTYPE), tl.load(at + DIM, mask=mask, other=0.0).to(DTYPE)
+    k, v = tl.load(at, mask=mask, other=0.0), tl.load(at + DIM, mask=mask, other=0.0)
+    return _widened(k, DTYPE), _widened(v, DTYPE)
+
+
+@triton.jit
+def _widened(x, DTYPE: tl.constexpr):
+    """Where a factor of a product was loaded in 8 bits, the compiler spreads 32 keys over two instructions, so that each
+    lane has four neighbours of them, and a chunk of 16 is not summed alone any more. It sees as far as this."""
+    HIDDEN: tl.constexpr = x.dtype.primitive_bitwidth == 8 and not IS_INTERPRETED
+    x = x.to(DTYPE)
+    if HIDDEN:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=2)
+    return x
 
 
 @triton.jit
