@@ -140,8 +140,8 @@ def load_kv(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, 
 
 @triton.jit
 def _widened(x, DTYPE: tl.constexpr):
-    """Where a factor of a product was loaded in 8 bits, the compiler spreads 32 keys over two instructions, so that each
-    lane has four neighbours of them, and a chunk of 16 is not summed alone any more. It sees as far as this."""
+    """Where the compiler sees that a factor of a product was loaded in 8 bits, it gives a lane four neighbours and so
+    spreads 32 keys over two instructions: a chunk of 16 would not be summed alone any more. It sees as far as this."""
     HIDDEN: tl.constexpr = x.dtype.primitive_bitwidth == 8 and not IS_INTERPRETED
     x = x.to(DTYPE)
     if HIDDEN:
