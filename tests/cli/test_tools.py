@@ -113,6 +113,8 @@ def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert (record["requests"], record["completion_tokens"]) == (3, 60) and record["accept_length"] >= 1.0
     assert set(record["step_ms"]) == {"draft", "verify", "commit", "host"}
     assert all(value > 0 for value in record["step_ms"].values())
+    # A step of two requests takes longer than to read the weights once, and a client sees no step but whole ones.
+    assert record["floor_ms"] > 0 and 0 < record["share_of_floor"] < 1
 
 
 def test_stage_times_add_up(model: str) -> None:

@@ -70,3 +70,13 @@ def test_a_buffer_is_used_again_when_its_copy_has_happened(made: list[Tensor]) -
     assert fourth is not second and len(made) == 4
     Event.recorded[1].happened = True
     assert staging.take(10) is second and len(made) == 4
+
+
+def test_read_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes over the seconds of the fastest read; 0 where they find no room."""
+    cpu = device.Device(torch.device("cpu"))
+    monkeypatch.setattr(device, "READ_CPU", 4000)
+    monkeypatch.setattr(cpu, "timed", lambda fn, times: [0.5, 0.25, 0.4])
+    assert cpu.read_rate() == 16_000
+    monkeypatch.setattr(device, "READ_CPU", 1 << 60)
+    assert cpu.read_rate() == 0

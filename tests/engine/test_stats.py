@@ -184,6 +184,10 @@ def test_plain_steps_are_timed_in_passing():
     for seconds, expected in ((5.0, None), (0.02, 1.0), (0.04, 0.75)):  # the first one is left out
         plain_step(reporter, seconds, 0, 1)
         assert reporter.speedup == (expected and pytest.approx(expected))
+    assert reporter.plain_step == 0, "none was of one request"
+    for seconds in (5.0, 0.01, 0.03):
+        plain_step(reporter, seconds, 0)
+    assert reporter.plain_step == reporter.stats()["plain_step"] == pytest.approx(0.02)
     for _ in range(100):
         plain_step(reporter, 0.05, 0, 1, 2)
     reporter.watch(plan(CHAIN, 0, 1), result(count=[1, 1], proposed=[3, 3], seconds=0.1))

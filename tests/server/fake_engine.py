@@ -76,6 +76,7 @@ class FakeEngine:
             dtype="float32",
             device="cpu",
             weight_bytes={"Q8_0": 34},
+            read_rate=17e3,
             processors=PROCESSORS,
             defaults=defaults or {},
         )
@@ -116,6 +117,7 @@ class FakeEngine:
             "free_tokens": 4 * CONTEXT,
             "cached_tokens": 0,
             "accept_length": 1.5,
+            "plain_step": 0.008,
             "verified_rows": 2,
             "committed_tokens": 3,
         }

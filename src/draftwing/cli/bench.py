@@ -78,6 +78,10 @@ class Remote:
         found = self._client.get("/server_info").get("weight_bytes")
         return found if isinstance(found, dict) else {}
 
+    def floor(self) -> float:
+        found = self._client.get("/server_info").get("floor")
+        return float(found["read_ms"] or 0.0) / 1e3 if isinstance(found, dict) else 0.0
+
     def stages(self) -> dict[str, float]:
         return {}
 

@@ -20,7 +20,8 @@ class EngineInfo:
 
     architecture: as in a checkpoint's config ("LlamaForCausalLM").
     max_banned: most stop ids of a request with min_new_tokens.  dtype, device: as printed by torch ("float32", "cpu").
-    weight_bytes: of the target's matrices, which every step reads, by type.
+    weight_bytes: of the target's matrices, which every step reads, by type.  read_rate: bytes of memory that the device
+    reads in a second; 0 as long as nobody has measured it, see `Engine.measure_read_rate`.
     processors: names of the custom logits processors.  defaults: sampling fields of requests that do not give them.
     """
 
@@ -36,6 +37,12 @@ class EngineInfo:
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
     processors: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    read_rate: float = 0.0
+
+    @property
+    def floor(self) -> float:
+        """Seconds that no step of the target can be below: those that reading its weights takes; 0: not known."""
+        return sum(self.weight_bytes.values()) / self.read_rate if self.read_rate else 0.0
 
     @property
     def model_name(self) -> str:

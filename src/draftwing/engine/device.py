@@ -33,6 +33,9 @@ class Download(NamedTuple):
     done: Any
 
 
+READ_GPU, READ_CPU = 1 << 30, 256 << 20  # bytes that tell how fast memory is read: more than caches hold
+
+
 class Staging:
     """Pinned host buffers for copies in flight, each used again when its copy has happened. Making one is slow."""
 
@@ -172,6 +175,15 @@ class Device:
             marks.append(self.mark())
         self.synchronize()
         return [self.seconds(begin, end) for begin, end in pairwise(marks)]
+
+    def read_rate(self) -> float:
+        """Measures how many bytes a second the device reads of its memory: the fastest of a few sums. 0 where there is
+        no room for what they read."""
+        try:
+            data = torch.ones((READ_GPU if self.is_cuda else READ_CPU) // 4, device=self.device)
+        except RuntimeError:  # torch.OutOfMemoryError is one, and a CPU has no other
+            return 0.0
+        return data.nbytes / min(self.timed(data.sum, 8))
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""

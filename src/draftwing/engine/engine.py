@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -92,6 +93,10 @@ class Engine:
         self._progress = Progress()
         self._progress.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
+
+    def measure_read_rate(self) -> None:
+        """Fills `info.read_rate`. Not to be called while steps run."""
+        self.info = replace(self.info, read_rate=self.parts.executor.device.read_rate())
 
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request. Raises RequestError if it can never run; one with `terms` was found fit before."""

@@ -57,6 +57,9 @@ class Target(Protocol):
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of weights that every step of the target reads, by type; empty where they are not known."""
 
+    def floor(self) -> float:
+        """Seconds that the target's device takes to read them; 0 where that is not known."""
+
     def stages(self) -> dict[str, float]:
         """Mean milliseconds of each stage of a step since the last call; empty where they are not known."""
 
@@ -66,6 +69,7 @@ class Local:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.measure_read_rate()
         self._before = engine.stats()  # as of the last call of `stages`
 
     def encode(self, prompt: str) -> list[int]:
@@ -95,6 +99,9 @@ class Local:
     def weight_bytes(self) -> dict[str, int]:
         return dict(self._engine.info.weight_bytes)
 
+    def floor(self) -> float:
+        return self._engine.info.floor
+
     def stages(self) -> dict[str, float]:
         """The stages are those of decode steps that were measured; `host` is the time between two steps of any kind."""
         before, now = self._before, self._engine.stats()
@@ -109,7 +116,10 @@ class Local:
 
 
 def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any], concurrency: int) -> dict[str, Any]:
-    """One record: a run of all prompts after a flush."""
+    """One record: a run of all prompts after a flush.
+
+    share_of_floor: of the time of a step, as its client sees it, what reading the target's weights takes.
+    """
     target.flush()
     target.stages()
     start = time.monotonic()
@@ -120,7 +130,7 @@ def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any]
         sum(sample.meta.get(name, 0) for sample in samples)
         for name in ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
     )
-    record = {
+    record: dict[str, Any] = {
         "concurrency": concurrency,
         "requests": len(samples),
         "seconds": seconds,
@@ -136,6 +146,9 @@ def measure(target: Target, prompts: Sequence[list[int]], params: dict[str, Any]
     record["accept_by_depth"] = _by_depth([sample.meta.get("spec_correct_drafts_histogram", ()) for sample in samples])
     weights = target.weight_bytes()
     record |= {"weight_bytes": weights} if weights else {}
+    floor, between = 1e3 * target.floor(), record["tbt_ms"].get("p50", 0.0)
+    if floor and between:
+        record |= {"floor_ms": floor, "share_of_floor": floor / (between * record["accept_length"])}
     simulated = next((sample.meta["simulated"] for sample in samples if "simulated" in sample.meta), None)
     record |= {"simulated": simulated} if simulated else {}
     stages = target.stages()

@@ -165,6 +165,11 @@ class Reporter:
         self._interval = Interval()
 
     @property
+    def plain_step(self) -> float:
+        """Returns the seconds of late of a step that writes one token for one request; 0 before there was one."""
+        return self._plain.get(1, (0, 0.0))[1]
+
+    @property
     def accept_length(self) -> float:
         """Returns tokens per row and step, since the start."""
         return self.total_tokens / self.total_rows if self.total_rows else 1.0
@@ -187,6 +192,7 @@ class Reporter:
             "drafters": {name: asdict(counts) for name, counts in list(self.drafters.items())},
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
             "plain_seconds": self.plain_seconds,
+            "plain_step": self.plain_step,
             "timed_seconds": self.timed_seconds,
             "speedup": self.speedup,
         }

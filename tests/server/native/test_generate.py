@@ -85,6 +85,7 @@ def test_health_and_infos(client: TestClient, engine: FakeEngine) -> None:
     assert info["port"] == 30000 and info["speculative_algorithm"] == "none" and info["random_seed"] == 7
     assert info["max_total_num_tokens"] == 4 * CONTEXT and info["context_length"] == CONTEXT
     assert info["weight_bytes"] == {"Q8_0": 34}
+    assert info["floor"] == {"memory_gb_s": 17e-6, "read_ms": 2.0, "plain_step_ms": 8.0, "share": 0.25}
     assert client.get("/model_info").json()["served_model_name"] == "echo"
     assert client.get("/openapi.json").json()["paths"]["/generate"]["post"]["requestBody"]
 

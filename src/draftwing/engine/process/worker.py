@@ -64,6 +64,7 @@ class Worker:
         from draftwing.engine.engine import Engine
 
         engine = Engine(options)
+        engine.measure_read_rate()
         gc.collect()
         gc.freeze()  # a collection of all that an engine is would make a step wait for 0.1 s
         gc.enable()

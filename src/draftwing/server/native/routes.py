@@ -170,6 +170,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
         "dtype": info.dtype,
         "device": info.device,
         "weight_bytes": dict(info.weight_bytes),
+        "floor": _floor(info.read_rate, info.floor, stats["plain_step"]),
         "context_length": info.context_length,
         "max_total_num_tokens": info.max_total_tokens,
         "max_req_input_len": info.context_length - 1,
@@ -193,6 +194,17 @@ async def _server_info(service: Service) -> dict[str, Any]:
         ],
         "startup_time": service.started,
         "version": draftwing.__version__,
+    }
+
+
+def _floor(rate: float, seconds: float, step: float) -> dict[str, float | None]:
+    """rate: bytes that memory gives in a second.  seconds: that reading all weights takes at least.  step: those of a
+    step of one request without drafts. All 0 where they are not known."""
+    return {
+        "memory_gb_s": rate / 1e9 or None,
+        "read_ms": 1e3 * seconds or None,
+        "plain_step_ms": 1e3 * step or None,
+        "share": seconds / step if seconds and step else None,
     }
 
 
