@@ -1,39 +1,32 @@
 """GEMMs of few rows with quantised weights: gemm_groups.cu against the bfloat16 ones, alone and as a model's layers.
 
     python benchmarks/gpu_kernels/quantised.py            # tables
-    python benchmarks/gpu_kernels/quantised.py sweep      # other ways to cut the work, the best of each kind
+    python benchmarks/gpu_kernels/quantised.py prompts    # and where multiplying the matrix out begins to be worth it
 
 Shapes are those of an 8B Llama model. Weights are not in cache: each product runs over so many different ones. The
-floor of a product is the time to read its weight, scales included, at `READ_RATE`.
+floor of a product is the time to read its weight, scales included, at `READ_RATE`. cuts.py tries other shapes.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from timing import replay_us
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import Shape, SmallMGemm, few_rows, shared, small_m_gemm
-from draftwing.ops.cuda.gemm_groups import GroupGemm, Shapes, Width, compile_ahead, group_gemm
+from draftwing.ops.cuda.gemm import Shapes, SmallMGemm, small_m_gemm
+from draftwing.ops.cuda.gemm_groups import GroupGemm, Width, group_gemm
 from draftwing.ops.groups import WHOLE, PackedGroups, pack
 from draftwing.ops.types import QuantizedRows
 
 READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 COLD = 160 << 20  # bytes of different weights, more than the cache holds
 LAYERS = 32
-REGISTERS, SHARED_BYTES, CAPABILITY = 65536, 99 << 10, (9, 0)
 
 
 class Product(NamedTuple):
@@ -77,17 +70,10 @@ def copies(weight: PackedGroups, most: int = 24) -> list[PackedGroups]:
                       for _ in range(count - 1))]  # fmt: skip
 
 
-def call(ours: GroupGemm, product: Product, x: Tensor, extra: Tensor, w: PackedGroups) -> Tensor:
+def call(ours: SmallMGemm | GroupGemm, product: Product, x: Tensor, extra: Tensor, w: Any) -> Tensor:
     if product.kind == "silu":
         return ours.gated(x, w, None)
     return ours.linear(x, w, None, extra if product.kind.startswith("add") else None)
-
-
-def call_dense(gemm: SmallMGemm | None, product: Product, x: Tensor, w: Tensor) -> Tensor:
-    """By cuBLAS, or by a GEMM of ours."""
-    if gemm is None:
-        return torch.mm(x, w.t())
-    return gemm.gated(x, w, None) if product.kind == "silu" else gemm.linear(x, w, None)
 
 
 def inputs(product: Product, rows: int) -> tuple[Tensor, Tensor]:
@@ -98,54 +84,63 @@ def inputs(product: Product, rows: int) -> tuple[Tensor, Tensor]:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def check() -> None:
-    """Raises unless each kernel gives the bits of the bfloat16 kernel with the matrix multiplied out."""
-    dense = small_m_gemm(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+def kernels(chosen: dict[int, Shapes]) -> dict[str, SmallMGemm | GroupGemm]:
+    """chosen: shapes by bits, 16: of bfloat16, in place of those of `shapes_for`."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    found: dict[str, SmallMGemm | GroupGemm] = {"bfloat16": SmallMGemm(device, torch.bfloat16, shapes=chosen.get(16))}
     for label, width in WIDTHS.items():
-        ours = group_gemm(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, width)
-        for product in PRODUCTS:
-            weight = packed(product, width)
-            matrix = ours.dense(weight)
-            for rows in (1, 7, 8, 16, 17, 32, 33, 64, 100):
-                x, extra = inputs(product, rows)
-                got = call(ours, product, x, extra, weight)
-                if product.kind == "silu":
-                    expected = dense.gated(x, matrix, None)
-                else:
-                    expected = dense.linear(x, matrix, None, extra if product.kind.startswith("add") else None)
-                assert torch.equal(got, expected), (label, product.name, rows)
-    print("all bits are those of the matrices multiplied out")
+        found[label] = GroupGemm(device, torch.bfloat16, width, chosen.get(width.bits))
+    return found
+
+
+def check(chosen: dict[int, Shapes]) -> None:
+    """Raises unless each kernel gives the bits of the bfloat16 kernel of one row with the matrix multiplied out."""
+    dense = small_m_gemm(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+    for (label, ours), product in itertools.product(kernels(chosen).items(), PRODUCTS):
+        weight = weights_of(product, label)[0]
+        matrix = weight if isinstance(weight, Tensor) else ours.dense(weight)
+        x, extra = inputs(product, 128)
+        each = [call(dense, product, x[i : i + 1], extra[i : i + 1], matrix) for i in range(len(x))]
+        for rows in (1, 7, 8, 16, 17, 32, 33, 64, 100, 128):
+            got, expected = call(ours, product, x[:rows], extra[:rows], weight), torch.cat(each[:rows])
+            assert torch.equal(got, expected), (label, product.name, rows)
+    print("all bits are those of the matrices multiplied out, one row at a time")
 
 
 def table(chosen: dict[int, Shapes], row_counts: tuple[int, ...] = (1, 8, 16, 32, 64)) -> None:
-    """chosen: shapes by bits, in place of those of `shapes_for`."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    plain = small_m_gemm(device, torch.bfloat16)
-    kernels = {
-        label: GroupGemm(device, torch.bfloat16, width, chosen.get(width.bits)) for label, width in WIDTHS.items()
-    }
-    chains: dict[str, list[list[PackedGroups]]] = {}
+    """chosen: as for `kernels`. Each product, and 32 layers of them."""
+    chains: list[tuple[str, list[tuple[float, int]]]] = []
     print(f"{'':28s}{'floor':>8s}  " + "".join(f"{rows:>4d} rows: us, GB/s, share" for rows in row_counts))
-    for product in PRODUCTS:
-        matrices = [torch.randn(product.features, product.depth, device="cuda").mul_(0.02).bfloat16() for _ in range(4)]
-        line = []
-        for rows in row_counts:
-            x, _ = inputs(product, rows)
-            took = min(each_us(functools.partial(call_dense, gemm, product, x), matrices) for gemm in (plain, None))
-            line.append((took, matrices[0].nbytes))
-        show(f"{product.name}, bfloat16 (best)", line)
-        for label, ours in kernels.items():
-            weights = copies(packed(product, WIDTHS[label]))
-            chains.setdefault(label, []).append(weights)
+    for label, ours in kernels(chosen).items():
+        every = []
+        for product in PRODUCTS:
+            weights = weights_of(product, label)
+            every.append(weights)
             line = [
                 (each_us(functools.partial(call, ours, product, *inputs(product, rows)), weights), weights[0].nbytes)
                 for rows in row_counts
             ]
             show(f"{product.name}, {label}", line)
-    for label, every in chains.items():
+            if label == "bfloat16":
+                line = [(each_us(functools.partial(mm, inputs(product, rows)[0]), weights), weights[0].nbytes)
+                        for rows in row_counts]  # fmt: skip
+                show(f"{product.name}, cuBLAS", line)
         size = LAYERS * sum(each[0].nbytes for each in every)
-        line = [(replay_us(functools.partial(chain, kernels[label], every, rows)), size) for rows in row_counts]
+        chains.append((label, [(replay_us(functools.partial(chain, ours, every, rows)), size) for rows in row_counts]))
+    for label, line in chains:
         show(f"chain of {LAYERS} layers, {label}", line)
+
+
+def mm(x: Tensor, w: Tensor) -> Tensor:
+    return torch.mm(x, w.t())
+
+
+def weights_of(product: Product, label: str) -> list[Any]:
+    """So many that they are not in cache. label: of `WIDTHS`, or bfloat16."""
+    if label in WIDTHS:
+        return copies(packed(product, WIDTHS[label]))
+    shape = (product.features, product.depth)
+    return [torch.randn(shape, device="cuda").mul_(0.02).bfloat16() for _ in range(8)]
 
 
 def prompts() -> None:
@@ -176,7 +171,7 @@ def show(what: str, line: list[tuple[float, int]]) -> None:
     print(f"{what:28s}{line[0][1] / READ_RATE:8.1f}  {cells}", flush=True)
 
 
-def chain(ours: GroupGemm, weights: list[list[PackedGroups]], rows: int) -> Tensor:
+def chain(ours: SmallMGemm | GroupGemm, weights: list[list[Any]], rows: int) -> Tensor:
     """Layers without attention, as in skinny.py."""
     from draftwing.ops.triton.layers import add_rms_norm, rms_norm
 
@@ -191,121 +186,8 @@ def chain(ours: GroupGemm, weights: list[list[PackedGroups]], rows: int) -> Tens
     return x
 
 
-# -- other ways to cut the work ---------------------------------------------------------------------------------------
-
-
-def candidates(bits: int, kind: str, tile: int) -> Iterator[Shape]:
-    """Shapes whose registers are likely to do."""
-    gated, tokens = kind == "silu", tile // 8
-    for row_tiles, ahead, blocks in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 3, 4)):
-        held = ahead * row_tiles * (bits + 1)  # registers with weights on their way
-        if (gated and row_tiles == 1) or not 8 <= held <= 96:
-            continue
-
-        def flies(warps: int, part: int = ahead * row_tiles * bits, blocks: int = blocks) -> bool:
-            return 24 << 10 <= 32 * warps * blocks * part * 4 <= 160 << 10  # bytes on their way to a multiprocessor
-
-        for x_ahead in (2, 4, 8) if tile == 8 else (1, 2, 4):
-            registers = held + x_ahead * tokens * 8 + row_tiles * tokens * 4 + 40
-            if tile <= 16 and flies(8) and ahead % x_ahead == 0 and registers <= REGISTERS // (256 * blocks):
-                yield few_rows(tile, row_tiles, ahead, x_ahead, blocks)
-        for warps, stages, cluster in itertools.product(
-            ((2, 1), (4, 1), (8, 1), (1, 8), (2, 4), (4, 2), (2, 2), (1, 4)), (4, 8), (1, 2, 4, 8)
-        ):
-            parts, threads = warps[1] * cluster, 32 * warps[0] * warps[1]
-            registers = held + row_tiles * (tokens * 4 * (2 if parts == 1 else 1) + 8) + 40
-            if parts not in (1, 8) or not flies(threads // 32) or registers > min(255, REGISTERS // (threads * blocks)):
-                continue
-            shape = shared(tile, warps, row_tiles, ahead, stages, blocks, cluster)
-            if shape.shared <= SHARED_BYTES and blocks * shape.shared <= 200 << 10 and blocks * threads >= 128:
-                yield shape
-
-
-def chosen(bits: int, product: Product, tile: int, most: int) -> list[Shape]:
-    """Candidates with enough blocks for the device, and enough bytes on their way; at most so many, spread evenly."""
-    fit = []
-    for shape in candidates(bits, product.kind, tile):
-        width = product.features // (2 if product.kind == "silu" else 1)
-        blocks = shape.grid(product.kind, tile, width)[0]
-        if blocks * shape.warps >= 132 * 4 and shape.features >= (16 if tile <= 16 else 32):
-            fit.append(shape)
-    step = max(1.0, len(fit) / most)
-    return [fit[int(i * step)] for i in range(min(most, len(fit)))]
-
-
-def width_of(bits: int) -> Width:
-    return WIDTHS["fp8" if bits == 8 else "int4"]
-
-
-def compile_one(job: tuple[Width, str, list[Shape]]) -> str | None:
-    """Fills the cache; runs in a process without a GPU."""
-    width, kind, shapes = job
-    try:
-        compile_ahead(torch.bfloat16, width, CAPABILITY, named(kind, shapes))
-    except RuntimeError as error:
-        return str(error)[-300:]
-    return None
-
-
-def named(kind: str, shapes: list[Shape]) -> dict[tuple[str, int], Shape]:
-    return {(kind, i): shape for i, shape in enumerate(shapes)}
-
-
-def timed(
-    ours: GroupGemm, product: Product, weights: list[PackedGroups], kind: str, shapes: list[Shape]
-) -> Iterator[tuple[float, float, Shape]]:
-    """Microseconds with as many rows as a block takes, and with one where that is up to 8."""
-    for i, shape in enumerate(shapes):
-        ours.only = kind, i
-        try:
-            call(ours, product, *inputs(product, shape.tokens), weights[0])
-        except RuntimeError as error:  # there is no room for it
-            print(shape.call, error)
-            continue
-        many, one = (functools.partial(call, ours, product, *inputs(product, rows)) for rows in (shape.tokens, 1))
-        took = each_us(many, weights, 3)
-        yield took, each_us(one, weights, 3) if shape.tokens == 8 else took, shape
-
-
-def sweep(most: int = 48) -> dict[int, Shapes]:
-    """The best shapes by bits."""
-    jobs = {}
-    for bits, product, tile in itertools.product((4, 8), PRODUCTS, (8, 16, 32, 64)):
-        shapes = chosen(bits, product, tile, most)
-        for part in range(0, len(shapes), 8):
-            jobs[bits, product, tile, part] = (width_of(bits), product.kind, shapes[part : part + 8])
-    begin = time.monotonic()
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        failed = dict(zip(jobs, pool.map(compile_one, jobs.values()), strict=True))
-    print(f"compiled {sum(len(job[2]) for job in jobs.values())} kernels in {time.monotonic() - begin:.0f} s; failed:",
-          [(key[0], key[1].name, key[2], error) for key, error in failed.items() if error][:3], flush=True)  # fmt: skip
-    device, results = torch.device("cuda", torch.cuda.current_device()), []
-    best: dict[int, Shapes] = {4: {}, 8: {}}
-    for bits, product in itertools.product((4, 8), PRODUCTS):
-        weights = copies(packed(product, width_of(bits)), 12)
-        floor = weights[0].nbytes / READ_RATE
-        for tile in (8, 16, 32, 64):
-            found: list[tuple[float, float, Shape]] = []
-            for key, (width, kind, shapes) in jobs.items():
-                if key[:3] == (bits, product, tile) and not failed[key]:
-                    ours = GroupGemm(device, torch.bfloat16, width, named(kind, shapes))
-                    found += timed(ours, product, weights, kind, shapes)
-            found.sort(key=lambda item: item[0] + 2 * item[1])  # one row is what matters most of up to 8
-            best[bits][product.kind, tile] = found[0][2]
-            for took, single, shape in found[:2]:
-                print(f"{bits} {product.name:8s}{tile:3d} {single:6.1f} ({floor / single:4.0%}) {took:6.1f} "
-                      f"({floor / took:4.0%}) {shape.call} | {shape.blocks}", flush=True)  # fmt: skip
-            results += [(bits, product.name, tile, took, single, shape.call, shape.blocks)
-                        for took, single, shape in found]  # fmt: skip
-            if "OUT" in os.environ:
-                Path(os.environ["OUT"], "sweep.json").write_text(json.dumps(results))
-    return best
-
-
 if __name__ == "__main__":
-    check()
-    found: dict[int, Shapes] = {}
-    if "sweep" in sys.argv:
-        found = sweep()
-    table(found)
-    prompts()
+    check({})
+    table({})
+    if "prompts" in sys.argv:
+        prompts()

@@ -93,13 +93,13 @@ VARIANTS: dict[str, tuple[tuple[str, str], ...]] = {  # what is replaced in what
 
 def variants() -> list[tuple[str, float]]:
     """Microseconds of the chain of layers, by variant of the kernels."""
-    from draftwing.ops.cuda.gemm import SmallMGemm, read_source
+    from draftwing.ops.cuda.gemm import SmallMGemm, read_source, shapes_for
     from draftwing.ops.triton.layers import add_rms_norm, rms_norm
 
     device, results, every = torch.device("cuda", torch.cuda.current_device()), [], weights()
     norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     for name, changes in VARIANTS.items():
-        source = read_source(torch.cuda.get_device_capability(device))
+        source = read_source(shapes_for(torch.cuda.get_device_capability(device)))
         for old, new in changes:
             changed = re.sub(old, new, source)
             assert changed != source, f"{old} is not in the source"

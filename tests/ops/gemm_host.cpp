@@ -12,6 +12,7 @@
 
 typedef unsigned int u32;
 typedef unsigned short u16;
+#define ON_HOST
 #define SHARES 8
 #define CHUNK 64
 #define STEP (SHARES * CHUNK)
@@ -26,7 +27,7 @@ using std::min;
 struct uint4 { u32 x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Index { int x, y; };
-struct Copy { u16* to; const u16* from; };
+struct Copy { void* to; const void* from; int bytes; };
 struct Lane { u32 a[4], b[2]; float* d; };
 struct Fiber {
     ucontext_t context;
@@ -37,7 +38,7 @@ struct Fiber {
 };
 
 static const float GUARD = 12345.f;  // behind a block's shared memory
-static Index blockIdx, threadIdx;
+static Index blockIdx, threadIdx, gridDim;
 static std::vector<Fiber> fibers;  // of the blocks of a cluster, one block after the other
 static std::vector<std::vector<float>> memory;  // shared memory by block of the cluster
 static std::vector<Lane> lanes;
@@ -78,18 +79,20 @@ static uint4 load_x(const u16* p) { return read16(p); }
 static uint4 load_shared(const u16* p) { return read16(p); }
 static float load_value(const u16* p) { return to_float(*p); }
 static float load_from_rank(const float* p, int rank) { return memory[rank][p - shared_memory()]; }
+static int held(int value) { return value; }
 static void launch_dependents() {}
 static void wait_for_earlier_kernels() {}
 
 static void finish(const Copy& copy) {
-    if (copy.from) memcpy(copy.to, copy.from, 16);
-    else memset(copy.to, 0, 16);
+    if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+    else memset(copy.to, 0, copy.bytes);
 }
-static void copy_async(u16* to, const u16* from, bool there = true) {
-    const Copy copy = {to, there ? from : nullptr};
+static void copy_async(const Copy& copy) {
     if (early) finish(copy);
     else fibers[me].open.push_back(copy);
 }
+static void copy_async(u16* to, const u16* from, bool there = true) { copy_async({to, there ? from : nullptr, 16}); }
+static void copy_word_async(u32* to, const u32* from) { copy_async({to, from, 4}); }
 static void end_copies() {
     fibers[me].groups.push_back(std::move(fibers[me].open));
     fibers[me].open.clear();
@@ -130,6 +133,36 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     }
     meet(warp_arrived[me / 32], 32);
     memcpy(d, out, sizeof out);
+}
+
+// Of four warps an instruction for all, each has 16 features and shares the matrices of x: lane g * 4 + t of a warp has
+// word t of row g of both. They are read when the instruction is waited for, or at once.
+static void show_wide() {}
+static void begin_wide() {}
+struct Wide { u32 a[4]; float (*d)[4]; const u16* b; int token_tiles; };
+static std::vector<std::deque<std::vector<Wide>>> wide_groups;
+static std::vector<std::vector<Wide>> wide_open;
+static void do_wide(const Wide& wide) {
+    const int lane = me % 32;
+    for (int m = 0; m < wide.token_tiles; ++m) {
+        const u32* const matrix = (const u32*)wide.b + m * 32 + lane;
+        mma(wide.d[m], wide.a[0], wide.a[1], wide.a[2], wide.a[3], matrix[0], matrix[wide.token_tiles * 32]);
+    }
+}
+template <int TOKEN_TILES>
+static void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b) {
+    const Wide wide = {{a0, a1, a2, a3}, d, b, TOKEN_TILES};
+    if (early) do_wide(wide);
+    else wide_open[me].push_back(wide);
+}
+static void end_wide() {
+    wide_groups[me].push_back(std::move(wide_open[me]));
+    wide_open[me].clear();
+}
+template <int LEFT>
+static void wait_wide() {
+    for (auto& groups = wide_groups[me]; groups.size() > LEFT; groups.pop_front())
+        for (const Wide& wide : groups.front()) do_wide(wide);
 }
 
 #ifdef GROUPS
@@ -213,6 +246,9 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
     threads = block_threads, early = copies_early;
     fibers.resize(cluster * threads);
     lanes.resize(fibers.size());
+    wide_groups.assign(fibers.size(), {});
+    wide_open.assign(fibers.size(), {});
+    gridDim = {grid_x, grid_y};
     bool kept = true;
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (first_block = 0; first_block < grid_x; first_block += cluster) {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cuda import nvrtc
-from draftwing.ops.cuda.gemm import KINDS, compile_ahead, shapes_for, tile_of
+from draftwing.ops.cuda.gemm import KINDS, PART, compile_ahead, shapes_for, tile_of
 
 GPU = torch.cuda.is_available()
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -39,12 +39,13 @@ def test_shapes(capability: tuple[int, int]) -> None:
     for (kind, tile), shape in shapes.items():
         assert kind in KINDS and shape.tokens == tile and 32 * shape.warps <= 1024
         assert shape.cluster in ((1, 2, 4, 8) if capability >= (9, 0) else (1,))
-        assert shape.shared <= 99 << 10  # what the smallest of these devices lets a block have
-        assert max(shape.blocks, shape.room) * (shape.shared + 1024) <= 228 << 10
+        shared = shape.shared_bytes(PART)
+        assert shared <= (227 << 10 if capability[0] == 9 else 99 << 10)  # what such a device lets a block have
+        assert shape.blocks * (shared + 1024) <= 228 << 10
         assert shape.blocks * shape.warps * 32 <= 1536
         outputs = shape.features // (2 if kind == "silu" else 1)
         for rows, width in ((1, 1), (tile, outputs), (tile + 1, outputs + 1), (5 * tile - 1, 4096)):
-            grid = shape.grid(kind, rows, width)
+            grid = shape.grid(kind, rows, width, 132)
             tokens, features = grid if shape.tokens_first else grid[::-1]
             assert features % shape.cluster == 0
             assert 0 <= features // shape.cluster * outputs - width < outputs and 0 <= tokens * tile - rows < tile

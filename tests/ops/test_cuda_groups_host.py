@@ -20,6 +20,7 @@ from draftwing.ops.groups import WHOLE, PackedGroups, pack, unpacked, why_not
 from draftwing.ops.types import QuantizedRows
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+PROCESSORS = 1  # so few that blocks that stay have work
 LAYOUTS = {  # groups of rows and columns, 0: all of them
     Width(4, False, 1): [(1, 128)],
     Width(4, False, 0): [(1, 64), (1, 192)],
@@ -36,6 +37,7 @@ class Host:
     """The kernels of one width, and those of gemm.cu."""
 
     def __init__(self, folder: Path, width: Width) -> None:
+        self.width = width
         self.shapes = {f"{kind}_{tile}": shape for (kind, tile), shape in shapes_of(width).items()}
         self.plain = {f"{kind}_{tile}": shape for (kind, tile), shape in gemm.shapes_for((9, 0)).items() if tile == 8}
         _, begin, source = gemm_groups.read_source(width, shapes_of(width)).partition("enum { PLAIN")
@@ -71,8 +73,8 @@ class Host:
         self._library.groups(*map(pointer, groups), int(not stored))
         kernel = ctypes.cast(getattr(self._library, f"stored_{name}" if stored else name), ctypes.c_void_p)
         pointers = map(pointer, (x, codes, bias, extra if kind == "add" else None, out))
-        sizes = (rows, width, x.shape[1], *shape.grid(kind, rows, width))
-        cut = (shape.warps * 32, shape.cluster, shape.shared)
+        sizes = (rows, width, x.shape[1], *shape.grid(kind, rows, width, PROCESSORS))
+        cut = (shape.warps * 32, shape.cluster, shape.shared_bytes(0 if stored else self.width.part))
         assert self._library.run(kernel, *cut, *pointers, *sizes, int(early)), "more shared memory than was asked for"
         return out
 

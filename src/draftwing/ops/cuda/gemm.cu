@@ -6,7 +6,9 @@
 // on M, so a row's result is the same bits in any batch. How the work is cut is free otherwise:
 //
 // - `gemm`: up to 8 rows, and more where it is not slower. A warp has a share, and x in registers.
+// - `ring_gemm`: the same for weights that are few bytes. Blocks stay for many features, and read far ahead.
 // - `shared_gemm`: up to 64 rows, whose x the warps of a block share by way of shared memory.
+// - `wide_gemm`: the same by the tensor cores' instructions for four warps at a time.
 // - `tiled_gemm`: more. Weights come by way of shared memory, too, and one read of a weight serves 128 rows.
 //
 // Weights are the first operand of mma.sync and, but for the last of these, go from global memory to registers without a
@@ -25,10 +27,11 @@ typedef unsigned short u16;
 #define STEP (SHARES * CHUNK)
 
 #if TYPE_BF16
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#define TYPES ".bf16.bf16"
 #else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#define TYPES ".f16.f16"
 #endif
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32" TYPES ".f32"
 
 __device__ __forceinline__ float to_float(u16 bits) {
 #if TYPE_BF16
@@ -83,6 +86,11 @@ __device__ __forceinline__ void copy_async(u16* to, const u16* from, bool there 
                  : "memory");
 }
 
+__device__ __forceinline__ void copy_word_async(u32* to, const u32* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from)
+                 : "memory");
+}
+
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int LEFT>
@@ -110,6 +118,12 @@ __device__ __forceinline__ float load_from_rank(const float* p, int rank) {
                  : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank)
                  : "memory");
     return f;
+}
+
+// Keeps the compiler from computing a number anew wherever it is used.
+__device__ __forceinline__ int held(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 __device__ __forceinline__ void launch_dependents() {
@@ -206,6 +220,7 @@ struct Stored {
     static constexpr bool TAKE_TURNS = false;
     static constexpr bool GO_ON =
         false;  // pointers move in a loop: fewer instructions, which are not what it waits for
+    static constexpr int UNITS = 4, WORDS = 0;  // a lane's part in shared memory, of 16 and of 4 bytes
     const u16* w;
 
     struct Part {
@@ -241,6 +256,17 @@ struct Stored {
         __device__ __forceinline__ void load(Part& into, int chunk, int j) const {
 #pragma unroll
             for (int half = 0; half < 2; ++half) into.v[j][half] = load_weight(row[half] + chunk * CHUNK + j * 32);
+        }
+
+        // A chunk to shared memory, where the lanes of a warp have their units and words side by side; and from there.
+        __device__ __forceinline__ void copy(u16* units, u32* words, int chunk) const {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) copy_async(units + i * 256, row[i % 2] + chunk * CHUNK + i / 2 * 32);
+        }
+
+        __device__ __forceinline__ static void take(Part& into, const u16* units, const u32* words) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) into.v[i / 2][i % 2] = load_shared(units + i * 256);
         }
     };
 };

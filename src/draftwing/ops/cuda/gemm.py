@@ -6,6 +6,7 @@ A row's result has the same bits whatever other rows are in the batch, for any n
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -18,9 +19,12 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _SHARES, _CHUNK = 8, 64  # of gemm.cu: K comes in chunks, of which each share has every eighth
 _SMALL = (8, 16, 32, 64)  # rows of x that a block takes
 _LARGE, _STAGES = 128, 3  # rows of x and features of the largest block, and how many chunks it has in shared memory
+PART = 4 * 512  # bytes of weights that a warp has of 16 features and a chunk
 LONG = 8192  # K from which on `add` may be cut otherwise
 _BLOCKS = 2  # that `gemm` sets shared memory of a multiprocessor aside for; the rest caches weights on their way
 CLUSTERS = (9, 0)  # compute capability that has them
+WARP_GROUPS = 9  # major compute capability that alone has their instructions
+FILES = ("gemm.cu", "gemm_ring.cu", "gemm_shared.cu", "gemm_wide.cu")
 KINDS = {"plain": "PLAIN", "add": "ADD", "add_long": "ADD", "silu": "SILU_MUL"}  # and what gemm.cu calls them
 
 
@@ -33,16 +37,28 @@ class Shape:
     warps: int
     blocks: int  # of a multiprocessor, for which there are to be registers
     room: int  # blocks of a multiprocessor for which shared memory is set aside
-    shared: int  # bytes
+    shared: int  # bytes, without what is in rings
     call: str  # a template of gemm.cu and what it is called with, up to the kind
     cluster: int = 1  # blocks
     tokens_first: bool = False  # blocks side by side have the same weights, not the same rows of x
+    parts: int = 0  # of weights in rings: what a warp has of 16 features and a chunk
+    sums: int = 0  # bytes of sums where they take the place of all else
+    stays: bool = False  # blocks take one tile of features after the other
 
-    def grid(self, kind: str, rows: int, width: int) -> tuple[int, int]:
+    def grid(self, kind: str, rows: int, width: int, processors: int) -> tuple[int, int]:
         """Blocks. width: of the result."""
         outputs = self.features // (2 if kind == "silu" else 1)  # of a block
         features, tokens = -(-width // outputs) * self.cluster, -(-rows // self.tokens)
+        if self.stays:
+            features = min(features, processors * self.blocks)
         return (tokens, features) if self.tokens_first else (features, tokens)
+
+    def shared_bytes(self, part: int) -> int:
+        """Of a block. part: bytes of one of `parts`."""
+        return max(self.shared + self.parts * part, self.sums)
+
+
+Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block takes
 
 
 def few_rows(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int) -> Shape:
@@ -60,6 +76,28 @@ def shared(
     call = f"shared_gemm, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {stages}, {cluster}"
     shared = by_k * max(stages * tokens * _CHUNK * 2, _sums(tokens, features))
     return Shape(tokens, features, by_features * by_k, blocks, blocks, shared, call, cluster)
+
+
+def ring(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int, room: int | None = None) -> Shape:
+    """room: None: for the blocks of the next kernel, too, as far as there is any."""
+    features = row_tiles * 16
+    call = f"ring_gemm, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
+    sums = 2 * _SHARES * _sums(tokens, features)
+    return Shape(
+        tokens, features, _SHARES, blocks, room or 2 * blocks, sums, call, parts=_SHARES * ahead * row_tiles, stays=True
+    )
+
+
+def wide(
+    tokens: int, warps: tuple[int, int], row_tiles: int, ahead: int, panel: int, blocks: int, cluster: int = 1
+) -> Shape:
+    """warps: by features, a multiple of 4, and by K."""
+    by_features, by_k = warps
+    features = by_features * row_tiles * 16
+    call = f"wide_gemm, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {panel}, {cluster}"
+    stages, parts = 2 * panel * by_k * tokens * _CHUNK * 2, by_features * by_k * row_tiles * ahead
+    sums = by_k * _sums(tokens, features)
+    return Shape(tokens, features, by_features * by_k, blocks, blocks, stages, call, cluster, parts=parts, sums=sums)
 
 
 def _tiled_gemm() -> Shape:
@@ -102,7 +140,7 @@ _WITH_CLUSTERS = _ANYWHERE | {
 }
 
 
-def shapes_for(capability: tuple[int, int]) -> dict[tuple[str, int], Shape]:
+def shapes_for(capability: tuple[int, int]) -> Shapes:
     """By kind and tile, for devices of this compute capability. Without an entry, `add_long` is `add`."""
     return _WITH_CLUSTERS if capability >= CLUSTERS else _ANYWHERE
 
@@ -118,17 +156,22 @@ def tile_of(rows: int, features: int, processors: int) -> int:
 class SmallMGemm:
     """The kernels of one dtype on one device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, source: str | None = None) -> None:
-        """source: in place of `read_source`, to try variants of it."""
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, source: str | None = None, shapes: Shapes | None = None
+    ) -> None:
+        """source, shapes: in place of `read_source` and `shapes_for`, to try others."""
+        self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         capability = torch.cuda.get_device_capability(device)
-        module = Module(source or read_source(capability), _options(dtype), device)
+        shapes = shapes_for(capability) if shapes is None else shapes
+        module = Module(source or read_source(shapes), _options(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
-            (kind, tile): (module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared, blocks=shape.room), shape)
-            for (kind, tile), shape in shapes_for(capability).items()
+            (kind, tile): (kernel_of(module, (kind, tile), shape, PART), shape)
+            for (kind, tile), shape in shapes.items()
         }
         for tile in (*_SMALL, _LARGE):
-            self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
+            if ("add", tile) in self._kernels:
+                self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
@@ -151,31 +194,46 @@ class SmallMGemm:
         x = x.contiguous()
         rows, depth = x.shape
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
-        kernel, shape = self._kernels[kind, tile_of(rows, weight.shape[0], self._processors)]
+        kernel, shape = self._kernels[self.only or (kind, tile_of(rows, weight.shape[0], self._processors))]
         out = x.new_empty(rows, width)
-        grid = shape.grid(kind, rows, width)
+        grid = shape.grid(kind, rows, width, self._processors)
         kernel(grid, x, weight, bias, residual, out, rows, width, depth, overlap=not fresh)
         return out
 
 
-def compile_ahead(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+def compile_ahead(dtype: torch.dtype, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
     """Puts what `SmallMGemm` compiles into the user's cache folder, for devices of this compute capability."""
     if dtype in _DTYPES:
-        compile_source(read_source(capability), _options(dtype), capability)
+        compile_source(read_source(shapes_for(capability) if shapes is None else shapes), _options(dtype), capability)
 
 
 def _options(dtype: torch.dtype) -> list[str]:
     return [f"-DTYPE_BF16={int(dtype == torch.bfloat16)}"]
 
 
-def read_source(capability: tuple[int, int]) -> str:
-    """What is compiled for devices of this compute capability."""
+def read_source(shapes: Shapes) -> str:
+    """What is compiled."""
+    return "".join([*read_files(FILES), *(f"KERNEL({line})\n" for line in kernel_lines(shapes))])
+
+
+def read_files(names: Sequence[str]) -> list[str]:
+    """Of this folder."""
     folder = resources.files("draftwing.ops.cuda")
-    parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in ("gemm.cu", "gemm_shared.cu")]
-    for (kind, tile), shape in shapes_for(capability).items():
-        bounds = f"{shape.warps * 32}, {shape.blocks}, {shape.cluster}"
-        parts.append(f"KERNEL({kind}_{tile}, {bounds}, {shape.call}, {KINDS[kind]})\n")
-    return "".join(parts)
+    return [folder.joinpath(name).read_text(encoding="utf-8") for name in names]
+
+
+def kernel_lines(shapes: Shapes) -> list[str]:
+    """What `KERNEL` of gemm.cu is given for each."""
+    return [
+        f"{kind}_{tile}, {shape.warps * 32}, {shape.blocks}, {shape.cluster}, {shape.call}, {KINDS[kind]}"
+        for (kind, tile), shape in shapes.items()
+    ]
+
+
+def kernel_of(module: Module, key: tuple[str, int], shape: Shape, part: int) -> Kernel:
+    """part: bytes of one of the shape's `parts`."""
+    kind, tile = key
+    return module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared_bytes(part), blocks=shape.room)
 
 
 @functools.cache

@@ -58,6 +58,7 @@ template <int BITS, bool ZEROS, int SHIFT>
 struct Groups {
     static constexpr bool TAKE_TURNS = true, GO_ON = true;
     static constexpr int HERE = SHIFT < 0 ? 2 : 1;  // groups of a chunk
+    static constexpr int UNITS = BITS / 4, WORDS = ZEROS ? 2 * HERE : HERE;
     const u16* codes;
     const u32 *scales, *zeros;
 
@@ -133,6 +134,26 @@ struct Groups {
             for (int i = 0; i < HERE; ++i) {
                 into.scales[i] = load_word(scales + groups(chunk) + i * 8);
                 if (ZEROS) into.zeros[i] = load_word(zeros + groups(chunk) + i * 8);
+            }
+        }
+
+        __device__ __forceinline__ void copy(u16* units, u32* words, int chunk) const {
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) copy_async(units + i * 256, codes + chunk * (BITS * 64) + i * 256);
+#pragma unroll
+            for (int i = 0; i < HERE; ++i) {
+                copy_word_async(words + i * 32, scales + groups(chunk) + i * 8);
+                if (ZEROS) copy_word_async(words + (HERE + i) * 32, zeros + groups(chunk) + i * 8);
+            }
+        }
+
+        __device__ __forceinline__ static void take(Part& into, const u16* units, const u32* words) {
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) into.codes[i] = load_shared(units + i * 256);
+#pragma unroll
+            for (int i = 0; i < HERE; ++i) {
+                into.scales[i] = words[i * 32];
+                if (ZEROS) into.zeros[i] = words[(HERE + i) * 32];
             }
         }
 

@@ -6,17 +6,28 @@ The bits of a result are those that `SmallMGemm` gives for the matrix that `dens
 from __future__ import annotations
 
 import functools
-from importlib import resources
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftwing.ops.cuda.gemm import CLUSTERS, KINDS, LONG, Shape, few_rows, shared
+from draftwing.ops.cuda.gemm import (
+    CLUSTERS,
+    FILES,
+    LONG,
+    Shape,
+    Shapes,
+    few_rows,
+    kernel_lines,
+    kernel_of,
+    read_files,
+    shared,
+)  # fmt: skip
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 
 TILES = (8, 16, 32, 64)  # rows of x that a block takes
+LARGE = 128  # where there are warp groups
 _UNPACK_CHUNKS = 8  # that a block of `unpack` takes
 
 
@@ -27,8 +38,12 @@ class Width(NamedTuple):
     zeros: bool
     shift: int  # as `PackedGroups` has it
 
+    @property
+    def part(self) -> int:
+        """Bytes in shared memory of what a warp has of 16 features and a chunk."""
+        words = (2 if self.shift < 0 else 1) * (2 if self.zeros else 1)
+        return self.bits // 4 * 512 + words * 128
 
-Shapes = dict[tuple[str, int], Shape]  # by kind and rows of x that a block takes
 
 # By bits, as measured best on one H200 with the weights of an 8B model: what needs no clusters, and what takes the
 # place of it where there are clusters, or is there beside it. What `shared` cuts there from 32 rows on is cut elsewhere
@@ -101,11 +116,11 @@ class GroupGemm:
         capability = torch.cuda.get_device_capability(device)
         shapes = shapes_for(width.bits, capability) if shapes is None else shapes
         module = Module(read_source(width, shapes), _options(dtype), device)
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
-            (kind, tile): (module.kernel(f"{kind}_{tile}", shape.warps * 32, shape.shared, blocks=shape.room), shape)
-            for (kind, tile), shape in shapes.items()
+            key: (kernel_of(module, key, shape, width.part), shape) for key, shape in shapes.items()
         }
-        for tile in TILES:
+        for tile in (*TILES, LARGE):
             if ("add", tile) in self._kernels:
                 self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
         self._unpack = module.kernel("unpack_all", 256, programmatic=False)
@@ -133,18 +148,19 @@ class GroupGemm:
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        kernel, shape = self._kernels[self.only or (kind, tile_of(rows))]
+        largest = LARGE if (kind, LARGE) in self._kernels else TILES[-1]
+        kernel, shape = self._kernels[self.only or (kind, tile_of(rows, largest))]
         out = x.new_empty(rows, width)
         kernel(
-            shape.grid(kind, rows, width), x, weight.codes, weight.scales, weight.zeros, bias, residual, out,
-            rows, width, depth,
+            shape.grid(kind, rows, width, self._processors), x, weight.codes, weight.scales, weight.zeros, bias,
+            residual, out, rows, width, depth,
         )  # fmt: skip
         return out
 
 
-def tile_of(rows: int) -> int:
-    """Rows of x that a block takes."""
-    return next((tile for tile in TILES if tile >= rows), TILES[-1])
+def tile_of(rows: int, largest: int = TILES[-1]) -> int:
+    """Rows of x that a block takes. largest: that there is a kernel for."""
+    return next((tile for tile in (*TILES, LARGE) if rows <= tile <= largest), largest)
 
 
 def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
@@ -155,14 +171,9 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 
 def read_source(width: Width, shapes: Shapes) -> str:
     """What is compiled."""
-    folder = resources.files("draftwing.ops.cuda")
-    parts = [
-        folder.joinpath(name).read_text(encoding="utf-8") for name in ("gemm.cu", "gemm_shared.cu", "gemm_groups.cu")
-    ]
+    parts = read_files((*FILES, "gemm_groups.cu"))
     parts.append(f"using Weights = Groups<{width.bits}, {str(width.zeros).lower()}, {width.shift}>;\n")
-    for (kind, tile), shape in shapes.items():
-        bounds = f"{shape.warps * 32}, {shape.blocks}, {shape.cluster}"
-        parts.append(f"GROUP_KERNEL({kind}_{tile}, {bounds}, {shape.call}, {KINDS[kind]})\n")
+    parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
     parts.append("UNPACK_KERNEL(unpack_all)\n")
     return "".join(parts)
 

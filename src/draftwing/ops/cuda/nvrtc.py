@@ -107,7 +107,8 @@ def compile_source(source: str, options: Sequence[str], capability: tuple[int, i
     """The compiled image, from the user's cache folder where this was compiled before. Needs no device. Raises as
     `Module` does, and OSError without NVRTC."""
     nvrtc, (major, minor) = _nvrtc(), capability
-    return _compile_cached(nvrtc, source, [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options])
+    arch = f"sm_{major}{minor}" + ("a" if major == 9 else "")  # "a": with the instructions of warp groups
+    return _compile_cached(nvrtc, source, [f"--gpu-architecture={arch}", "--std=c++17", *options])
 
 
 def _compile_cached(nvrtc: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:

@@ -1,0 +1,223 @@
+// Follows gemm.cu: the GEMM of 16 to 128 rows by instructions of a warp group (wgmma, compute capability 9.0 alone).
+//
+// Each of 4 warps has 16 features in registers, as in mma.sync, and all read x from shared memory, in matrices of 8 rows
+// and 8 columns, 128 bytes each. The sums of an instruction have the bits of those of mma.sync for the same 16 columns,
+// so x has here the order of columns that a lane's 16 bytes of weights ask for: word i of unit t of a half chunk is word t
+// of row g of matrix i.
+
+#ifndef ON_HOST
+template <int TOKEN_TILES>
+__device__ __forceinline__ unsigned long long descriptor(const u16* matrices) {
+    const unsigned long long at = (u32)__cvta_generic_to_shared(matrices);
+    // Bytes / 16 of the address, from columns to the next 8, and from rows to the next 8.
+    return at >> 4 & 0x3fff | (unsigned long long)(TOKEN_TILES * 8) << 16 | 8ull << 32;
+}
+
+#define D4(M) "+f"(d[M][0]), "+f"(d[M][1]), "+f"(d[M][2]), "+f"(d[M][3])
+#define WIDE_MMA(N, SUMS, A0, A1, A2, A3, B, ...)                                                                   \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32" TYPES " {" SUMS "}, {" A0 ", " A1 ", " A2 ", " A3 \
+                 "}, " B ", 1, 1, 1, 0;"                                                                            \
+                 : __VA_ARGS__                                                                                      \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(at))
+#define SUMS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SUMS_16 SUMS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS_32                                                                                                    \
+    SUMS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_64                                                                                                    \
+    SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"                     \
+            ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d += a b^T for 16 columns, of which matrices b and b + TOKEN_TILES * 64 are the halves. Is done when waited for.
+template <int TOKEN_TILES>
+__device__ __forceinline__ void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b) {
+    const unsigned long long at = descriptor<TOKEN_TILES>(b);
+    if constexpr (TOKEN_TILES == 2) WIDE_MMA(16, SUMS_8, "%8", "%9", "%10", "%11", "%12", D4(0), D4(1));
+    if constexpr (TOKEN_TILES == 4)
+        WIDE_MMA(32, SUMS_16, "%16", "%17", "%18", "%19", "%20", D4(0), D4(1), D4(2), D4(3));
+    if constexpr (TOKEN_TILES == 8)
+        WIDE_MMA(64, SUMS_32, "%32", "%33", "%34", "%35", "%36", D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7));
+    if constexpr (TOKEN_TILES == 16)
+        WIDE_MMA(128, SUMS_64, "%64", "%65", "%66", "%67", "%68", D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7),
+                 D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15));
+}
+
+__device__ __forceinline__ void begin_wide() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_wide() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until no more than LEFT groups of instructions, as `end_wide` ended them, are under way.
+template <int LEFT>
+__device__ __forceinline__ void wait_wide() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// What this thread wrote to shared memory becomes visible to such instructions, behind a barrier.
+__device__ __forceinline__ void show_wide() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
+// As `gemm`, with the same bits, for more rows: WARPS_F * ROW_TILES * 16 features a block, for each of WARPS_K parts of K,
+// which are shares or all of K as in `shared_gemm`. AHEAD chunks of weights in flight, in rings in shared memory that each
+// lane has for its own. Of x there are two panels of PANEL chunks in shared memory, one to read and one to write, and one
+// chunk on its way in registers.
+template <class WEIGHTS, int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int PANEL, int CLUSTER,
+          int KIND>
+__device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGHTS weights,
+                                          const u16* __restrict__ bias, const u16* __restrict__ extra,
+                                          u16* __restrict__ y, int M, int N, int K) {
+    constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
+    constexpr int WARPS = WARPS_F * WARPS_K, THREADS = WARPS * 32;
+    constexpr bool ONE_PART = WARPS_K * CLUSTER == 1;
+    static_assert(ONE_PART || WARPS_K * CLUSTER == SHARES, "a warp sums one share, or all");
+    static_assert(WARPS_F % 4 == 0, "four warps have their instructions together");
+    constexpr int PART = TOKENS * CHUNK, STAGE = WARPS_K * PART;  // of x, u16
+    constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
+    extern __shared__ float sums[];  // first [2][PANEL][STAGE] of u16 and rings, then [WARPS_K][TOKENS][PITCH]
+    u16* const stages = (u16*)sums;
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
+    u16* const rings = stages + 2 * PANEL * STAGE;
+    u32* const ring_words = (u32*)(rings + WARPS * AHEAD * ROW_TILES * UNITS);
+    // Of this lane: where the next chunk of weights is, and goes to behind it.
+    const int first_unit = held(warp * (AHEAD * ROW_TILES * UNITS) + lane * 8);
+    const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
+    int slot = 0, unit = first_unit, word = first_word;
+    const int part = WARPS_K > 1 ? warp / WARPS_F : 0, warp_row = warp % WARPS_F * (ROW_TILES * 16);
+    const int row0 = blockIdx.x / CLUSTER * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
+    const int chunks = K / CHUNK, first = blockIdx.x % CLUSTER * WARPS_K;
+    const int rounds = ONE_PART ? chunks : (chunks - first + SHARES - 1) / SHARES;
+    auto after = [&](int c) {  // as in `shared_gemm`
+        if (!ONE_PART || c + SHARES < chunks) return c + SHARES;
+        return c < chunks && c % SHARES + 1 < SHARES ? c % SHARES + 1 : chunks;
+    };
+
+    typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, warp_row + r * 16, 0, N, K);
+    int weights_ahead = first, asked = 0;
+    auto copy_weights = [&] {
+        if (asked++ < rounds) {
+            const int chunk = min(weights_ahead + part, chunks - 1);  // x is zeros where a part has no chunk left
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+                rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, chunk);
+        }
+        weights_ahead = after(weights_ahead);
+        end_copies();
+        const bool more = ++slot < AHEAD;
+        slot = more ? slot : 0;
+        unit = more ? unit + ROW_TILES * UNITS : first_unit;
+        word = more ? word + ROW_TILES * WORDS : first_word;
+    };
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s) copy_weights();
+
+    wait_for_earlier_kernels();
+    constexpr int BLOCKS = WARPS_K * TOKEN_TILES * 2, COPIES = (BLOCKS + WARPS - 1) / WARPS;
+    const u16* from[COPIES];
+    bool live[COPIES];
+#pragma unroll
+    for (int q = 0; q < COPIES; ++q) {  // this lane's unit of half u % 2 of a chunk, of 8 rows, of one part
+        const int u = warp + q * WARPS, row = token0 + u / 2 % TOKEN_TILES * 8 + g;
+        live[q] = row < M && u < BLOCKS;
+        from[q] = x + (size_t)row * K + u / 2 / TOKEN_TILES * CHUNK + u % 2 * 32 + t * 8;
+    }
+    int x_ahead = first;
+    uint4 on_way[COPIES];
+    auto load = [&] {
+#pragma unroll
+        for (int q = 0; q < COPIES; ++q) {
+            const int u = warp + q * WARPS;
+            on_way[q] = make_uint4(0, 0, 0, 0);
+            if (live[q] && x_ahead + u / 2 / TOKEN_TILES < chunks) on_way[q] = load_x(from[q] + x_ahead * CHUNK);
+        }
+        x_ahead = after(x_ahead);
+    };
+    const int word_of_x = held(lane);
+    auto store = [&](u16* stage) {
+#pragma unroll
+        for (int q = 0; q < COPIES; ++q) {
+            const int u = warp + q * WARPS, m = u / 2 % TOKEN_TILES, matrix = u / 2 / TOKEN_TILES * 8 + u % 2 * 4;
+            u32* const to = (u32*)stage + (matrix * TOKEN_TILES + m) * 32 + word_of_x;
+            if (BLOCKS % WARPS == 0 || u < BLOCKS) {
+                to[0] = on_way[q].x;
+                to[TOKEN_TILES * 32] = on_way[q].y;
+                to[TOKEN_TILES * 64] = on_way[q].z;
+                to[TOKEN_TILES * 96] = on_way[q].w;
+            }
+        }
+    };
+    load();
+#pragma unroll
+    for (int p = 0; p < PANEL; ++p) {
+        store(stages + p * STAGE);
+        load();
+    }
+
+    float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+
+    u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
+    int c = first;
+    u16 *read = stages, *written = stages + PANEL * STAGE;
+    for (int i = 0; i < rounds; i += PANEL) {
+        show_wide();
+        wait_wide<0>();
+        __syncthreads();  // the panel is there for all, and nobody reads the one that is overwritten now
+#pragma unroll
+        for (int p = 0; p < PANEL; ++p) {
+            if (i + p >= rounds) break;
+            wait_for_copies<AHEAD - 1>();
+            typename WEIGHTS::Part a[ROW_TILES];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+                rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
+            const u16* const matrices = read + p * STAGE + part * PART;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                wait_wide<1>();  // those that read the registers written next have ended
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
+                begin_wide();
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
+                                              bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
+                end_wide();
+            }
+            copy_weights();
+            store(written + p * STAGE);
+            load();
+            if (ONE_PART && c + SHARES >= chunks) {  // a share ends here
+                wait_wide<0>();
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                    for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+                        for (int k = 0; k < 4; ++k) {
+                            sum[r][m][k] += d[r][m][k];
+                            d[r][m][k] = 0.f;
+                        }
+            }
+            c = after(c);
+        }
+        u16* const now = read;
+        read = written, written = now;
+    }
+
+    wait_wide<0>();
+    wait_for_copies<0>();
+    __syncthreads();
+    keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(
+        ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
+    if constexpr (CLUSTER > 1) sync_cluster();
+    else __syncthreads();
+    store_results<WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    if constexpr (CLUSTER > 1) sync_cluster();
+}
