@@ -13,6 +13,7 @@ import pytest
 
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
 
 DATA = Path(__file__).parent / "data"
@@ -165,7 +166,9 @@ def by_bytes(vocab, state, data):
 
 
 def test_forced_text_is_legal_and_leaves_no_choice(vocab):
-    compact = GrammarCompiler(vocab.tokenizer, vocab.size, vocab.tokenizer.stop_ids, any_whitespace=False)
+    compact = GrammarCompiler(
+        vocab.tokenizer, vocab.size, vocab.tokenizer.stop_ids, Translator(vocab.tokenizer, any_whitespace=False)
+    )
     schema = {**OBJECT, "properties": {"an_unusual_name": {"const": "value"}, "b": {"type": "null"}}}
     schema["required"] = ["an_unusual_name", "b"]
     state = compact.compile(Grammar("json_schema", json.dumps(schema)))
@@ -253,7 +256,7 @@ def test_whitespace_options(byte_vocab):
     texts = ['{"name":"x","age":1}', '{"name": "x", "age": 1}', '{ "name" :\n"x" ,"age":1}']
     results = []
     for options in [{}, {"any_whitespace": False}, {"whitespace_pattern": " ?"}]:
-        compiler = GrammarCompiler(tokenizer, byte_vocab.size, stop, **options)
+        compiler = GrammarCompiler(tokenizer, byte_vocab.size, stop, Translator(tokenizer, **options))
         state = compiler.compile(Grammar("json_schema", json.dumps(OBJECT)))
         results.append([accepts(byte_vocab, state, text) for text in texts])
     assert results == [[True, True, True], [True, False, False], [True, True, False]]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from draftwing.grammar import GrammarCompiler, Guided, guide
+from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
 
 SCHEMA = {
@@ -26,7 +27,8 @@ GRAMMARS = [
 @pytest.fixture(scope="module")
 def compact(byte_vocab):
     """Without free whitespace, so that much is forced."""
-    return GrammarCompiler(byte_vocab.tokenizer, byte_vocab.size, byte_vocab.tokenizer.stop_ids, any_whitespace=False)
+    tokenizer = byte_vocab.tokenizer
+    return GrammarCompiler(tokenizer, byte_vocab.size, tokenizer.stop_ids, Translator(tokenizer, any_whitespace=False))
 
 
 def random_tree(vocab, state, rng, nodes):

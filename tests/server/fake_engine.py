@@ -23,7 +23,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from draftwing.config.options import Options
 from draftwing.core import Output, TokenLogprobs, TracedNode, TracedStep
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.link import Abort, Ask, Close, EngineLink, Listener, Reply
+from draftwing.engine.process.link import Close, EngineLink, Listener, Reply
+from draftwing.engine.process.worker import Worker
+from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.text.detok import StopStringScanner
@@ -80,6 +82,7 @@ class FakeEngine:
             processors=PROCESSORS,
             defaults=defaults or {},
         )
+        self.grammars = GrammarCompiler.of(options, self.tokenizer, self.info.vocab_size, self.info.stop_ids)
         self.burst, self.pause = burst, pause
         self.requests: list[GenerationRequest] = []  # all that were ever submitted
         self.aborted: list[str] = []
@@ -224,11 +227,27 @@ def logprob(token: int, wanted: LogprobParams) -> TokenLogprobs:
     return TokenLogprobs(-token / 100, best, [-float(other) for other in wanted.token_ids])
 
 
+class LocalWorker(Worker):
+    """Says to a listener what it would send."""
+
+    listener: Listener
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+
+    def post(self, message: object) -> None:
+        if isinstance(message, Reply):
+            self.listener.reply(message)
+        else:
+            assert isinstance(message, list)
+            self.listener.outputs(message)
+
+
 class LocalLink:
     """What `EngineLink` is, around a FakeEngine in a thread of this process, so that a test can look inside."""
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.engine = engine
+        self.engine, self._worker = engine, LocalWorker()
         self.process = SimpleNamespace(kill=lambda: None)
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -237,21 +256,13 @@ class LocalLink:
         return self.engine.info
 
     def listen(self, listener: Listener) -> None:
-        self._listener = listener
+        self._worker.listener = listener
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def send(self, message: Any) -> None:
-        if isinstance(message, list):
-            for request in message:
-                self.engine.submit(request)
-        elif isinstance(message, Abort):
-            self.engine.abort(message.uid)
-        elif isinstance(message, Ask):
-            value = self.engine.flush_cache() if message.what == "flush_cache" else self.engine.stats()
-            self._listener.reply(Reply(message.number, value))
-        else:
-            assert isinstance(message, Close)
+        if not isinstance(message, Close):
+            self._worker.obey(self.engine, message)  # type: ignore[arg-type]
 
     def close(self, grace: float = 5.0) -> None:
         self._stopping = True
@@ -264,9 +275,9 @@ class LocalLink:
             while not self._stopping:
                 outputs = self.engine.step(block=True)
                 if outputs:
-                    self._listener.outputs(outputs)
+                    self._worker.post(outputs)
         except Exception as error:
-            self._listener.died(f"{type(error).__name__}: {error}")
+            self._worker.listener.died(f"{type(error).__name__}: {error}")
 
 
 def local(engine: FakeEngine, *successors: FakeEngine) -> AsyncEngine:

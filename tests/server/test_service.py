@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +14,8 @@ from fake_engine import FakeEngine, byte_tokenizer, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar import GrammarCompiler, compiler
+from draftwing.grammar.state import Vocabulary
 from draftwing.requests.grammar_field import Grammar
 from draftwing.server.app import create_app
 from draftwing.server.lanes import SHORT
@@ -91,7 +93,7 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
         hold.wait(20 if len(str(variables)) > SHORT else 0)
         return messages[-1]["content"]
 
-    def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None) -> None:
+    def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None, text: str | None = None) -> None:
         hold.wait(20 if len(grammar.text) > SHORT else 0)
 
     monkeypatch.setattr(Tokenizer, "render_chat", render)
@@ -100,7 +102,11 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
     app = create_app(local(engine), engine.tokenizer)
     small = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "regex": "a+"}
     long = "d" * (SHORT + 1)
-    more = {"chat_template_kwargs": {"about": long}} if large == "template" else {"regex": long}
+    more = (
+        {"chat_template_kwargs": {"about": long}}
+        if large == "template"
+        else {"ebnf": f'root ::= "a" # {long}', "regex": None}
+    )
 
     async def scenario() -> None:
         transport = httpx.ASGITransport(app)
@@ -115,6 +121,34 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
             await asyncio.gather(*waiting)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_a_grammar_is_compiled_once(path: str, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    build = compiler._built
+
+    def counted(vocabulary: Vocabulary, text: str) -> tuple[Any, str | None]:
+        built.append(text)
+        return build(vocabulary, text)
+
+    monkeypatch.setattr(compiler, "_built", counted)
+    for pattern in ("[ab]+", "[ab]+", "[cd]+"):
+        prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+        body = prompt | {"max_tokens": 2, "regex": pattern}
+        if path == "/generate":
+            body = {"text": "a", "sampling_params": {"max_new_tokens": 2, "regex": pattern}}
+        assert client.post(path, json=body).status_code == 200
+    assert len(built) == 2
+
+
+def test_a_grammar_that_the_engine_refuses_is_a_400_that_names_the_field(client: TestClient) -> None:
+    for stream in (False, True):
+        body = {"prompt": "a", "stream": stream, "response_format": {"type": "json_schema", "json_schema": {
+            "name": "a", "schema": {"type": "string", "minLength": 3, "maxLength": 2}}}}  # fmt: skip
+        refused = client.post("/v1/completions", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "response_format", refused.text
 
 
 def test_server_info_masks_the_key_and_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

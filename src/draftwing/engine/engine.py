@@ -63,7 +63,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.parts = parts
         self._processors = load_processors(self.options.logit_processors)
-        self._grammars = GrammarCompiler.of(self.options, tokenizer, parts.model.config.vocab_size, stop)
+        self.grammars = GrammarCompiler.of(self.options, tokenizer, parts.model.config.vocab_size, stop)
         device = parts.executor.device.device
         self.info = EngineInfo(
             options=self.options,
@@ -202,7 +202,7 @@ class Engine:
             scanner=StopStringScanner.of(self.tokenizer, params),
             deadline=time.monotonic() + timeout if timeout else None,
             bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
-            grammar=self._grammars.compile(params.grammar) if params.grammar is not None else None,
+            grammar=self.grammars.compile(params.grammar) if params.grammar is not None else None,
             processor=self._processor(params),
         )
 

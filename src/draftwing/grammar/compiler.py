@@ -5,69 +5,23 @@ The library is imported when the first grammar comes, so a server without constr
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from draftwing.errors import RequestError
-from draftwing.grammar.ebnf import GrammarError, to_lark
-from draftwing.grammar.limits import MAX_CHARS, lark_regex, on_large_stack, schema_text
+from draftwing.grammar.limits import on_large_stack
 from draftwing.grammar.state import GrammarState, Mask, Vocabulary, reason
-from draftwing.grammar.structural import to_lark_grammar
+from draftwing.grammar.translation import Translator, refusal
 from draftwing.requests.grammar_field import Grammar
 
 if TYPE_CHECKING:
     from draftwing.config.options import Options
     from draftwing.text.tokenizer import Tokenizer
-
-_REASON_CHARS = 300  # of what the library says about an error
-_PARAMS = {"json_object": "response_format"}
-
-
-def translate(grammar: Grammar, special: Mapping[str, int], options: Mapping[str, Any]) -> str:
-    """Returns the grammar in the library's own language. Raises GrammarError for what is wrong without the library."""
-    if len(grammar.text) > MAX_CHARS:
-        raise GrammarError(f"it has {len(grammar.text)} characters, at most {MAX_CHARS} are allowed")
-    if grammar.kind == "json_object":
-        return _document(json_schema=schema_text({"type": "object"}, options))
-    if grammar.kind == "json_schema":
-        return _document(json_schema=schema_text(_parse(grammar.text), options))
-    if grammar.kind == "regex":
-        return _document(lark_grammar=f"start: /{lark_regex(grammar.text)}/")
-    if grammar.kind == "ebnf":
-        return _document(lark_grammar=to_lark(grammar.text))
-    assert grammar.kind == "structural_tag", grammar.kind
-    return _document(lark_grammar=to_lark_grammar(_parse(grammar.text), special, options))
-
-
-def _document(json_schema: str | None = None, lark_grammar: str | None = None) -> str:
-    if json_schema is not None:
-        return f'{{"grammars": [{{"json_schema": {json_schema}}}]}}'
-    return json.dumps({"grammars": [{"lark_grammar": lark_grammar}]}, ensure_ascii=False)
-
-
-def _parse(text: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except RecursionError:
-        raise GrammarError("it is nested too deep") from None
-    except ValueError as error:
-        raise GrammarError(f"it is not valid JSON: {error}") from None
-
-
-def _refusal(grammar: Grammar, why: str, param: str | None) -> RequestError:
-    name = param or _PARAMS.get(grammar.kind, grammar.kind)
-    lines = [line.strip() for line in why.splitlines() if line.strip()]
-    short = " ".join(lines)[:_REASON_CHARS]
-    return RequestError(f"{name}: the grammar cannot be used: {short}", name)
 
 
 def _limits() -> Any:
@@ -85,13 +39,28 @@ def _limits() -> Any:
     )
 
 
+def _built(vocabulary: Vocabulary, text: str) -> tuple[Any, str | None]:
+    """The library's state before the first token, and why it cannot be used."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher(vocabulary.tokens, text, log_level=0, limits=_limits())
+    if matcher.is_error():
+        return matcher, reason(matcher)
+    # The first mask builds the automaton's start, which all copies then share, and shows whether it is too large.
+    state = GrammarState(vocabulary, matcher)
+    try:
+        empty = not state.mask().any()
+    except RequestError as error:
+        return matcher, "no text fulfils it" if "NoExtension" in matcher.get_error() else str(error)
+    return matcher, "no text fulfils it" if empty and not state.done else None
+
+
 class GrammarCompiler:
     """Makes states of grammars for one vocabulary; one for each server. Safe to use from several threads.
 
     tokenizer: the target's.  vocab_size: V, width of the logits, which may be padded.  stop_ids: tokens that end an
     answer; they are allowed exactly where the grammar may end.
-    any_whitespace: whether JSON may have any between its tokens.  whitespace_pattern: a regular expression of what may
-    stand there.  cache_size: compiled grammars to keep.
+    translator: by default one that lets JSON have any white space.  cache_size: compiled grammars to keep.
     """
 
     def __init__(
@@ -99,35 +68,35 @@ class GrammarCompiler:
         tokenizer: Tokenizer,
         vocab_size: int,
         stop_ids: Iterable[int],
-        any_whitespace: bool = True,
-        whitespace_pattern: str | None = None,
+        translator: Translator | None = None,
         cache_size: int = 128,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stop_ids = sorted({i for i in stop_ids if 0 <= i < vocab_size})
-        self._options: dict[str, Any] = {
-            "whitespace_flexible": any_whitespace,
-            "json_allow_general_unicode_escapes": True,
-            "lenient": False,
-            "coerce_one_of": False,
-        }
-        if whitespace_pattern is not None:
-            self._options["whitespace_pattern"] = whitespace_pattern
-        self._special = {str(tokenizer.piece(i)): i for i in sorted(tokenizer.special_ids)}
+        self._translator = translator or Translator(tokenizer)
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[Grammar, Any] = OrderedDict()
         self._cache_size = cache_size
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for no longer than it takes to look something up
+        self._loading = threading.Lock()
 
     @classmethod
     def of(cls, options: Options, tokenizer: Tokenizer, vocab_size: int, stop_ids: Iterable[int]) -> GrammarCompiler:
-        """Makes a compiler as the server's options say; the processes of a server must agree."""
-        whitespace = not options.constrained_json_disable_any_whitespace
-        return cls(tokenizer, vocab_size, stop_ids, whitespace, options.constrained_json_whitespace_pattern)
+        """Makes a compiler as the server's options say."""
+        return cls(tokenizer, vocab_size, stop_ids, Translator.of(options, tokenizer))
 
-    def compile(self, grammar: Grammar, param: str | None = None) -> GrammarState:
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether it is compiled and kept, which counts as a use of it."""
+        with self._lock:
+            if grammar in self._cache:
+                self._cache.move_to_end(grammar)
+            return grammar in self._cache
+
+    def compile(self, grammar: Grammar, param: str | None = None, text: str | None = None) -> GrammarState:
         """Returns the state before the first token. Releases the interpreter's lock while the library works.
+
+        text: what `Translator.translate` has made of the grammar, if it is known.
 
         Raises RequestError, whose `param` is `param` or the grammar's kind ("response_format" for json_object), when
         the grammar is invalid, not supported, too complex, or when no answer can fulfil it.
@@ -138,36 +107,22 @@ class GrammarCompiler:
             if root is not None:
                 self._cache.move_to_end(grammar)
         if root is None:
-            root = self._build(vocabulary, grammar, param)
+            root = self._build(vocabulary, grammar, param, text)
             with self._lock:
                 self._cache[grammar] = root
                 while len(self._cache) > self._cache_size:
                     self._cache.popitem(last=False)
         return GrammarState(vocabulary, root.deep_copy())
 
-    def _build(self, vocabulary: Vocabulary, grammar: Grammar, param: str | None) -> Any:
-        import llguidance
-
-        try:
-            text = translate(grammar, self._special, self._options)
-        except (GrammarError, RecursionError) as error:
-            raise _refusal(grammar, str(error), param) from None
-        matcher = on_large_stack(lambda: llguidance.LLMatcher(vocabulary.tokens, text, log_level=0, limits=_limits()))
-        if matcher.is_error():
-            raise _refusal(grammar, reason(matcher), param)
-        # The first mask builds the automaton's start, which all copies then share, and shows whether it is too large.
-        state = GrammarState(vocabulary, matcher)
-        try:
-            empty = not state.mask().any()
-        except RequestError as error:
-            why = "no text fulfils it" if "NoExtension" in matcher.get_error() else str(error)
-            raise _refusal(grammar, why, param) from None
-        if empty and not state.done:
-            raise _refusal(grammar, "no text fulfils it", param)
+    def _build(self, vocabulary: Vocabulary, grammar: Grammar, param: str | None, text: str | None) -> Any:
+        text = self._translator.translate(grammar, param) if text is None else text
+        matcher, why = on_large_stack(lambda: _built(vocabulary, text))
+        if why is not None:
+            raise refusal(grammar, why, param)
         return matcher
 
     def _load(self) -> Vocabulary:
-        with self._lock:
+        with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
             return self._vocabulary

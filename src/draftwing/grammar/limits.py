@@ -7,7 +7,9 @@ them is looked at, and long chains of references cost stack, whose end kills the
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from draftwing.grammar.ebnf import GrammarError, written_count
 MAX_CHARS = 400_000  # of a grammar's text
 MAX_REGEX_CHARS = 10_000
 MAX_REPETITION = 200_000  # atoms of an expression whose counted repetitions are written out
+NICE = 10  # of threads in which the library works
 _STACK = 512 << 20  # bytes of address space; pages that are not touched cost nothing
 
 _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
@@ -112,12 +115,20 @@ def _with_checked_patterns(value: Any) -> Any:
     return out
 
 
+def give_way() -> None:
+    """Lowers the priority of the calling thread."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+
+
 def on_large_stack(work: Callable[[], T]) -> T:
-    """Returns `work()`, run on a thread with room for deep recursion: the library follows references by calls."""
+    """Returns `work()`, run on a thread with room for deep recursion: the library follows references by calls. The
+    thread gives way to others: while it works the library holds no lock that they want."""
     with _lock:  # the size is the process's; other threads that start meanwhile only get more address space
         before = threading.stack_size(_STACK)
         try:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+            pool = ThreadPoolExecutor(1, "grammar-compiler", initializer=give_way)
             result = pool.submit(work)
         finally:
             threading.stack_size(before)

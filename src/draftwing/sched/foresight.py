@@ -9,8 +9,6 @@ before that is done, and has no drafts.
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -18,6 +16,7 @@ from typing import NamedTuple
 
 from draftwing.errors import RequestError
 from draftwing.grammar import GrammarState
+from draftwing.grammar.limits import give_way
 from draftwing.grammar.state import Mask
 
 # Seconds of a processor.
@@ -26,8 +25,6 @@ SLOW = 0.02  # beyond that: then it is worked out beside the steps
 MOST = 0.1  # that is remembered
 BESIDE = 0.05  # for each token, in the long run
 TOTAL = 2.0  # beyond that: then the answer ends
-
-NICE = 10  # of the threads
 
 
 class Foreseen(NamedTuple):
@@ -40,13 +37,8 @@ class Workers:
 
     def __init__(self) -> None:
         most = max((os.cpu_count() or 1) // 4, 1)
-        self.first = ThreadPoolExecutor(1, "draftwing-first-mask", initializer=_give_way)
-        self.slow = ThreadPoolExecutor(min(most, 8), "draftwing-slow-masks", initializer=_give_way)
-
-
-def _give_way() -> None:
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self.first = ThreadPoolExecutor(1, "draftwing-first-mask", initializer=give_way)
+        self.slow = ThreadPoolExecutor(min(most, 8), "draftwing-slow-masks", initializer=give_way)
 
 
 class Foresight:

@@ -13,7 +13,9 @@ from typing import Any
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.link import Abort, Ask, EngineDead, EngineLink, Listener, Reply
+from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead, EngineLink, Listener, Reply
+from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.supervision import Deaths, Watchdog
 from draftwing.server.telemetry.observer import Observer
@@ -171,6 +173,19 @@ class AsyncEngine:
         self._check()
         return not self._streams and await self._ask("flush_cache")
 
+    async def compile(self, grammar: Grammar, text: str, param: str | None, client: str) -> None:
+        """Has a grammar compiled, so that requests which have it begin at once; clients take turns. Raises RequestError
+        as `GrammarCompiler.compile`, or EngineDead. text: what a `Translator` has made of it."""
+        self._check()
+        question = Compile(next(self._numbers), grammar, text, param, client)
+        try:
+            refused = await self._reply(question)
+        except asyncio.CancelledError:
+            self.link.send(Drop(question.number))
+            raise
+        if refused is not None:
+            raise RequestError(*refused)
+
     async def stats(self) -> dict[str, Any]:
         """As `Engine.stats`, and `age`: seconds since the engine gave them. An engine that is slow to answer is not
         waited for: then they are those of before."""
@@ -191,13 +206,15 @@ class AsyncEngine:
         self._streams.pop(uid, None)
 
     async def _ask(self, what: str) -> Any:
-        number = next(self._numbers)
-        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        return await self._reply(Ask(next(self._numbers), what))
+
+    async def _reply(self, question: Ask | Compile) -> Any:
+        future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         try:
-            self.link.send(Ask(number, what))
+            self.link.send(question)
             return await future
         finally:
-            del self._questions[number]
+            del self._questions[question.number]
 
     def _check(self) -> None:
         if self.error is not None:

@@ -6,13 +6,14 @@ import logging
 import random
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, RequestError
-from draftwing.grammar import GrammarCompiler
+from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ from draftwing.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ANSWERS = 2048  # prompts times n
+MOST_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
@@ -93,8 +95,8 @@ class Service:
         self.started = time.time()
         self.texts = TokenTexts(tokenizer)
         self.lanes = Lanes()
-        info = engine.info
-        self._grammars = GrammarCompiler.of(info.options, tokenizer, info.vocab_size, info.stop_ids)
+        self._translator = Translator.of(engine.info.options, tokenizer)
+        self._compiled: OrderedDict[Grammar, None] = OrderedDict()  # by the engine, or one before it; newest last
         self._draw = random.Random(self.options.random_seed)
         self._strangers: set[str] = set()
 
@@ -147,16 +149,25 @@ class Service:
         return [await self.lanes.run(size, partial(decode, ids)) for ids in every]
 
     async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
-        """Raises RequestError for a grammar that cannot be used. asked: parameters, and the field that holds their
-        grammar, where it has another name than its kind."""
+        """Has the engine compile the grammars. Raises RequestError for one that cannot be used, or EngineDead.
+
+        asked: parameters, and the field that holds their grammar, where it has another name than its kind.
+        """
         different = {params.grammar: field for params, field in asked if params.grammar is not None}
-
-        def compiled(grammar: Grammar, field: str | None, gone: Callable[[], bool]) -> None:
-            self._grammars.compile(grammar, field)
-
+        key = client.get()
         for grammar, field in different.items():
-            # In a thread: it may take long, and lets go of the interpreter.
-            await self.lanes.run(len(grammar.text), partial(compiled, grammar, field))
+            if grammar not in self._compiled:
+                # In a thread: it may take long.
+                translate = partial(self._translated, grammar, field)
+                text = await self.lanes.run(len(grammar.text), translate)
+                await self.engine.compile(grammar, text, field, "" if key is None else key.name)
+            self._compiled[grammar] = None
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+
+    def _translated(self, grammar: Grammar, field: str | None, gone: Callable[[], bool]) -> str:
+        return self._translator.translate(grammar, field)
 
     async def submit(self, requests: Sequence[GenerationRequest], body: Asking) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.

@@ -25,6 +25,7 @@ from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger("draftwing")
@@ -50,6 +51,25 @@ class Ask:
 
     number: int
     what: str
+
+
+@dataclass(frozen=True)
+class Compile:
+    """A grammar that requests of `client` will have. A `Reply` of this number comes back: None, or the RequestError's
+    message and param. text: what a `Translator` has made of it.  param: the field that it came in."""
+
+    number: int
+    grammar: Grammar
+    text: str
+    param: str | None
+    client: str
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Nobody waits for the `Reply` of this number any more."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +150,7 @@ class EngineLink:
             thread.start()
             self._threads.append(thread)
 
-    def send(self, message: list[GenerationRequest] | Abort | Ask | Close) -> None:
+    def send(self, message: list[GenerationRequest] | Abort | Ask | Compile | Drop | Close) -> None:
         """Queues a message; of a dead engine it goes nowhere."""
         # A thread of its own writes: a full pipe must not stop the event loop.
         self._outbox.put(message)

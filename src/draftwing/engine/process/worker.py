@@ -1,7 +1,7 @@
 """The engine's process: `python -m draftwing.engine.process.worker FD`, started by `EngineLink` and by nobody else.
 
-Two threads: the main one turns the engine, the other one reads what the server sends. When the server's end of the
-connection closes, the process ends at once, in the middle of whatever it does.
+The main thread turns the engine, another one reads what the server sends, and further ones compile grammars. When the
+server's end of the connection closes, the process ends at once, in the middle of whatever it does.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NoReturn
 
 from draftwing.config.options import Options
-from draftwing.engine.process.link import Abort, Ask, Close, Died, Refused, Reply
+from draftwing.core import Output
+from draftwing.engine.process.compiling import CompileLanes
+from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply
 from draftwing.errors import CheckpointError, ConfigError, RequestError
 from draftwing.log import configure_logging
 from draftwing.requests.request import GenerationRequest
@@ -49,12 +52,13 @@ def main(argv: list[str]) -> int:
 
 
 class Worker:
-    """Both threads post; `Connection` is not made for that, so a lock is."""
+    """All threads post; `Connection` is not made for that, so a lock is."""
 
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
         self._posting = threading.Lock()
         self._early: queue.SimpleQueue[Engine] = queue.SimpleQueue()
+        self._compiling = CompileLanes(self.die)
         self._closing = False
 
     def run(self, options: Options) -> None:
@@ -106,25 +110,58 @@ class Worker:
                     return
                 # The server sends nothing else before it has heard that the engine is ready.
                 engine = engine or self._early.get()
-                self._obey(engine, message)
+                self.obey(engine, message)
         except (EOFError, OSError):
             os._exit(1)
         except BaseException as error:
             self.die(error)
 
-    def _obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask) -> None:
+    def obey(self, engine: Engine, message: list[GenerationRequest] | Abort | Ask | Compile | Drop) -> None:
+        """Does what the server sent, or sees to it that it is done."""
         if isinstance(message, list):
             for request in message:
-                try:
-                    engine.submit(request)
-                except RequestError as error:
-                    self.post(Refused(request.uid, str(error)))
+                self._let_in(engine, request)
         elif isinstance(message, Abort):
-            engine.abort(message.uid)
+            if self._compiling.drop(message.uid):
+                self.post([Output(message.uid, [], {"type": "abort", "message": "aborted"})])
+            else:
+                engine.abort(message.uid)
+        elif isinstance(message, Compile):
+            size = len(message.grammar.text)
+            self._compiling.put(size, message.client, message.number, lambda gone: self._compile(engine, message))
+        elif isinstance(message, Drop):
+            self._compiling.drop(message.number)
         else:
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
             self.post(Reply(message.number, value))
+
+    def _let_in(self, engine: Engine, request: GenerationRequest) -> None:
+        grammar = request.params.grammar
+        if grammar is None or engine.grammars.knows(grammar):
+            self._submit(engine, request)
+            return
+
+        def submit(gone: Callable[[], bool]) -> None:
+            self._submit(engine, request)
+            if gone():
+                engine.abort(request.uid)
+
+        self._compiling.put(len(grammar.text), request.client, request.uid, submit)
+
+    def _submit(self, engine: Engine, request: GenerationRequest) -> None:
+        try:
+            engine.submit(request)
+        except RequestError as error:
+            self.post(Refused(request.uid, str(error)))
+
+    def _compile(self, engine: Engine, asked: Compile) -> None:
+        try:
+            engine.grammars.compile(asked.grammar, asked.param, asked.text)
+        except RequestError as error:
+            self.post(Reply(asked.number, (str(error), error.param)))
+        else:
+            self.post(Reply(asked.number, None))
 
 
 if __name__ == "__main__":

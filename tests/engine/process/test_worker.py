@@ -1,0 +1,126 @@
+"""What the engine's process does while it compiles a grammar."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from draftwing.core import Output
+from draftwing.engine.process.link import Abort, Ask, Compile, Drop, Refused, Reply
+from draftwing.engine.process.worker import Worker
+from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import Grammar
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+
+A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
+
+
+class Grammars:
+    """A compiler that waits until it is let go on."""
+
+    def __init__(self) -> None:
+        self.known: list[Grammar] = []
+        self.began, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def knows(self, grammar: Grammar) -> bool:
+        return grammar in self.known
+
+    def compile(self, grammar: Grammar, param: str | None = None, text: str | None = None) -> None:
+        if grammar not in self.known:
+            self.began.release()
+            assert self.go.acquire(timeout=20)
+            if grammar.text == "wrong":
+                raise RequestError("it is wrong", param)
+            self.known.append(grammar)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.grammars, self.said = Grammars(), list[str]()
+
+    def submit(self, request: GenerationRequest) -> None:
+        if request.params.grammar is not None:
+            self.grammars.compile(request.params.grammar)
+        self.said.append(request.uid)
+
+    def abort(self, uid: str) -> None:
+        self.said.append(f"abort {uid}")
+
+    def stats(self) -> dict[str, Any]:
+        return {"running": 1}
+
+
+class Posted(Worker):
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.engine = Engine()
+        self.messages, self._news = list[Any](), threading.Condition()
+
+    def post(self, message: object) -> None:
+        with self._news:
+            self.messages.append(message)
+            self._news.notify()
+
+    def does(self, message: Any) -> None:
+        self.obey(self.engine, message)  # type: ignore[arg-type]
+
+    def until(self, done: Callable[[], bool]) -> None:
+        with self._news:
+            assert self._news.wait_for(done, 20)
+
+
+@pytest.fixture
+def worker() -> Iterator[Posted]:
+    made = Posted()
+    yield made
+    made.engine.grammars.go.release(100)
+
+
+def request(uid: str, grammar: Grammar | None = None) -> GenerationRequest:
+    return GenerationRequest(uid, [1], SamplingParams(max_new_tokens=1).replace(grammar=grammar))
+
+
+def test_it_goes_on_reading(worker: Posted) -> None:
+    grammars = worker.engine.grammars
+    worker.does(Compile(1, A, "", None, ""))
+    worker.does([request("late", B)])  # of a grammar that was forgotten meanwhile
+    assert grammars.began.acquire(timeout=20)
+    worker.does([request("plain")])
+    worker.does(Ask(2, "stats"))
+    assert worker.engine.said == ["plain"] and worker.messages == [Reply(2, {"running": 1})]
+    grammars.go.release(2)
+    worker.until(lambda: Reply(1, None) in worker.messages)
+    worker.does([request("known", A)])
+    assert "known" in worker.engine.said  # at once
+
+
+def test_refusals_are_told(worker: Posted) -> None:
+    wrong = Grammar("regex", "wrong")
+    worker.engine.grammars.go.release(2)
+    worker.does(Compile(1, wrong, "", "guided_regex", ""))
+    worker.until(lambda: Reply(1, ("it is wrong", "guided_regex")) in worker.messages)
+    worker.does([request("x", wrong)])
+    worker.until(lambda: Refused("x", "it is wrong") in worker.messages)
+
+
+def test_who_leaves_is_not_waited_for(worker: Posted) -> None:
+    grammars = worker.engine.grammars
+    worker.does([request("begun", A)])
+    assert grammars.began.acquire(timeout=20)
+    worker.does(Compile(1, B, "", None, ""))
+    worker.does([request("waits", B)])
+    worker.does(Drop(1))
+    worker.does(Abort("waits"))
+    assert worker.messages == [[Output("waits", [], {"type": "abort", "message": "aborted"})]]
+    worker.does(Abort("begun"))
+    grammars.go.release(100)
+    worker.does([request("next", B)])
+    worker.does(Compile(3, B, "", None, ""))
+    worker.until(lambda: Reply(3, None) in worker.messages)
+    # The engine hears of an abort after the request, or of it twice.
+    assert worker.engine.said == ["abort begun", "begun", "abort begun", "next"]
+    assert grammars.known == [A, B]
