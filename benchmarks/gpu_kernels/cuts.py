@@ -32,6 +32,7 @@ SHARED_BYTES = 227 << 10  # of a multiprocessor
 TILES = (8, 16, 32, 64, 128)
 LABELS = {16: "bfloat16", 8: "fp8", 4: "int4"}
 BITS = (8, 4, 16)
+GRAPH = 160  # microseconds that a measurement takes at least: less than what processes have in turn
 MOST = {"ring": 32, "wide": 20}
 
 
@@ -128,8 +129,8 @@ def timed(job: Job, weights: list[Any], known: GroupGemm | SmallMGemm) -> Iterat
     expected, one = call(known, job.product, *few, weights[0]), inputs(job.product, 1)
 
     def times(ours: GroupGemm | SmallMGemm) -> tuple[float, float]:
-        took = each_us(lambda w: call(ours, job.product, *many, w), weights, 3)
-        return took, each_us(lambda w: call(ours, job.product, *one, w), weights, 3) if job.tile == 8 else took
+        took = each_us(lambda w: call(ours, job.product, *many, w), weights, 25)
+        return took, each_us(lambda w: call(ours, job.product, *one, w), weights, 25) if job.tile == 8 else took
 
     yield *times(known), Shape(job.tile, 0, 0, 0, 0, 0, "as it is"), True
     for part in parts_of(job):
@@ -162,8 +163,9 @@ def sweep(most: float) -> dict[int, Shapes]:
     device, results = torch.device("cuda", torch.cuda.current_device()), []
     best: dict[int, Shapes] = {bits: {} for bits in BITS}
     for bits, product in itertools.product(BITS, PRODUCTS):
-        weights, known = weights_of(product, LABELS[bits])[:12], kernels_of(bits, device)
+        weights, known = weights_of(product, LABELS[bits]), kernels_of(bits, device)
         floor = weights[0].nbytes / READ_RATE
+        weights = weights[: max(2, int(GRAPH / floor))]
         for job in jobs:
             if job.bits != bits or job.product != product:
                 continue

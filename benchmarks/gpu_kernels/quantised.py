@@ -45,9 +45,9 @@ PRODUCTS = (
 WIDTHS = {"fp8": Width(8, False, WHOLE), "int4": Width(4, False, 1), "int4 with zeros": Width(4, True, 1)}
 
 
-def each_us(fn: Callable[[Any], object], weights: Sequence[Any], repeats: int = 9) -> float:
-    """Microseconds of one call with one of the weights."""
-    return replay_us(lambda: [fn(w) for w in weights], repeats) / len(weights)
+def each_us(fn: Callable[[Any], object], weights: Sequence[Any], repeats: int = 30) -> float:
+    """Microseconds of one call with one of the weights, the least of several measurements."""
+    return replay_us(lambda: [fn(w) for w in weights], repeats, least=True) / len(weights)
 
 
 def packed(product: Product, width: Width) -> PackedGroups:
@@ -126,7 +126,8 @@ def table(chosen: dict[int, Shapes], row_counts: tuple[int, ...] = (1, 8, 16, 32
                         for rows in row_counts]  # fmt: skip
                 show(f"{product.name}, cuBLAS", line)
         size = LAYERS * sum(each[0].nbytes for each in every)
-        chains.append((label, [(replay_us(functools.partial(chain, ours, every, rows)), size) for rows in row_counts]))
+        took = [replay_us(functools.partial(chain, ours, every, rows), 50, least=True) for rows in row_counts]
+        chains.append((label, [(each, size) for each in took]))
     for label, line in chains:
         show(f"chain of {LAYERS} layers, {label}", line)
 
@@ -152,8 +153,8 @@ def prompts() -> None:
             weights, cells = copies(packed(product, WIDTHS[label]), 6), []
             for rows in (64, 96, 128, 192, 256, 512, 2048):
                 x, extra = inputs(product, rows)
-                kernel = each_us(functools.partial(call, ours, product, x, extra), weights, 3)
-                dense = each_us(functools.partial(unpack_first, ours, x), weights, 3)
+                kernel = each_us(functools.partial(call, ours, product, x, extra), weights)
+                dense = each_us(functools.partial(unpack_first, ours, x), weights)
                 cells.append(f"{rows}: {kernel:.0f} / {dense:.0f}")
             print(
                 f"{product.name}, {label}: kernel / multiplied out and cuBLAS, us by rows: {', '.join(cells)}",

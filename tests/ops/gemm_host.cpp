@@ -171,6 +171,8 @@ static void wait_wide() {
 #define ONE 0x3f803f80
 #define CODES 0x00780078
 #define MINUS_EIGHT 0x80408040
+#define LESS 12
+#define TWO_TO_LESS 0x45804580
 
 static u32 fma_pair(u32 a, u32 b, u32 c) {  // what it is given here fits into a float
     u32 d = 0;

@@ -157,9 +157,13 @@ def test_bits_are_those_of_the_matrix_multiplied_out(run: Host, width: Width, ki
             assert torch.equal(got, expected[:rows]), (name, early)
 
 
-def test_against_float64(run: Host, width: Width) -> None:
+@pytest.mark.parametrize("larger", [1, 30])
+def test_against_float64(run: Host, width: Width, larger: int) -> None:
+    """larger: scales, which may be beyond 1."""
     rows = quantized(width, 64, 320, *LAYOUTS[width][0])
+    rows = rows._replace(scales=rows.scales * larger)
     x = random(5, 320, seed=0)
-    expected = x.double() @ rows.dense(torch.float64).T
-    got = run("plain_8", x, pack(rows, torch.bfloat16, "cpu"), None, None)
-    torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=2e-2)
+    bias, extra = random(64, seed=2) * larger, random(5, 64, seed=3) * larger
+    expected = x.double() @ rows.dense(torch.float64).T + bias.double() + extra.double()
+    got = run("add_8", x, pack(rows, torch.bfloat16, "cpu"), bias, extra)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=2e-2 * larger)

@@ -21,7 +21,8 @@ _FP8_UNIT = 120  # bfloat16's offset of exponents over that of e4m3
 # Of codes of 4 bits, as mantissas: the exponent of 1, and the bit of a word that they begin at.
 _UNITS = {torch.bfloat16: 130, torch.float16: 18}
 _FIRST = {torch.bfloat16: 3, torch.float16: 6}
-_LARGEST_SCALES = {8: 128.0, 4: 0.249}  # by bits; larger ones are beyond all numbers in these units
+_LESS = {torch.bfloat16: 12, torch.float16: 0}  # exponents that their scales are less by (LESS of gemm_groups.cu)
+_LARGEST_FP8_SCALE, _LARGEST_SCALE = 128.0, 0.249  # the latter without _LESS; beyond all numbers in these units
 
 
 class PackedGroups(NamedTuple):
@@ -62,9 +63,9 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
         return "groups of different sizes"
     if fp8 and rows.zeros is not None:
         return "fp8 with zeros"
-    largest = rows.scales.float().abs().max()
-    if not largest < _LARGEST_SCALES[8 if fp8 else 4]:
-        return f"a scale of {float(largest):g}"
+    largest = _LARGEST_FP8_SCALE if fp8 else _LARGEST_SCALE * 2 ** _LESS[dtype]
+    if not rows.scales.float().abs().max() < largest:
+        return f"a scale beyond {largest:g}"
     return None
 
 
@@ -82,12 +83,12 @@ def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) ->
         spread = values.to(device)[of_row.to(device)][:, across.to(device)]
         return spread.unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1).contiguous()
 
-    unit = _FP8_UNIT if fp8 else _UNITS[dtype]
+    unit = _FP8_UNIT if fp8 else _UNITS[dtype] - _LESS[dtype]
     scales = by_tile(_times_power(rows.scales.to(dtype), unit).to(dtype))
     if fp8:
         return PackedGroups(_fp8_tiles(codes), scales, None, 8, shift, order)
     if zeros is not None:
-        zeros = by_tile(_times_power(-8 - zeros.cpu(), -unit).to(dtype))
+        zeros = by_tile(_times_power(-8 - zeros.cpu(), -_UNITS[dtype]).to(dtype))
     return PackedGroups(_nibble_tiles(codes, _FIRST[dtype]), scales, zeros, 4, shift, order)
 
 
@@ -124,7 +125,7 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
 def unpacked(weight: PackedGroups) -> Tensor:
     """[rows, columns] in the type of activations: the values that kernels compute, columns in the matrix's order."""
     chunks, dtype = weight.columns // CHUNK, weight.scales.dtype
-    unit = _FP8_UNIT if weight.bits == 8 else _UNITS[dtype]
+    unit = _FP8_UNIT if weight.bits == 8 else _UNITS[dtype] - _LESS[dtype]
     group = torch.arange(2 * chunks, device=weight.codes.device) * SMALLEST // int(CHUNK * 2.0**weight.shift)
 
     def by_half_chunk(values: Tensor, power: int) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 2, 1]
@@ -134,7 +135,7 @@ def unpacked(weight: PackedGroups) -> Tensor:
     scales = by_half_chunk(weight.scales, -unit)
     if weight.bits == 4:
         codes = _from_nibble_tiles(weight.codes, chunks, _FIRST[dtype]).float()
-        codes += -8 if weight.zeros is None else by_half_chunk(weight.zeros, unit)
+        codes += -8 if weight.zeros is None else by_half_chunk(weight.zeros, _UNITS[dtype])
     else:
         codes = _from_fp8_tiles(weight.codes, chunks).float()
     values = (codes * scales).to(dtype).view(weight.rows, weight.columns)

@@ -159,8 +159,9 @@ __device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILE
             }
 }
 
-// sums [PARTS][TOKENS][pitch_of(ROWS)] in each block of a cluster, by all its threads -> y.
-template <int PARTS, int CLUSTER, int ROWS, int TOKENS, int THREADS, int KIND>
+// sums [PARTS][TOKENS][pitch_of(ROWS)] in each block of a cluster, by all its threads -> y. POWER: of 2, by which weights
+// were smaller.
+template <int POWER, int PARTS, int CLUSTER, int ROWS, int TOKENS, int THREADS, int KIND>
 __device__ __forceinline__ void store_results(const float* sums, const u16* __restrict__ bias,
                                               const u16* __restrict__ extra, u16* __restrict__ y, int row0, int token0,
                                               int M, int N) {
@@ -193,6 +194,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
             sum += part[v];
             if (KIND == SILU_MUL) up += up_part[v];
         }
+        if (POWER > 0) sum *= (float)(1 << POWER), up *= (float)(1 << POWER);
         if (bias) {
             sum += to_float(bias[n]);
             if (KIND == SILU_MUL) up += to_float(bias[N + n]);
@@ -218,6 +220,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
 // `Rows`, where it finds that of a tile.
 struct Stored {
     static constexpr bool TAKE_TURNS = false;
+    static constexpr int POWER = 0;
     static constexpr bool GO_ON =
         false;  // pointers move in a loop: fewer instructions, which are not what it waits for
     static constexpr int UNITS = 4, WORDS = 0;  // a lane's part in shared memory, of 16 and of 4 bytes
@@ -366,5 +369,5 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const WEIGHTS we
 
     keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(d, sums + warp * TOKENS * PITCH);
     __syncthreads();
-    store_results<SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    store_results<WEIGHTS::POWER, SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(sums, bias, extra, y, row0, token0, M, N);
 }

@@ -12,7 +12,9 @@
 //   where bfloat16 has sign, exponent and mantissa, the second in the bits between.
 //
 // A code becomes a number by its place alone: as a mantissa without exponent, or with that of fp8, whose offset is
-// another. Scales are as much larger, 2^UNIT and 2^120 times what they mean, and zeros in units of codes.
+// another. Scales are as much larger, 2^UNIT and 2^120 times what they mean, and zeros in units of codes. In bfloat16
+// scales of 4 bits are less by 2^LESS, so that those beyond 1/4 have room, and with them all weights, exactly: sums have
+// the same bits but for their exponents, and are multiplied with 2^LESS when they are complete.
 //
 // Scales and zeros: [N / 16][groups][8] pairs (of feature g and of g + 8) in the type of x. Of chunk c that is group
 // c >> SHIFT, all with SHIFT = WHOLE; with SHIFT = -1 a chunk has two groups, one for each j.
@@ -25,12 +27,16 @@
 #define FIRST 3  // UNIT is 130
 #define CODES 0x00780078
 #define MINUS_EIGHT 0x80408040  // -8 * 2^-UNIT
+#define LESS 12
+#define TWO_TO_LESS 0x45804580
 #else
 #define PAIR "f16x2"
 #define ONE 0x3c003c00
 #define FIRST 6  // UNIT is 18
 #define CODES 0x03c003c0
 #define MINUS_EIGHT 0x82008200
+#define LESS 0  // there are no exponents for it
+#define TWO_TO_LESS ONE
 #endif
 
 // Of two values each, rounded once; small numbers without an exponent count.
@@ -57,6 +63,7 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x800
 template <int BITS, bool ZEROS, int SHIFT>
 struct Groups {
     static constexpr bool TAKE_TURNS = true, GO_ON = true;
+    static constexpr int POWER = BITS == 4 ? LESS : 0;
     static constexpr int HERE = SHIFT < 0 ? 2 : 1;  // groups of a chunk
     static constexpr int UNITS = BITS / 4, WORDS = ZEROS ? 2 * HERE : HERE;
     const u16* codes;
@@ -186,6 +193,9 @@ __device__ __forceinline__ void unpack(const WEIGHTS weights, u16* __restrict__ 
     for (int j = 0; j < 2; ++j) {
         u32 top[4], bottom[4];
         part.expand(j, top, bottom);
+        if (WEIGHTS::POWER > 0)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) top[i] = times(top[i], TWO_TO_LESS), bottom[i] = times(bottom[i], TWO_TO_LESS);
         u16* const to = y + (size_t)(blockIdx.x * 16 + g) * K + chunk * CHUNK + j * 32 + t * 8;
         *(uint4*)to = make_uint4(top[0], top[1], top[2], top[3]);
         *(uint4*)(to + (size_t)8 * K) = make_uint4(bottom[0], bottom[1], bottom[2], bottom[3]);

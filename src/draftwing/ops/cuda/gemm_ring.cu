@@ -110,6 +110,6 @@ __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGH
         float* const here = sums + half * SUMS;  // the other half may still be read
         keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(d, here + warp * TOKENS * PITCH);
         __syncthreads();
-        store_results<SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(here, bias, extra, y, tile * OUT, token0, M, N);
+        store_results<WEIGHTS::POWER, SHARES, 1, ROWS, TOKENS, SHARES * 32, KIND>(here, bias, extra, y, tile * OUT, token0, M, N);
     }
 }

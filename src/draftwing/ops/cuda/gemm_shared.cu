@@ -128,7 +128,7 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
         ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
     if constexpr (CLUSTER > 1) sync_cluster();
     else __syncthreads();
-    store_results<WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    store_results<WEIGHTS::POWER, WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
     if constexpr (CLUSTER > 1) sync_cluster();  // nobody ends while others read what it has
 }
 
@@ -245,5 +245,5 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIG
     __syncthreads();
     keep_sums<WF, WT, PITCH>(sum, sums + warp_token * PITCH + warp_row);
     __syncthreads();
-    store_results<1, 1, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    store_results<WEIGHTS::POWER, 1, 1, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
 }

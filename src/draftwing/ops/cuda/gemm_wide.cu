@@ -218,6 +218,6 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
         ONE_PART ? sum : d, sums + part * TOKENS * PITCH + warp_row);
     if constexpr (CLUSTER > 1) sync_cluster();
     else __syncthreads();
-    store_results<WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
+    store_results<WEIGHTS::POWER, WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(sums, bias, extra, y, row0, token0, M, N);
     if constexpr (CLUSTER > 1) sync_cluster();
 }
