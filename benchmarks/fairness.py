@@ -1,6 +1,6 @@
 """What a small streaming client feels of others: gaps between its events and its times to the first one.
 
-    python benchmarks/fairness.py [--heavy 4] [--peers 0] [--kinds ebnf,stop,enum,prompt] [--out result.json]
+    python benchmarks/fairness.py [--heavy 4] [--peers 0] [--kinds ebnf,stop,...] [--out result.json]
 
 Starts `draftwing serve`. One client streams short answers, one after the other: first alone, or beside `--peers`
 clients like it, then with `--heavy` clients of one kind in addition, which ask again as soon as they are answered or
@@ -62,8 +62,22 @@ def long_prompt(rng: random.Random) -> Body:
     return body(words(rng, 6000), 16, rng)
 
 
+def edits(rng: random.Random) -> Body:
+    """All that edits logits, as much of it as is taken."""
+    biases = {str(token): rng.uniform(-5, 5) for token in rng.sample(range(1000, 40_000), 1024)}
+    unwanted = [words(rng, 12) for _ in range(64)]
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    return body(words(rng, 12), 48, rng, ignore_eos=True, logit_bias=biases, bad_words=unwanted, **penalties)
+
+
+def logprobs(rng: random.Random) -> Body:
+    """The log probabilities of many tokens, for each token of the answer."""
+    return body(words(rng, 12), 48, rng, ignore_eos=True) | {"return_logprob": True, "top_logprobs_num": 128}
+
+
 KINDS: dict[str, Callable[[random.Random], Body]] = {
     "plain": small, "ebnf": ambiguous, "stop": polynomial, "enum": enumeration, "prompt": long_prompt,
+    "edits": edits, "logprobs": logprobs,
 }  # fmt: skip
 
 
