@@ -91,7 +91,7 @@ def test_simulated_accept_length(model: str, head: str, algorithm: str, length: 
     with LLM(model, **options) as llm:
         # Some 60 steps of each, whatever the length.
         answers = llm.generate(["Hello", "Other", "Third"], {**GREEDY, "max_new_tokens": int(60 * length)})
-        llm.engine.parts.sched.check_idle()
+        llm.engine.parts.sched.kv.check_idle()
     metas = [answer.meta_info for answer in answers]
     assert all(meta["simulated"] == ["random weights", f"accept length {length:g}"] for meta in metas)
     steps = sum(meta["spec_verify_ct"] for meta in metas)

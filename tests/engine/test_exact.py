@@ -219,7 +219,7 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed):
             assert answers.tokens[uid] == expected.tokens[str(int(uid) % 12)]
     assert len(answers.final) == 36 and aborted and rig.sched.retractions > 0 and rig.accept_length > 1.5
     assert int(rig.drafter.wrong_kv) == 0
-    assert rig.sched.flush_cache() and rig.sched.pool.available == 150
+    assert rig.sched.flush_cache() and rig.sched.kv.pool.available == 150
 
 
 def _turn(rig, answers):

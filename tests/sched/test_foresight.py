@@ -107,7 +107,7 @@ def test_others_do_not_wait_for_a_slow_grammar(clock):
     def turn():
         plan = sched.plan()
         if plan is not None:
-            plans.append({sched._by_row[row].uid for row in plan.rows.tolist()})
+            plans.append({sched.kv.by_row[row].uid for row in plan.rows.tolist()})
             sched.commit(plan, result(plan))
             sched.check_integrity()
 

@@ -90,7 +90,7 @@ def test_a_prefill_is_shared_between_clients():
     sched.submit(req("b", length=300, first=2000, client="b"))
     sched.submit(req("c", length=30, first=3000, client="c"))
     plan = sched.plan()
-    lengths = {sched._by_row[chunk.row].uid: chunk.length for chunk in plan.chunks}
+    lengths = {sched.kv.by_row[chunk.row].uid: chunk.length for chunk in plan.chunks}
     assert lengths.pop("c") == 30 and lengths.pop("b") == 45 and sum(lengths.values()) == 45
     sched.submit(req("first", length=500, first=4000, client="a", priority=1))
     assert sched.plan().kind == "tree"  # of c
@@ -185,7 +185,7 @@ def test_abort_in_every_state_frees_everything():
     for uid in ("prefilling", "decoding", "nobody"):
         sched.abort(uid)
     sched.check_integrity()
-    assert sched.idle and sched.flush_cache() and sched.pool.available == 200
+    assert sched.idle and sched.flush_cache() and sched.kv.pool.available == 200
 
 
 def test_a_result_for_a_row_that_was_given_away_is_dropped():
@@ -212,7 +212,7 @@ def test_prompts_with_a_common_beginning_prefilled_at_once_end_up_sharing_one_co
         sched.submit(one)
     turn(sched)
     owned = [int(r.owned[: r.covered].sum()) for r in sched.running]
-    assert owned == [0, 0] and sched.radix.size == 31
+    assert owned == [0, 0] and sched.kv.radix.size == 31
     plan = sched.plan()  # b's row is told of the slots that it shares now
     b = next(r for r in sched.running if r.uid == "b")
     assert any(row == b.row and start == 0 and len(slots) == 29 for row, start, slots in plan.new_slots)
@@ -324,7 +324,7 @@ def uploads(ahead, slots=400, rows=3, new=60):
             steps += 1
             handed += bool(plan.new_slots)
             assert all(r.covered <= max(r.bound + 3, most) for r in sched.running)
-    sched.check_idle()
+    sched.kv.check_idle()
     return steps, handed, sched.retractions
 
 

@@ -29,6 +29,7 @@ from draftwing.core import PLAIN, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.lag import CatchUps
 from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.prices import Prices
@@ -175,14 +176,14 @@ class Serving(RuleBasedStateMachine):
         if len(self.flying) == 2:
             self.commit()
         self.policy.next = shape
-        before, evictable = self.sched.retractions, self.sched.radix.size
+        before, evictable = self.sched.retractions, self.sched.kv.radix.size
         plan = self.sched.plan()
         self.hear()
         if plan is None:
             assert self.flying or not self.sched.running, "nothing runs, and nothing is on its way"
             return
         self.seen["pool exhausted"] += self.sched.retractions > before
-        self.seen["evicted"] += self.sched.radix.size < evictable
+        self.seen["evicted"] += self.sched.kv.radix.size < evictable
         self.seen["prefix hits"] += any(len(admission.slots) for admission in plan.admits)
         self.seen["resumed"] += any(len(admission.tokens) > admission.prompt_len for admission in plan.admits)
         if plan.catch_up is not None:
@@ -197,7 +198,9 @@ class Serving(RuleBasedStateMachine):
     def commit(self) -> None:
         plan, stale = self.flying.pop(0), self.sched.stale_results
         places = zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)
-        reused = [r for r, number in places if r in self.sched._by_row and self.sched._by_row[r].admission != number]
+        reused = [
+            r for r, number in places if r in self.sched.kv.by_row and self.sched.kv.by_row[r].admission != number
+        ]
         self.sched.commit(plan, self.device.wait())
         self.seen["stale"] += self.sched.stale_results > stale
         self.seen["stale, row reused"] += bool(reused)
@@ -215,7 +218,7 @@ class Serving(RuleBasedStateMachine):
     def flush(self) -> None:
         assert self.sched.flush_cache() == self.sched.idle
         if self.sched.idle:
-            assert self.sched.pool.available == self.sched.config.slots
+            assert self.sched.kv.pool.available == self.sched.config.slots
 
     def hear(self) -> None:
         """Takes the news; a text is that of plain decoding as far as it goes, and whole where it was not aborted."""
@@ -248,7 +251,7 @@ class Serving(RuleBasedStateMachine):
                 self.commit()
             self.sched.check_integrity()
         assert all(one.ended for one in self.asked.values()), "no progress"
-        self.sched.check_idle()
+        self.sched.kv.check_idle()
         self.flush()
         self.seen.update(self.device.seen)
 
@@ -285,11 +288,11 @@ def wrap(patch: pytest.MonkeyPatch, owner: type, name: str, around: Callable[...
 
 
 def any_admission(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, Scheduler, "_live", lambda method, self, row, number: self._by_row.get(row))
+    wrap(patch, Scheduler, "_live", lambda method, self, row, number: self.kv.by_row.get(row))
 
 
 def match_everything(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, Scheduler, "_may_reuse", lambda method, self, req: len(req.tokens))
+    wrap(patch, KVManager, "_may_reuse", lambda method, self, req: len(req.tokens))
 
 
 def narrow_windows(patch: pytest.MonkeyPatch) -> None:
@@ -306,20 +309,20 @@ def no_permutation(patch: pytest.MonkeyPatch) -> None:
 def cache_too_early(patch: pytest.MonkeyPatch) -> None:
     """The newest token's KV is computed by the step after."""
 
-    def around(method: Any, self: Scheduler, req: Req) -> None:
+    def around(method: Any, self: KVManager, req: Req) -> None:
         req.kv = min(len(req.tokens), req.covered)
         method(self, req)
 
-    wrap(patch, Scheduler, "_release", around)
+    wrap(patch, KVManager, "release", around)
 
 
 def moves_untold(patch: pytest.MonkeyPatch) -> None:
-    def around(method: Any, self: Scheduler, req: Req) -> None:
+    def around(method: Any, self: KVManager, req: Req) -> None:
         before = list(self._new_slots.get(req.row, []))
         method(self, req)
         self._new_slots[req.row] = before
 
-    wrap(patch, Scheduler, "_share", around)
+    wrap(patch, KVManager, "share", around)
 
 
 def one_slot_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -333,20 +336,20 @@ def locks_kept(patch: pytest.MonkeyPatch) -> None:
 def slots_given_twice(patch: pytest.MonkeyPatch) -> None:
     """A duplicate's slots are freed, and the row goes on with them."""
 
-    def around(method: Any, self: Scheduler, req: Req) -> None:
+    def around(method: Any, self: KVManager, req: Req) -> None:
         slots = req.slots.copy()
         method(self, req)
         self._new_slots.pop(req.row, None)
         req.slots = slots
 
-    wrap(patch, Scheduler, "_share", around)
+    wrap(patch, KVManager, "share", around)
 
 
 def nobody_retracted(patch: pytest.MonkeyPatch) -> None:
     """Who finds no room waits for ever."""
 
     def around(method: Any, self: Scheduler, req: Req, upto: int) -> bool:
-        short = upto - req.covered > self.pool.available + self.radix.evictable
+        short = upto - req.covered > self.kv.obtainable
         return not short and bool(method(self, req, upto))
 
     wrap(patch, Scheduler, "_cover", around)

@@ -137,8 +137,8 @@ class Engine:
             "progress": self._progress.now,
             "running": len(sched.running),
             "waiting": len(sched.waiting),
-            "free_tokens": sched.pool.available,
-            "cached_tokens": sched.radix.evictable,
+            "free_tokens": sched.kv.pool.available,
+            "cached_tokens": sched.kv.radix.evictable,
             "accept_length": self.accept_length,
             "verified_rows": self.reporter.total_rows,
             "committed_tokens": self.reporter.total_tokens,
@@ -162,7 +162,7 @@ class Engine:
             if self._loop.idle:
                 if self.explainer is not None:
                     self.explainer.rest()
-                self.parts.sched.check_idle()
+                self.parts.sched.kv.check_idle()
                 self.reporter.pause()
             return self.parts.sched.take_outputs()
 

@@ -50,6 +50,6 @@ class Loop:
         result = flying.wait()
         self._watch(flying.plan, result)
         self._sched.commit(flying.plan, result, guidance)
-        spoilt = self._sched.take_spoilt()
+        spoilt = self._sched.kv.take_spoilt()
         if spoilt is not None:
             self._executor.clear(spoilt)

@@ -306,7 +306,7 @@ class Reporter:
         self._interval = Interval()
         if not sums.rows:
             return
-        used = sched.config.slots - sched.pool.available - sched.radix.evictable
+        used = sched.config.slots - sched.kv.obtainable
         self.last["accept_length"] = sums.tokens / sums.rows
         self.last["accept_rate"] = (sums.tokens - sums.rows) / sums.proposed if sums.proposed else 0.0
         self.last["gen_throughput"] = sums.tokens / max(sums.busy, 1e-9)

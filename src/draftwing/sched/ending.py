@@ -10,7 +10,23 @@ from draftwing.errors import RequestError
 from draftwing.sched.req import Req
 
 
-def ending(req: Req, token: int) -> dict[str, Any] | None:
+def take(req: Req, new: Sequence[int]) -> tuple[list[int], dict[str, Any] | None]:
+    """Adds tokens up to the first that ends the request. Returns those, and why it ends; None if it goes on."""
+    kept: list[int] = []
+    for token in new:
+        req.tokens.append(token)
+        kept.append(token)
+        reason = _ending(req, token)
+        if reason is None:
+            continue
+        if reason["type"] == "abort":  # the newest token is not one that the request allows
+            req.tokens.pop()
+            kept.pop()
+        return kept, reason
+    return kept, None
+
+
+def _ending(req: Req, token: int) -> dict[str, Any] | None:
     """Why the request ends with `token`, its newest; None if it goes on."""
     found = req.scanner.push(token) if req.scanner is not None else None
     if req.scanner is not None and req.scanner.failed is not None:

@@ -1,0 +1,59 @@
+"""The shape of the next step, and what is learnt of shapes from steps that have ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from draftwing.core import Chunk, Plan, StepResult, TreeShape
+from draftwing.sched.pace import Pace
+from draftwing.sched.policy import Load, ShapePolicy
+from draftwing.sched.prices import PricedSteps
+from draftwing.sched.req import Req
+
+
+class ShapeChoice:
+    """Asks the policy for what the requests of a step and the pace of others allow, and tells it of results."""
+
+    def __init__(self, policy: ShapePolicy, pace: Pace, lagging: Collection[TreeShape], draws_alike: bool) -> None:
+        """lagging, draws_alike: see `SchedulerConfig`."""
+        self._policy, self._pace, self._draws_alike = policy, pace, draws_alike
+        self._priced = PricedSteps(lagging)
+
+    def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk]) -> TreeShape:
+        """The shape of a step of the requests `ready`. prefilled: by the plan before."""
+        if not self._policy.sees_predictions and all(req.request.prediction for req in ready):
+            return self._policy.menu[0]
+        return self._policy.choose(self.load(ready, self._pace.longer(prefilled)))
+
+    def load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
+        """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one."""
+        confidences = [req.confidence if req.may_draft and not req.slow else 0 for req in ready]
+        whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
+        return Load(confidences, _context(ready), longer, whole)
+
+    def planned(self, step: int, behind_prefill: bool) -> None:
+        """The tree step of this number is planned, right behind a prefill or not."""
+        self._priced.planned(step, behind_prefill)
+
+    def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
+        """A step has ended. live: the request of each of its rows that still has it."""
+        if plan.kind == "prefill":
+            self._pace.record(plan.chunks, result.seconds)
+        else:
+            self._pace.record_step(result.seconds)
+            self._policy.record(plan.shape, self._load_before(live), result, self._priced.take(plan))
+
+    def _load_before(self, live: Sequence[Req | None]) -> Load:
+        """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
+        sees = self._policy.sees_predictions
+        confidences = [
+            0 if req is None or req.limited or req.slow or (req.request.prediction and not sees) else req.confidence
+            for req in live
+        ]
+        return Load(confidences, _context(req for req in live if req is not None))
+
+
+def _context(reqs: Iterable[Req]) -> int:
+    """Tokens in their KV, as far as the host knows."""
+    return sum(req.kv for req in reqs)

@@ -1,0 +1,213 @@
+"""KV slots and rows: who has which. Host only.
+
+A KV slot belongs to the allocator, to the radix tree, or to one running request (`Req.owned`), and `release` is the
+only function that takes slots and rows from a request. Freeing while a step that still writes those slots is in flight
+is safe, because whoever gets them next is launched later on the same stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from draftwing.core import Admission, IntArray
+from draftwing.sched.alloc import SlotAllocator
+from draftwing.sched.radix import RadixCache
+from draftwing.sched.req import Req
+
+
+class KVManager:
+    """Changes of the page tables wait here for the next plan: `take_changes`.
+
+    pool: free slots.  radix: cached prefixes.  by_row: requests that hold a row.
+    """
+
+    def __init__(self, slots: int, rows: int, lookahead: int, cache: bool, room: int) -> None:
+        """slots: of the pool.  rows: requests that may run at once.  lookahead: tokens past t on which KV at t depends.
+        cache: whether prefixes are kept.  room: slots past the committed length that two steps in flight may need."""
+        self.slots, self.room = slots, room
+        self.pool = SlotAllocator(slots)
+        self.radix = RadixCache(lookahead, cache)
+        self.by_row: dict[int, Req] = {}
+        self._rows, self._lookahead = rows, lookahead
+        self._free_rows = deque(range(rows))  # first in, first out: row-indexed memories are all used
+        self._admissions = 0
+        self._admits: dict[int, Admission] = {}  # uploads of the next plan, by row
+        self._new_slots: dict[int, list[tuple[int, IntArray]]] = {}  # of plans to come: (first position, slots)
+        self._first_of_prompt: dict[tuple[int, bytes], Req] = {}  # prompts that are being prefilled, by salt and tokens
+        self._spoilt: list[IntArray] = []  # slots, see `take_spoilt`
+
+    # -- to requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_row(self) -> bool:
+        """Whether one more request can be admitted, if there are slots for it."""
+        return bool(self._free_rows)
+
+    @property
+    def obtainable(self) -> int:
+        """Slots that are free or cached."""
+        return self.pool.available + self.radix.evictable
+
+    def on_its_way(self, req: Req, tokens: IntArray) -> bool:
+        """Whether the KV of its tokens is being computed for another request, so that it should wait."""
+        return self.radix.enabled and (req.salt, tokens.tobytes()) in self._first_of_prompt
+
+    def admit(self, req: Req, tokens: IntArray, reserve: int) -> bool:
+        """Gives it a row and what is cached of its tokens; False, and nothing changes, where they would leave fewer
+        than `reserve` slots to others who run."""
+        most = self._may_reuse(req)
+        match = self.radix.match(tokens, req.salt, most)
+        self.radix.lock(match.node)
+        cached = len(match.slots)
+        if self.by_row and len(tokens) - cached + self.room + reserve > self.obtainable:
+            self.radix.unlock(match.node)
+            return False
+        req.node = match.node
+        req.row = self._free_rows.popleft()
+        req.admission = self._admissions
+        self._admissions += 1
+        req.covered = 0
+        req.append_slots(match.slots)
+        req.owned[:cached] = False
+        req.kv = req.sent = req.bound = cached
+        if not req.retractions:
+            req.cached_tokens = cached
+        self.by_row[req.row] = req
+        if cached < most:
+            self._first_of_prompt[req.salt, tokens.tobytes()] = req
+        self._admits[req.row] = Admission(
+            req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), req.salt,
+            req.edited, req.bad_word_ids,
+        )  # fmt: skip
+        return True
+
+    def _may_reuse(self, req: Req) -> int:
+        """Most cached positions that a request can use: it must run the last one, and those whose outcome it wants."""
+        most = len(req.tokens) - max(1, self._lookahead)
+        wanted = req.next_prompt_logprob
+        return most if wanted is None else min(most, max(wanted - 1, 0))
+
+    def cover(self, req: Req, upto: int) -> bool:
+        """Gives `req` slots for positions below `upto`; False, and nothing changes, where there are not enough."""
+        need = upto - req.covered
+        if need <= 0:
+            return True
+        if need > self.obtainable:
+            return False
+        if need > self.pool.available:
+            self.pool.free(self.radix.evict(need - self.pool.available))
+        new = self.pool.alloc(need)
+        self._new_slots.setdefault(req.row, []).append((req.covered, new))
+        req.append_slots(new)
+        return True
+
+    def ahead(self, reqs: Sequence[Req], span: int, most: int) -> int:
+        """Slots beyond `span` to give each of them, at most `most`. When one row needs slots all get some in advance,
+        where the pool has plenty: a step with nothing to upload costs the host less, and rows that grow alike run short
+        together."""
+        if all(req.bound + span <= req.covered for req in reqs):
+            return 0
+        return most if 4 * len(reqs) * (most + span) <= self.obtainable else 0
+
+    def take_changes(self) -> tuple[tuple[Admission, ...], dict[int, list[tuple[int, IntArray]]]]:
+        """Requests that were admitted and slots by row that were given since the last plan, for the next one."""
+        out = tuple(self._admits.values()), self._new_slots
+        self._admits, self._new_slots = {}, {}
+        return out
+
+    # -- from requests ----------------------------------------------------------------------------------------------
+
+    def release(self, req: Req) -> None:
+        """The only function that frees: the committed prefix goes to the radix tree, all else that is owned back to
+        the allocator, the row to the free rows."""
+        assert req.running and req.node is not None
+        self._prompt_is_known(req)
+        self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
+        self.radix.unlock(req.node)
+        self.pool.free(_owned(req))
+        req.slots, req.owned, req.covered, req.node = np.empty(0, np.int64), np.empty(0, bool), 0, None
+        self._admits.pop(req.row, None)
+        self._new_slots.pop(req.row, None)
+        del self.by_row[req.row]
+        self._free_rows.append(req.row)
+
+    def _known(self, req: Req) -> IntArray:
+        """The tokens that its committed KV depends on."""
+        return np.asarray(req.tokens[: req.kv + self._lookahead], np.int64)
+
+    def _prompt_is_known(self, req: Req) -> None:
+        """Nobody needs to wait for its prefill any more."""
+        for prompt in [prompt for prompt, first in self._first_of_prompt.items() if first is req]:
+            del self._first_of_prompt[prompt]
+
+    def share(self, req: Req) -> None:
+        """Gives the prompt to the radix tree at once, so that others can use it.
+
+        Where somebody else was first, the row moves over to the tree's slots (same content) and frees its own: with
+        both pinned, a request could need twice its length. A step in flight still reads the old slots; whoever gets
+        them is launched after it.
+        """
+        self._prompt_is_known(req)
+        node = self.radix.insert(self._known(req), req.slots, req.owned, req.salt)
+        assert req.node is not None
+        self.radix.lock(node)
+        self.radix.unlock(req.node)
+        req.node = node
+        held = self.radix.path_slots(node)
+        twice = np.flatnonzero(req.owned[: len(held)])
+        if len(twice):
+            self.pool.free(req.slots[twice])
+            req.slots[twice] = held[twice]
+            req.owned[twice] = False
+            start, end = int(twice[0]), int(twice[-1]) + 1
+            self._new_slots.setdefault(req.row, []).append((start, held[start:end]))
+
+    def flush(self) -> None:
+        """Empties the prefix cache, as far as nobody reads it."""
+        self.pool.free(self.radix.evict(self.radix.evictable))
+
+    def spoil(self, req: Req) -> None:
+        """Its logits are not finite, and it is about to be released. Neither its KV is kept nor what is cached and it
+        may have read: some of it may be what spoils them."""
+        self._spoilt.append(_owned(req))
+        req.kv = 0
+
+    def spoil_cache(self) -> None:
+        """As `spoil`, of what is cached and nobody reads."""
+        self._spoilt.append(self.radix.evict(self.radix.evictable))
+        self.pool.free(self._spoilt[-1])
+
+    def take_spoilt(self) -> IntArray | None:
+        """Slots whose KV nobody may read, not even where it has no weight; mostly None."""
+        if not self._spoilt:
+            return None
+        out, self._spoilt = np.concatenate(self._spoilt), []
+        return out
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def check_idle(self) -> None:
+        """With nothing running, every slot is free or cached and every row is free: cheap enough for every pause."""
+        owned = self.pool.available + self.radix.size
+        assert owned == self.slots, f"{owned} slots are accounted for, the pool has {self.slots}"
+        assert self.radix.locked == 0, "a lock outlived its request"
+        assert len(self._free_rows) == self._rows and not self.by_row, "a row was lost"
+
+    def check_integrity(self) -> None:
+        """Every slot has exactly one owner, every row one holder, every lock its request. For tests: it is slow."""
+        running = list(self.by_row.values())
+        slots = np.concatenate([self.pool.free_slots(), self.radix.slots(), *map(_owned, running)])
+        assert len(slots) == self.slots, f"{len(slots)} slots are owned, the pool has {self.slots}"
+        assert len(np.unique(slots)) == len(slots), "a slot has two owners"
+        rows = Counter([*self._free_rows, *self.by_row])
+        assert len(rows) == self._rows and max(rows.values()) == 1, "a row was lost or given twice"
+        assert len(set(running)) == len(running)
+        if not running:
+            assert self.radix.locked == 0, "a lock outlived its request"
+
+
+def _owned(req: Req) -> IntArray:
+    return req.slots[: req.covered][req.owned[: req.covered]]

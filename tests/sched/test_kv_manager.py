@@ -1,0 +1,101 @@
+"""Slots and rows of requests, beside a count of what is left."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.kv_manager import KVManager
+from draftwing.sched.req import Req, ReqState
+
+SLOTS, ROWS, ROOM = 64, 3, 4
+
+
+def manager(cache: bool = True) -> KVManager:
+    return KVManager(SLOTS, ROWS, lookahead=0, cache=cache, room=ROOM)
+
+
+def request(uid: str, tokens: list[int]) -> Req:
+    return Req(GenerationRequest(uid, tokens, SamplingParams(max_new_tokens=8)), 0, len(tokens) + 8, frozenset())
+
+
+def admit(kv: KVManager, req: Req, reserve: int = 0) -> bool:
+    admitted = kv.admit(req, np.asarray(req.tokens, np.int64), reserve)
+    if admitted:
+        req.state = ReqState.PREFILL
+    return admitted
+
+
+def prefill(kv: KVManager, req: Req) -> None:
+    assert kv.cover(req, len(req.tokens))
+    req.kv = req.sent = len(req.tokens)
+    kv.share(req)
+
+
+def test_all_comes_back() -> None:
+    kv = manager()
+    reqs = [request(name, list(range(10 * i, 10 * i + 10))) for i, name in enumerate("abc")]
+    for req in reqs:
+        assert kv.has_row and admit(kv, req)
+        prefill(kv, req)
+        kv.check_integrity()
+    assert not kv.has_row and kv.obtainable == SLOTS - 30
+    for req in reqs:
+        kv.release(req)
+        kv.check_integrity()
+    kv.check_idle()
+    assert kv.obtainable == SLOTS and kv.radix.size == 30
+    kv.flush()
+    assert kv.pool.available == SLOTS
+
+
+def test_equal_prompts_wait_for_the_first() -> None:
+    kv, tokens = manager(), np.arange(10)
+    first, second = request("a", tokens.tolist()), request("b", tokens.tolist())
+    assert not kv.on_its_way(first, tokens) and admit(kv, first)
+    assert kv.on_its_way(second, tokens)
+    prefill(kv, first)
+    assert not kv.on_its_way(second, tokens) and admit(kv, second)
+    assert second.kv == second.cached_tokens == 9 and kv.pool.available == SLOTS - 10
+    assert np.array_equal(first.slots[:9], second.slots[:9])
+    alone = manager(cache=False)
+    assert admit(alone, request("a", tokens.tolist())) and not alone.on_its_way(second, tokens)
+
+
+def test_who_does_not_fit_changes_nothing() -> None:
+    kv = manager()
+    assert admit(kv, request("a", list(range(10)))) and kv.cover(kv.by_row[0], 10)
+    other = request("b", list(range(100, 140)))
+    left = SLOTS - 10
+    assert not admit(kv, other, reserve=left - 40 - ROOM + 1)
+    assert other.row == -1 and kv.has_row and len(kv.by_row) == 1 and kv.radix.locked == 0
+    assert admit(kv, other, reserve=left - 40 - ROOM)
+    assert not kv.cover(other, left + 1) and other.covered == 0
+    assert kv.cover(other, left) and kv.obtainable == 0
+    kv.check_integrity()
+
+
+def test_changes_are_told_once() -> None:
+    kv, req = manager(), request("a", list(range(10)))
+    assert admit(kv, req) and kv.cover(req, 6) and kv.cover(req, 9)
+    admits, new = kv.take_changes()
+    assert [one.row for one in admits] == [req.row]
+    assert [(start, len(slots)) for start, slots in new[req.row]] == [(0, 6), (6, 3)]
+    assert kv.take_changes() == ((), {})
+    assert kv.cover(req, 10)
+    kv.release(req)
+    assert kv.take_changes() == ((), {})  # nobody reads the row any more
+
+
+def test_what_is_spoilt_is_not_cached() -> None:
+    kv, req = manager(), request("a", list(range(10)))
+    assert admit(kv, req) and kv.cover(req, 10)
+    slots = set(req.slots[:10].tolist())
+    kv.spoil(req)
+    kv.release(req)
+    kv.spoil_cache()
+    spoilt = kv.take_spoilt()
+    assert spoilt is not None and slots <= set(spoilt.tolist()) and kv.take_spoilt() is None
+    assert kv.radix.size == 0
+    kv.check_idle()
