@@ -72,7 +72,7 @@ def distributions(llm: LLM, ids: list[int]) -> tuple[Tensor, list[int]]:
 def divergences(base: Tensor, other: Tensor) -> Tensor:
     """KL(softmax(base) || softmax(other)) of each row of [n, V] logits, [n] float64 in nats."""
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (base, other))
-    return (p.exp() * (p - q)).sum(-1)
+    return (p.exp() * (p - q)).sum(-1).cpu()
 
 
 def summary(values: Tensor, same: float) -> dict[str, float]:
