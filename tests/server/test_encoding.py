@@ -30,6 +30,40 @@ def test_pieces_are_the_whole(data: Any, piece: int) -> None:
     assert json.loads(encode(data)) == data
 
 
+CHOICES = [{"index": i, "logprobs": {"content": [{"token": "a", "logprob": -1.5}] * 40}} for i in range(100)]
+TOPS = [None, *([[-1.5, 7, "a"]] * 128 for _ in range(200))]
+IDS = list(range(100_000))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"choices": CHOICES},
+        [{"meta_info": {"output_top_logprobs": TOPS}}],
+        {"index": 0, "choices": [CHOICES, CHOICES * 70, TOPS]},
+        {"ids": IDS, "of each": [IDS, [], {}, IDS], "none": None},
+    ],
+)
+def test_no_piece_is_large(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever encodes a piece keeps the event loop from running."""
+    whole, sizes = encoding._whole, list[int]()
+
+    def spy(part: Any) -> bytes:
+        sizes.append(leaves(part))
+        return whole(part)
+
+    monkeypatch.setattr(encoding, "_whole", spy)
+    assert encode(data, large=True) == whole(data)
+    assert max(sizes) <= 2 * encoding._PIECE
+    assert len(sizes) < 40 + 8 * leaves(data) / encoding._PIECE  # nor are they tiny
+
+
+def leaves(data: Any) -> int:
+    if isinstance(data, dict | list):
+        return sum(map(leaves, data.values() if isinstance(data, dict) else data)) + 1
+    return 1
+
+
 def test_numbers_that_json_does_not_have_are_null() -> None:
     for large in (False, True):
         assert encode({"a": [math.nan, -math.inf, 1.5], "b": (1, 2)}, large) == b'{"a":[null,null,1.5],"b":[1,2]}'

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-_PIECE = 64  # entries of a list
+_PIECE = 1024  # numbers and texts: a tenth of a millisecond
 
 
 def encode(data: Any, large: bool = False) -> bytes:
@@ -25,23 +25,44 @@ def _whole(data: Any) -> bytes:
 
 
 def _pieces(data: Any) -> Iterator[bytes]:
-    if isinstance(data, dict):
+    if not isinstance(data, dict | list) or _size(data) <= _PIECE:
+        yield _whole(data)
+    elif isinstance(data, dict):
         before = b"{"
         for name, value in data.items():
             yield before + _whole(str(name)) + b":"
             yield from _pieces(value)
             before = b","
-        yield b"}" if data else b"{}"
-    elif isinstance(data, list) and len(data) > _PIECE:
-        for begin in range(0, len(data), _PIECE):
-            yield (b"," if begin else b"[") + _whole(data[begin : begin + _PIECE])[1:-1]
-        yield b"]"
-    elif isinstance(data, list) and data and isinstance(data[0], dict | list):
+        yield b"}"
+    else:
         before = b"["
-        for value in data:
-            yield before
-            yield from _pieces(value)
+        for together in _parts(data):
+            if len(together) == 1:
+                yield before
+                yield from _pieces(together[0])
+            else:
+                yield before + _whole(together)[1:-1]
             before = b","
         yield b"]"
-    else:
-        yield _whole(data)
+
+
+def _parts(data: list[Any]) -> Iterator[list[Any]]:
+    """A list as lists that are small, or have one entry."""
+    begin = total = 0
+    for i, entry in enumerate(data):
+        size = _size(entry)
+        if i > begin and total + size > _PIECE:
+            yield data[begin:i]
+            begin, total = i, 0
+        total += size
+    yield data[begin:]
+
+
+def _size(data: Any) -> int:
+    """About how many numbers and texts are in it: entries of a list are as large as the first or the last, one of which
+    may have nothing to tell."""
+    if isinstance(data, dict):
+        return sum(map(_size, data.values())) + 1
+    if isinstance(data, list) and data:
+        return len(data) * max(_size(data[0]), _size(data[-1]))
+    return 1
