@@ -214,6 +214,7 @@ class StepResult:
     order[B, nodes]: how the step permuted the page-table entries kv_len .. kv_len + nodes - 1.
     mark[B, nodes]: of the draft's nodes, see `depth`, `verified`, `source` and `survival`.
     confidence[B]: the drafter's confidence for the next step.
+    seconds: that the step took.  catching_up: those of them in which the drafter caught up first.
     logprobs, prompt_logprobs: as the plan asks for them, of each row's tokens and of each of its prompt parts.
     drafts: of the rows that the plan wants traced; None without any, or where nothing was drafted.
     """
@@ -224,6 +225,7 @@ class StepResult:
     mark: IntArray
     confidence: IntArray
     seconds: float = 0.0
+    catching_up: float = 0.0
     logprobs: tuple[list[TokenLogprobs], ...] = ()
     prompt_logprobs: tuple[list[TokenLogprobs], ...] = ()
     drafts: DraftTokens | None = None

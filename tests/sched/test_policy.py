@@ -19,12 +19,12 @@ from draftwing.core import (
     StepResult,
     TreeShape,
 )
+from draftwing.sched.gains import gains_by_row
 from draftwing.sched.policy import (
     FixedShape,
     Load,
     MostTokens,
     chain_menu,
-    gains_by_row,
     half_menu,
     match_menu,
     tree_menu,
@@ -124,6 +124,82 @@ def test_what_drafting_gains_less_than_the_host_loses(gain: float, drafts: bool)
     assert (chosen.count(PLAIN) < 500) == drafts
 
 
+def test_where_nothing_is_worth_drafting_it_is_rarely_looked_at() -> None:
+    """Few tries and few looks; a request more, or one that ends, changes that for a step and not for good."""
+    menu = tree_menu(TREE)
+    world = MACHINES["small machine"](menu)
+    policy = MostTokens(menu, world.prices())
+    hits = [0.05] * 8
+    world.run(policy, hits, 200)
+    looks = count_looks(policy)
+    rate, chosen = world.run(policy, hits, 600)
+    assert chosen.count(PLAIN) > 575 and len(looks) < 60
+    assert rate > 0.99 * world.rate(PLAIN, hits)
+    looks.clear()
+    for turn in range(60):
+        world.run(policy, hits[: 7 + turn % 2], 10)
+    assert len(looks) < 110
+
+
+def count_looks(policy: MostTokens) -> list[Load]:
+    """What it looks at from now on."""
+    looks, look = [], policy._look
+
+    def counted(load: Load) -> object:
+        looks.append(load)
+        return look(load)
+
+    policy._look = counted
+    return looks
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_it_goes_on_drafting_within_50_steps_after_a_long_rest(batch: int) -> None:
+    menu = chain_menu(TreeShape(4, 2, 8))
+    world = MACHINES["small machine"](menu)
+    policy = MostTokens(menu, world.prices())
+    world.run(policy, [0.05] * batch, 1000)
+    _, chosen = world.run(policy, [0.99] * batch, 100)
+    best = max(world.rate(shape, [0.99] * batch) for shape in menu)
+    good = [world.rate(shape, [0.99] * batch) > 0.95 * best for shape in chosen]
+    assert sum(good[50:]) > 40
+
+
+def test_a_promise_of_more_ends_a_rest() -> None:
+    """Rows of a lookup that found nothing, and then something long."""
+    menu = match_menu(TreeShape(11, 10, 12))
+    world = World(menu, 4.0, 0.3, 0.0)
+    policy = MostTokens(menu, world.prices(), sees_predictions=True, least=0)
+    for _ in range(100):
+        for confidence, hit in ((20, 0.99), (1, 0.02)):
+            load = Load([confidence])
+            policy.record(menu[0], load, world.step(menu[0], [hit]))
+    for _ in range(100):
+        shape = policy.choose(Load([1]))
+        policy.record(shape, Load([1]), world.step(shape, [0.02]))
+    assert policy.choose(Load([1])) == PLAIN and policy.choose(Load([20])) != PLAIN
+
+
+def test_to_begin_costs_a_step_or_two() -> None:
+    """The drafter has to catch up first: what brings hardly more is then not begun, and tried less often."""
+    menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.05] * 4
+    tries = []
+    for catching_up in (0.0, 0.004):
+        world = World(menu, 2.0, 0.5, 0.6)
+        policy = MostTokens(menu, world.prices((4,)))
+        load, before, tried = Load([MAX_CONFIDENCE] * 4), PLAIN, 0
+        for _ in range(2000):
+            shape = policy.choose(load)
+            late = catching_up if shape.depth and before == PLAIN else 0.0
+            step = world.step(shape, hits)
+            policy.record(shape, load, replace(step, seconds=step.seconds + late, catching_up=late))
+            before, tried = shape, tried + (shape != PLAIN)
+        tries.append(tried)
+        price = next(row["price_ms"] for row in policy.explain(load) if row["shape"] == menu[0])
+        assert price == pytest.approx(1e3 * world.seconds(menu[0], 4), rel=0.1), "what it catches up with is no price"
+    assert tries[1] < 0.7 * tries[0]
+
+
 def test_requests_that_cannot_be_drafted_for() -> None:
     menu = tree_menu(TREE)
     policy = MostTokens(menu, World(menu, 4.0, 0.01, 0.1).prices())
@@ -203,25 +279,6 @@ def test_no_part_of_a_tree_where_trees_are_verified_whole() -> None:
     assert found <= {shape for shape in menu if not shape.verified}
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_parts_of_a_tree_are_read_off_it(rows: int) -> None:
-    rng = np.random.default_rng(rows)
-    survival = np.sort(rng.random((rows, 16)), axis=1)[:, ::-1]
-    depth = np.minimum(np.arange(16), 5) * np.ones((rows, 1), int)
-    mark = depth + ((survival * MARK_ONE).astype(np.int64) << MARK_SURVIVAL)
-    result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows))
-    survival = result.survival
-    for part in tree_menu(TREE)[:-1]:
-        found = gains_by_row(result, [part])[0]
-        nodes = sorted(
-            ((survival[b, n], b) for b in range(rows) for n in range(1, 16) if depth[b, n] <= part.depth), reverse=True
-        )
-        expected = [0.0] * rows
-        for value, b in nodes[: rows * (part.queries - 1)]:
-            expected[b] += value
-        assert found == pytest.approx(expected, abs=1e-3)
-
-
 @pytest.mark.parametrize("rows", [2, 9])
 def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: int) -> None:
     """Depth 1 to 4, a node of each source and of both at each depth."""
@@ -270,5 +327,5 @@ def test_it_can_be_explained() -> None:
     assert [row["shape"] for row in rows] == list(menu) and sum(row["chosen"] for row in rows) == 1
     best = next(row for row in rows if row["chosen"])
     assert best["rate"] == max(row["rate"] for row in rows)
-    assert best["rate"] == pytest.approx(world.rate(best["shape"], [0.9]), rel=0.05)
-    assert rows[-1]["gain"] == 0 and rows[-1]["price_ms"] == pytest.approx(4.012, rel=0.05)
+    assert best["rate"] == pytest.approx(world.rate(best["shape"], [0.9]), rel=0.1)
+    assert rows[-1]["gain"] == 0 and rows[-1]["price_ms"] == pytest.approx(4.012, rel=0.1)

@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from draftwing.core import PLAIN, CatchUp, Plan, TreeShape
-from draftwing.sched.prices import FIRST, MOST, MOST_SHARED, PricedSteps, Prices
+from draftwing.core import PLAIN, Plan, TreeShape
+from draftwing.sched.corrections import MOST, MOST_SHARED
+from draftwing.sched.prices import FIRST, PricedSteps, Prices
 
 TREE, CHAIN, SHORT = TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(2, 1, 3)
 MENU = (TREE, CHAIN, SHORT, PLAIN)
@@ -187,11 +188,11 @@ def test_they_are_kept() -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        None, [], 3, {}, {"version": 0}, {"measured": 7}, {"stepwise": False}, {"own": [[[5, 4, 16], 1, 1.0]]},
+        None, [], 3, {}, {"version": 0}, {"measured": 7}, {"stepwise": False}, {"corrections": [[[5, 4, 16], 1]]},
         {"measured": [[[5, 4, 16], 1, 0, -1.0]]}, {"measured": [[[5, 4, 16], 1, 0, float("nan")]]},
         {"measured": [[[5, 4, 16], 1, 0, "1"]]}, {"measured": [[[5, 4, 16], 0, 0, 1.0]]},
         {"measured": [[[5, 4, 16], 1.5, 0, 1.0]]}, {"measured": [[[5], 1, 0, 1.0]]},
-        {"shared": [[1, 1.0, -1]]}, {"shared": [[1, None, 1]]},
+        {"corrections": [[None, 1, -1.0]]}, {"corrections": [[None, -1, 1.0]]},
     ],
 )  # fmt: skip
 def test_what_is_no_file_of_prices_is_refused(broken: object) -> None:
@@ -212,21 +213,17 @@ def test_it_is_cheap_enough_for_every_step() -> None:
     assert best < 30e-6, "some 2 us on a machine that does nothing else"
 
 
-def tree_step(step: int, shape: TreeShape, catch_up: CatchUp | None = None, guided: int = 0) -> Plan:
+def tree_step(step: int, shape: TreeShape, guided: int = 0) -> Plan:
     rows = np.zeros(2, np.int64)
-    return Plan(
-        step, "tree", rows, rows, shape, 100, (), (), (), catch_up=catch_up, guided=np.arange(guided, dtype=np.int64)
-    )
+    return Plan(step, "tree", rows, rows, shape, 100, (), (), (), guided=np.arange(guided, dtype=np.int64))
 
 
 def test_which_steps_are_a_price() -> None:
-    """Not one behind a prefill, as long as others are; nor one with a row of its own wants, nor drafts that the drafter
-    had to catch up for."""
-    steps, late = PricedSteps({PLAIN}), CatchUp(np.zeros(1, np.int64), 3, 50)
+    """Not one behind a prefill, as long as others are; nor one with a row of its own wants."""
+    steps = PricedSteps()
     for number in range(4):
         steps.planned(number, number == 1)  # in flight together
     assert [steps.take(tree_step(number, PLAIN)) for number in range(4)] == [True, False, True, True]
-    assert not steps.take(tree_step(4, TREE, late)) and steps.take(tree_step(5, PLAIN, late))
     assert not steps.take(tree_step(6, TREE, guided=1))
     found = []
     for number in range(10, 210):

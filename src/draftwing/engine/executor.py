@@ -67,7 +67,7 @@ class Pending(NamedTuple):
     """A launched step: the target has run, nothing is sampled yet."""
 
     plan: Plan
-    started: Any  # a mark of the device
+    started: tuple[Any, Any]  # marks of the device: before and after the drafter caught up; one where it had not to
     verified: Verified | None  # None, as `drafted`, where it is left in the memory of graphs
     upload: Upload | None = None  # prefill only
     batch: Batch | None = None
@@ -84,12 +84,12 @@ class InFlight:
         self,
         plan: Plan,
         download: Download,
-        seconds: Callable[[], float],
+        seconds: Callable[[], tuple[float, float]],
         logprobs: Logprobs | None = None,
         drafts: Download | None = None,
     ) -> None:
-        """seconds: that the device took, from the later of the launch and the end of the step before; known once the
-        result is there.  drafts: as `Traces.fetch` gives them."""
+        """seconds: that the device took, from the later of the launch and the end of the step before, and of them those
+        in which the drafter caught up; known once the result is there.  drafts: as `Traces.fetch` gives them."""
         self.plan = plan
         self._download = download
         self._seconds = seconds
@@ -99,8 +99,9 @@ class InFlight:
     def wait(self) -> StepResult:
         packed = self._download.wait()
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
-        rest = dict(seconds=self._seconds(), logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
-        return unpack(packed, self.plan.shape, **rest)
+        seconds, catching_up = self._seconds()
+        rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
+        return unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, **rest)
 
 
 class Executor:
@@ -152,19 +153,21 @@ class Executor:
     @torch.inference_mode()
     def launch(self, plan: Plan, guidance: Guidance | None = None) -> Pending:
         """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
-        started = self.device.mark()
+        started = begun = self.device.mark()
         if plan.catch_up is not None:
             assert self._lag is not None
             self._lag.catch_up(plan.catch_up, plan.rows[plan.noisy])
+            begun = self.device.mark()
         self._special.admit(plan)
         if plan.kind == "prefill":
-            return self._launch_prefill(plan, started, guidance)
+            return self._launch_prefill(plan, (started, begun), guidance)
         step = self._tree_step(plan, guidance)
         drafted, verified = self._forward(step, self.run_stage)
         drafts = None
         if len(plan.traced) and step.shape.depth:
             drafts = self._traces.fetch(plan, step.key, None if drafted is None else drafted.draft)
-        return Pending(plan, started, verified, step=step, drafted=drafted, guidance=guidance, drafts=drafts)
+        marks = started, begun
+        return Pending(plan, marks, verified, step=step, drafted=drafted, guidance=guidance, drafts=drafts)
 
     @torch.inference_mode()
     def commit(self, pending: Pending) -> InFlight:
@@ -176,8 +179,12 @@ class Executor:
         else:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         download = self.device.download(packed)
-        seconds = partial(self.device.seconds, pending.started, download.done)
+        seconds = partial(self._seconds, *pending.started, download.done)
         return InFlight(plan, download, seconds, logprobs, pending.drafts)
+
+    def _seconds(self, started: Any, begun: Any, done: Any) -> tuple[float, float]:
+        """Between marks, all past: of a step, and of them those in which the drafter caught up."""
+        return self.device.seconds(started, done), self.device.seconds(started, begun)
 
     @torch.inference_mode()
     def clear(self, slots: IntArray) -> None:
@@ -386,7 +393,7 @@ class Executor:
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: Any, guidance: Guidance | None) -> Pending:
+    def _launch_prefill(self, plan: Plan, started: tuple[Any, Any], guidance: Guidance | None) -> Pending:
         upload = self.table.upload(plan)
         batch = self._batches.prompts(plan, upload, self._tail)
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None

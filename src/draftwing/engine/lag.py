@@ -75,7 +75,9 @@ class Lag:
         entries = table.page_table[column, past]
         table.page_table.index_put_((column, past), torch.zeros_like(entries))
         at = start.unsqueeze(1) + table.steps[:width]  # [B, Q]
-        aux_hidden = hidden[column, at % LAG].flatten(0, 1) if hidden.shape[2] else None
+        aux_hidden = None
+        if hidden.shape[2]:
+            aux_hidden = self._ops.take_rows(hidden.flatten(0, 1), (column * LAG + at % LAG).flatten())
         chain = self._ops.chain(table, rows, start, width)
         batch = Batch(
             rows, chain.ids, chain.positions, chain.write_slots, table.page_table, start, chain.path, chain.path_len,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from draftwing.core import Chunk, Plan, StepResult, TreeShape
 from draftwing.sched.pace import Pace
@@ -15,10 +15,10 @@ from draftwing.sched.req import Req
 class ShapeChoice:
     """Asks the policy for what the requests of a step and the pace of others allow, and tells it of results."""
 
-    def __init__(self, policy: ShapePolicy, pace: Pace, lagging: Collection[TreeShape], draws_alike: bool) -> None:
-        """lagging, draws_alike: see `SchedulerConfig`."""
+    def __init__(self, policy: ShapePolicy, pace: Pace, draws_alike: bool) -> None:
+        """draws_alike: see `SchedulerConfig`."""
         self._policy, self._pace, self._draws_alike = policy, pace, draws_alike
-        self._priced = PricedSteps(lagging)
+        self._priced = PricedSteps()
 
     def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk]) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before."""

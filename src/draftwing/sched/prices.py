@@ -8,18 +8,15 @@ never measured is estimated from what was, and rather too high than too low.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from draftwing.core import PLAIN, Plan, TreeShape
+from draftwing.sched.corrections import Corrections
 
-VERSION = 1  # of what `to_json` returns
+VERSION = 2  # of what `to_json` returns
 ROW_COST = 0.05  # a guess: of a plain step, for each row more that the target runs
 LEVEL_COST = 0.2  # a guess: of a plain step, for each level that is drafted
-RATE = 0.02  # of corrections; the first samples count for more
-TRUST = 4  # samples that a measurement counts for
-MOST = 2.0  # limit of a shape's correction in either direction, and of one sample's say
-MOST_SHARED = 16.0  # the same of all shapes' correction: a machine may have been busy while it was measured
 DOUBT = 3  # so many steps in turn that take less than a third: the machine was busy when it was measured
 FIRST = 3  # samples of what was not measured at the start: their least is taken for a measurement
 
@@ -31,27 +28,9 @@ class Line(NamedTuple):
     slope: float  # for each token
 
 
-class Correction:
-    """Prices here have turned out to be `factor` times as high, says a moving mean of so many `samples`."""
-
-    __slots__ = ("factor", "most", "samples")
-
-    def __init__(self, most: float, factor: float = 1.0, samples: int = 0) -> None:
-        self.most, self.samples = most, samples
-        self.factor = min(max(factor, 1 / most), most)
-
-    def learn(self, error: float, rate: float) -> None:
-        """error: what was measured, relative to what was predicted."""
-        self.factor = min(max(self.factor * (1 + rate * (error - 1)), 1 / self.most), self.most)
-        self.samples += 1
-
-
 class Prices:
-    """Seconds of steps. Asked for every shape of a menu at every step, so answers are kept.
-
-    Two corrections apply to a price: one for all shapes of a bucket of batch sizes, because a machine has other things
-    to do, and one for each shape. A sample moves both by half of its error.
-    """
+    """Seconds of steps: a line of what was measured, which is kept, times what `Corrections` say of its bucket of batch
+    sizes."""
 
     def __init__(self, menu: Sequence[TreeShape], stepwise: bool) -> None:
         """stepwise: a batch costs what the next larger measured size does, as with graphs, which are padded; else
@@ -61,8 +40,7 @@ class Prices:
         self._measured: dict[TreeShape, dict[int, dict[int, float]]] = {}  # shape -> batch -> context -> seconds
         self._tried: dict[tuple[TreeShape, int], int] = {}  # samples that measurements were made of in operation
         self._settled: set[tuple[TreeShape, int]] = set()  # steps that correct prices, and give no measurement
-        self._shared: dict[int, Correction] = {}  # by bucket
-        self._own: dict[tuple[TreeShape, int], Correction] = {}  # by shape and bucket
+        self._corrections = Corrections()
         self._lines: dict[tuple[TreeShape, int], Line] = {}  # what was asked for
         self._doubts = 0
 
@@ -81,12 +59,7 @@ class Prices:
         line = self._lines.get((shape, batch)) or self._line(shape, batch)
         if line is None:
             return None
-        bucket = batch.bit_length()
-        seconds = line.empty + line.slope * context
-        shared, own = self._shared.get(bucket), self._own.get((shape, bucket))
-        if shared is not None:
-            seconds *= shared.factor
-        return seconds if own is None else seconds * own.factor
+        return (line.empty + line.slope * context) * self._corrections.factor(shape, batch.bit_length())
 
     def known(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether it was measured at a size that is near: less than twice or half as large."""
@@ -112,15 +85,7 @@ class Prices:
         if (shape, batch) not in self._settled and self._learn(shape, batch, context, seconds):
             return
         assert expected is not None, "what is settled has a price"
-        bucket = batch.bit_length()
-        shared, own = self._shared.get(bucket), self._own.get((shape, bucket))
-        if shared is None:
-            shared = self._shared[bucket] = Correction(MOST_SHARED)
-        if own is None:
-            own = self._own[shape, bucket] = Correction(MOST)
-        error = min(max(seconds / expected, 1 / MOST), MOST)  # what stalls a step once says nothing of the next
-        shared.learn(error, max(RATE, 1 / (TRUST + shared.samples)) / 2)
-        own.learn(error, max(RATE, 1 / (TRUST + own.samples)) / 2)
+        self._corrections.learn(shape, batch.bit_length(), seconds / expected)
 
     def _doubtful(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether a step that took far less than expected says that measurements are wrong. A machine may
@@ -130,7 +95,7 @@ class Prices:
         return shape == PLAIN or self.known(shape, batch)
 
     def _forget(self) -> None:
-        for known in (self._measured, self._tried, self._settled, self._shared, self._own, self._lines):
+        for known in (self._measured, self._tried, self._settled, self._corrections, self._lines):
             known.clear()
 
     def _learn(self, shape: TreeShape, batch: int, context: int, seconds: float) -> bool:
@@ -141,8 +106,8 @@ class Prices:
             self._settled.add((shape, batch))
             return False
         found = self._measured.setdefault(shape, {}).setdefault(batch, {})
-        shared = self._shared.get(batch.bit_length())  # by which its price will be multiplied
-        least = min([seconds / shared.factor if shared is not None else seconds, *found.values()])
+        factor = self._corrections.factor(shape, batch.bit_length())  # by which its price will be multiplied
+        least = min([seconds / factor, *found.values()])
         found.clear()
         found[context] = least
         self._tried[shape, batch] = tried + 1
@@ -224,8 +189,9 @@ class Prices:
             "version": VERSION,
             "stepwise": self.stepwise,
             "measured": [[list(shape), batch, context, seconds] for shape, batch, context, seconds in self.points()],
-            "shared": [[bucket, one.factor, one.samples] for bucket, one in self._shared.items()],
-            "own": [[list(shape), bucket, one.factor, one.samples] for (shape, bucket), one in self._own.items()],
+            "corrections": [
+                [shape and list(shape), bucket, factor] for shape, bucket, factor in self._corrections.items()
+            ],
         }
 
     @classmethod
@@ -239,14 +205,13 @@ class Prices:
             if content["version"] != VERSION or content["stepwise"] is not stepwise:
                 raise ValueError(f"expected version {VERSION}, stepwise {stepwise}")
             for numbers, batch, context, seconds in content["measured"]:
-                if (shape := TreeShape(*map(_count, numbers))) in prices.menu:
+                if (priced := TreeShape(*map(_count, numbers))) in prices.menu:
                     size, tokens = _count(batch, 1), _count(context)
-                    prices._measured.setdefault(shape, {}).setdefault(size, {})[tokens] = _positive(seconds)
-            for bucket, factor, samples in content["shared"]:
-                prices._shared[_count(bucket)] = _correction(MOST_SHARED, factor, samples)
-            for numbers, bucket, factor, samples in content["own"]:
-                if (shape := TreeShape(*map(_count, numbers))) in prices.menu:
-                    prices._own[shape, _count(bucket)] = _correction(MOST, factor, samples)
+                    prices._measured.setdefault(priced, {}).setdefault(size, {})[tokens] = _positive(seconds)
+            for numbers, bucket, factor in content["corrections"]:
+                shape = None if numbers is None else TreeShape(*map(_count, numbers))
+                if shape is None or shape in prices.menu:
+                    prices._corrections.restore(shape, _count(bucket), _positive(factor))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not what `to_json` gives: {error!r}") from None
         return prices
@@ -264,9 +229,7 @@ class PricedSteps:
 
     UNPRICED = 64  # tree steps in turn without a price; then one behind a prefill gives it all the same
 
-    def __init__(self, lagging: Collection[TreeShape]) -> None:
-        """lagging: shapes whose steps the drafter does not see, so that what it catches up with is theirs."""
-        self._lagging = frozenset(lagging)
+    def __init__(self) -> None:
         self._behind_prefills: set[int] = set()  # numbers of steps in flight
         self._since = 0  # tree steps since the last that was a price
 
@@ -278,13 +241,12 @@ class PricedSteps:
     def take(self, plan: Plan) -> bool:
         """Returns whether the seconds of a tree step that has ended are a price. Asked for once.
 
-        Not where a row wants more than drafts and sampling, nor where the drafter caught up for the drafts that came
-        after it. A step behind a prefill takes longer on a CPU, whose caches it finds full of other things; these are
-        mostly plain ones (`Pace.longer`), which would look dearer than others beside drafts."""
+        Not where a row wants more than drafts and sampling. A step behind a prefill takes longer on a CPU, whose caches
+        it finds full of other things; these are mostly plain ones (`Pace.longer`), which would look dearer than others
+        beside drafts."""
         behind = plan.step in self._behind_prefills
         self._behind_prefills.discard(plan.step)
-        own = not plan.special and (plan.catch_up is None or plan.shape in self._lagging)
-        price = own and (not behind or self._since >= self.UNPRICED)
+        price = not plan.special and (not behind or self._since >= self.UNPRICED)
         self._since = 0 if price else self._since + 1
         return price
 
@@ -312,7 +274,3 @@ def _positive(value: Any) -> float:
     if not isinstance(value, float | int) or not 0 < value < 1e6:
         raise ValueError(f"expected a positive number, found {value!r}")
     return float(value)
-
-
-def _correction(most: float, factor: Any, samples: Any) -> Correction:
-    return Correction(most, _positive(factor), min(_count(samples), TRUST))

@@ -85,7 +85,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._pace = Pace()
-        self._choice = ShapeChoice(policy, self._pace, config.lagging, config.draws_alike)
+        self._choice = ShapeChoice(policy, self._pace, config.draws_alike)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._catch_ups = CatchUps(config.lagging, config.lag)
         self._news: list[Output] = []

@@ -1,0 +1,53 @@
+"""What is learnt of options from trees whose survivals are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from world import TREE, World
+
+from draftwing.core import MARK_ONE, MARK_SURVIVAL, MAX_CONFIDENCE, PLAIN, StepResult, TreeShape
+from draftwing.sched.gains import Gains, gains_by_row
+from draftwing.sched.policy import chain_menu, tree_menu
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_parts_of_a_tree_are_read_off_it(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    survival = np.sort(rng.random((rows, 16)), axis=1)[:, ::-1]
+    depth = np.minimum(np.arange(16), 5) * np.ones((rows, 1), int)
+    mark = depth + ((survival * MARK_ONE).astype(np.int64) << MARK_SURVIVAL)
+    result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows))
+    survival = result.survival
+    for part in tree_menu(TREE)[:-1]:
+        found = gains_by_row(result, [part])[0]
+        nodes = sorted(
+            ((survival[b, n], b) for b in range(rows) for n in range(1, 16) if depth[b, n] <= part.depth), reverse=True
+        )
+        expected = [0.0] * rows
+        for value, b in nodes[: rows * (part.queries - 1)]:
+            expected[b] += value
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_larger_tree_brings_no_less() -> None:
+    """Although only a part of it was ever drafted."""
+    menu = (TreeShape(4, 2, 8), TreeShape(4, 1, 5), TreeShape(1, 1, 2), PLAIN)
+    gains, world, counts = Gains(menu), World(menu, 1.0, 0.0, 0.0), {MAX_CONFIDENCE: 2}
+    for number in range(200):
+        gains.learn(1, [MAX_CONFIDENCE] * 2, world.step(menu[1], [0.99] * 2), number, False)
+    found = [gains.expected(i, counts) for i in range(3)]
+    assert found[0] >= found[1] > found[2] > 0
+    assert found[1] == pytest.approx(world.tokens(menu[1], [0.99] * 2) - 2, rel=0.15)
+
+
+def test_what_is_drafted_after_a_pause_counts_for_more() -> None:
+    menu, found = chain_menu(TreeShape(4, 1, 5)), []
+    for pause, tried in ((1, False), (40, False), (1, True)):
+        gains, world = Gains(menu), World(menu, 1.0, 0.0, 0.0)
+        for number in range(100):
+            gains.learn(0, [MAX_CONFIDENCE], world.step(menu[0], [0.1]), number, False)
+        before = gains.expected(0, {MAX_CONFIDENCE: 1})
+        gains.learn(0, [MAX_CONFIDENCE], world.step(menu[0], [0.99]), 99 + pause, tried)
+        found.append(gains.expected(0, {MAX_CONFIDENCE: 1}) - before)
+    assert found[1] > 4 * found[0] > 0 and found[2] == pytest.approx(found[1], rel=0.3)
