@@ -76,11 +76,12 @@ def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) ->
         order = torch.argsort(rows.group_of, stable=True).to(device)
         codes = codes.view(torch.uint8)[:, order].view(codes.dtype)
     shift = shift_of(rows.wide if rows.scales.shape[1] > 1 else 0)
-    of_row = torch.arange(len(codes)) // rows.tall
-    across = torch.arange(_groups(rows.codes.shape[1], shift)) * int(CHUNK * 2.0**shift) // rows.wide
+    of_row = torch.arange(len(codes), device=device) // rows.tall
+    groups = torch.arange(_groups(rows.codes.shape[1], shift), device=device)
+    across = groups * int(CHUNK * 2.0**shift) // rows.wide
 
     def by_tile(values: Tensor) -> Tensor:  # [groups down, groups across] -> [tiles, groups, 8, 2]
-        spread = values.to(device)[of_row.to(device)][:, across.to(device)]
+        spread = values.to(device)[of_row][:, across]
         return spread.unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1).contiguous()
 
     unit = _FP8_UNIT if fp8 else _UNITS[dtype] - _LESS[dtype]

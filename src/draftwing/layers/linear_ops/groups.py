@@ -37,6 +37,10 @@ class GroupFormat(WeightFormat):
     ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
 
     @property
+    def reads_on(self) -> torch.device | None:
+        return getattr(self.ops, "device", None)  # a CPU takes seconds for what are milliseconds there
+
+    @property
     def of_vocabulary(self) -> WeightFormat:
         return DenseFormat()
 

@@ -11,6 +11,7 @@ from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, SmallMGemm
 from draftwing.ops.triton import layers
 from draftwing.ops.types import QuantizedRows
+from draftwing.ops.upload import uploaded
 
 
 class TritonLayerOps(LayerOps):
@@ -46,4 +47,4 @@ class TritonLayerOps(LayerOps):
         return groups.pack(rows, dtype, self.device)
 
     def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        return groups.quantized(weight.to(self.device), scheme)
+        return groups.quantized(uploaded(weight, self.device), scheme)
