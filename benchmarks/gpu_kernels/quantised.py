@@ -1,6 +1,7 @@
 """GEMMs of few rows with quantised weights: gemm_groups.cu against the bfloat16 ones, alone and as a model's layers.
 
     python benchmarks/gpu_kernels/quantised.py            # tables
+    python benchmarks/gpu_kernels/quantised.py steps      # and whole steps of the engine, random weights
     python benchmarks/gpu_kernels/quantised.py prompts    # and where multiplying the matrix out begins to be worth it
 
 Shapes are those of an 8B Llama model. Weights are not in cache: each product runs over so many different ones. The
@@ -10,11 +11,15 @@ floor of a product is the time to read its weight, scales included, at `READ_RAT
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import step
 import torch
 from timing import replay_us
 from torch import Tensor
@@ -187,8 +192,31 @@ def chain(ours: SmallMGemm | GroupGemm, weights: list[list[Any]], rows: int) -> 
     return x
 
 
+def steps(sizes: tuple[int, ...] = (1, 16, 64)) -> None:
+    """Steps without drafts, in microseconds, beside the time to read all their matrices."""
+    lines = []
+    for scheme in ("none", "fp8", "w4a16"):
+        with tempfile.TemporaryDirectory() as folder:
+            given = {"speculative_algorithm": "none", "quantization": scheme, "cuda_graph_max_bs": max(sizes)}
+            parts = step.build(Path(folder), given, False)
+        model = parts.executor.model
+        size, totals = sum(model.weight_bytes().values()), dict.fromkeys(sizes, 0.0)
+        with torch.inference_mode():
+            for key, _, replay in step.stages(parts.executor.graphs, list(sizes)):
+                totals[key.size] += step.microseconds(replay)
+        lines.append((f"step, --quantization {scheme}", [(took, size) for took in totals.values()]))
+        del parts, model
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"{'':28s}{'floor':>8s}  " + "".join(f"{rows:>4d} rows: us, GB/s, share" for rows in sizes))
+    for label, line in lines:
+        show(label, line)
+
+
 if __name__ == "__main__":
     check({})
-    table({})
+    table({}, (1, 16, 64) if "steps" in sys.argv else (1, 8, 16, 32, 64, 128))
+    if "steps" in sys.argv:
+        steps()
     if "prompts" in sys.argv:
         prompts()
