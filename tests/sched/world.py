@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, MAX_CONFIDENCE, StepResult, TreeShape
+from draftwing.engine.graphs.prefill import SIZES
 from draftwing.sched.policy import Load, MostTokens
 from draftwing.sched.prices import Prices
 
@@ -105,9 +106,19 @@ class H200(World):
         extend = 0.25 + 0.0035 * batch if shape.depth else 0.0
         return 1e-3 * (less + (more - less) * (rows - low) / (high - low) + fixed + each * batch + extend)
 
-    @staticmethod
-    def prefill(tokens: int) -> float:
-        return 1e-3 * (4.3 + 0.0216 * tokens)
+    PROMPT = (0, 32, 128, 256, 512, 775, 1022, 1493)  # tokens of a prefill
+    PREFILL = (4.9, 4.95, 5.7, 7.35, 11.0, 15.97, 19.74, 28.5)
+    HEAD = (0.3, 1.04)  # and with the head's
+    LAUNCH, REPLAY = 17.0, 0.5  # milliseconds of the host: of a prefill, of one that was captured
+
+    def prefill(self, tokens: int) -> tuple[float, float]:
+        """-> seconds of the device, and of the host before it can look at anything else"""
+        captured = tokens <= SIZES[-1]
+        queries = next(size for size in SIZES if size >= tokens) if captured else tokens
+        more, times = self.HEAD if len(self.menu) > 1 else (0.0, 1.0)
+        slope = (self.PREFILL[-1] - self.PREFILL[-2]) / (self.PROMPT[-1] - self.PROMPT[-2])
+        took = np.interp(queries, self.PROMPT, self.PREFILL) + slope * max(queries - self.PROMPT[-1], 0)
+        return 1e-3 * (more + times * float(took)), 1e-3 * (self.REPLAY if captured else self.LAUNCH)
 
 
 MACHINES = {

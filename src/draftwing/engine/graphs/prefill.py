@@ -1,4 +1,5 @@
-"""Graphs of the target's forward over prompts: a short one keeps a GPU busy for less time than its launches take.
+"""Graphs of the target's forward over prompts. A short one keeps a GPU busy for less time than its launches take; and
+while the host launches, the result of the step before waits to be looked at, and with it whoever reads the answer.
 
 A graph is of a number of queries, not of certain prompts: whose they are, where they stand and how attention is cut
 into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
@@ -23,7 +24,8 @@ from draftwing.engine.device import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention import Batch, TiledAttention, spans_of
 
-SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # queries; more take longer than it takes to launch them
+# Queries; beside requests that decode, more are rarely prefilled at once.
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536)
 MOST_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 Forward = Callable[[Batch], tuple[Tensor, Tensor | None]]
