@@ -88,7 +88,8 @@ class Watcher:
     def __init__(self) -> None:
         self.seen: list[SimpleNamespace] = []
 
-    def catch_up(self, table: Any, batch: Any, hidden: Any, next_ids: Any, count: Any, noisy: Any) -> None:
+    def catch_up(self, table: Any, batch: Any, hidden: Any, next_ids: Any, count: Any, noisy: Any, drafts: Any) -> None:
+        assert drafts
         pages = table.page_table.clone()
         self.seen.append(
             SimpleNamespace(batch=batch, hidden=hidden, ids=next_ids, count=count, noisy=noisy, pages=pages)
@@ -112,7 +113,7 @@ def test_what_is_shown(harness: Any, behind: int) -> None:
         for p in range(start, int(kv_len[row])):
             at, one = torch.tensor([row], device=device.device), torch.ones(1, dtype=torch.int64, device=device.device)
             lag.keep(at, one * p, one, truth[row, p : p + 1], None)
-    lag.catch_up(CatchUp(np.asarray(rows), behind, 2 * LAG), np.asarray([0, 1]))
+    lag.catch_up(CatchUp(np.asarray(rows), behind, 2 * LAG), np.asarray([0, 1]), True)
     (seen,) = drafter.seen
     width = len(seen.ids) // 2
     assert seen.count.tolist() == [int(kv_len[row]) - known[row] for row in rows] and seen.noisy.tolist() == [1]

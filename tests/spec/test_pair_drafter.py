@@ -118,9 +118,9 @@ def test_only_the_model_lags(pair: PairDrafter) -> None:
     assert [pair.lags(shape) for shape in shapes] == [True, False, True, False]
     given: list[Any] = ["table", "batch", "ids", "count", "noisy"]
     pair.watch(*given)
-    pair.catch_up(*given[:2], "hidden", *given[2:])
+    pair.catch_up(*given[:2], "hidden", *given[2:], True)
     assert pair.lookup.asked == [("table", "batch", None, "ids", "count", "noisy")]  # type: ignore[attr-defined]
-    assert pair.model.asked == [("catch_up", "table", "batch", "hidden", "ids", "count", "noisy")]  # type: ignore[attr-defined]
+    assert pair.model.asked == [("catch_up", "table", "batch", "hidden", "ids", "count", "noisy", True)]  # type: ignore[attr-defined]
 
 
 def test_both_see_the_text(pair: PairDrafter) -> None:

@@ -156,7 +156,8 @@ class Executor:
         started = begun = self.device.mark()
         if plan.catch_up is not None:
             assert self._lag is not None
-            self._lag.catch_up(plan.catch_up, plan.rows[plan.noisy])
+            proposes = plan.kind == "tree" and not self._lag.lags(plan.shape)
+            self._lag.catch_up(plan.catch_up, plan.rows[plan.noisy], proposes)
             begun = self.device.mark()
         self._special.admit(plan)
         if plan.kind == "prefill":

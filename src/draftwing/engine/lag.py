@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import LAG, CatchUp, IntArray
+from draftwing.core import LAG, CatchUp, IntArray, TreeShape
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import zeros_as_written
 from draftwing.ops.attention import Batch
@@ -21,7 +21,7 @@ from draftwing.ops.types import Unseen
 from draftwing.spec.drafter import Drafter
 
 ROOM = LAG + 1  # page-table entries past those of a step that a pass over unseen text may name
-WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass: kernels are compiled for each
+WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are compiled for each
 MOST_QUERIES = 4096  # of one pass
 
 
@@ -38,6 +38,10 @@ class Lag:
             else table.floats.new_empty(rows, LAG, 0),
         )
 
+    def lags(self, shape: TreeShape) -> bool:
+        """Whether the drafter does not see a step of this shape."""
+        return self._drafter.lags(shape)
+
     @staticmethod
     def bytes_of(rows: int, width: int, dtype: torch.dtype) -> int:
         """Returns the bytes that it takes; rows: of the row table, its dummy included."""
@@ -52,20 +56,20 @@ class Lag:
         """The drafter has seen all of these rows [B]."""
         self._unseen.behind.index_fill_(0, rows, 0)
 
-    def catch_up(self, who: CatchUp, noisy: IntArray) -> None:
-        """Shows the drafter what it has not seen. noisy: rows with a temperature."""
-        width = next(width for width in WIDTHS if width >= who.behind)
+    def catch_up(self, who: CatchUp, noisy: IntArray, drafts: bool) -> None:
+        """Shows the drafter what it has not seen. noisy: rows with a temperature.  drafts: whether it proposes next."""
+        width = who.behind if self._ops.records_calls else next(width for width in WIDTHS if width >= who.behind)
         most, upload = MOST_QUERIES // width, self._table.device.upload
         for first in range(0, len(who.rows), most):
             rows = who.rows[first : first + most]
-            self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len)
+            self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len, drafts)
 
     def warm_up(self) -> None:
         """Runs everything that `catch_up` may run, on the dummy row."""
         for width in WIDTHS:
-            self.catch_up(CatchUp(np.full(1, self._table.rows, np.int64), width, 0), np.empty(0, np.int64))
+            self.catch_up(CatchUp(np.full(1, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
 
-    def _extend(self, rows: Tensor, noisy: Tensor, width: int, bound: int) -> None:
+    def _extend(self, rows: Tensor, noisy: Tensor, width: int, bound: int, drafts: bool) -> None:
         table, drafter, (behind, hidden) = self._table, self._drafter, self._unseen
         column, kv_len = rows.unsqueeze(1), table.kv_len.index_select(0, rows)
         start = (kv_len - behind.index_select(0, rows)).clamp(min=0)  # the dummy row has no text
@@ -84,6 +88,6 @@ class Lag:
             window=width, bound=min(bound + width + 1, table.length),
         )  # fmt: skip
         count = (kv_len - start).clamp(min=1)
-        drafter.catch_up(table, batch, aux_hidden, table.tokens[column, at + 1].flatten(), count, noisy)
+        drafter.catch_up(table, batch, aux_hidden, table.tokens[column, at + 1].flatten(), count, noisy, drafts)
         table.page_table.index_put_((column, past), entries)
         self.reset(rows)

@@ -20,7 +20,9 @@ NOISE = 0.05**2  # variance of a sample's logarithm
 SPEED, SPEED_DRIFT = 0.2**2, 0.005**2  # variance of the machine's speed at first, and by how much it grows at each step
 OWN, OWN_DRIFT = 0.1**2, 0.0005**2  # the same of a shape's own correction while the shape runs
 IDLE_DRIFT = 0.0045**2  # and while it does not
-SURPRISE = 0.2  # most of a logarithm that one sample says: what stalls a step once says nothing of the next
+SURPRISE = 0.2  # most of a logarithm that one sample says
+STALL = 1.5  # the same upwards, in standard deviations: what stalls a step says nothing of the next, and nothing makes
+# a step take less than it needs. What is dearer than it seems is chosen, and has more samples soon.
 
 
 class Correction:
@@ -67,8 +69,8 @@ class Corrections:
         shared.variance = min(shared.variance + SPEED_DRIFT * (now - shared.at), SPEED)
         own.variance = min(own.variance + OWN_DRIFT + IDLE_DRIFT * max(now - own.at - 1, 0), OWN)
         shared.at = own.at = now
-        error = min(max(math.log(ratio), -SURPRISE), SURPRISE)
         total = shared.variance + own.variance + NOISE
+        error = min(max(math.log(ratio), -SURPRISE), SURPRISE, STALL * math.sqrt(total))
         shared.learn(error, shared.variance / total)
         own.learn(error, own.variance / total)
 

@@ -29,7 +29,7 @@ FAITH = 40.0  # drafts: for as many it counts that expectations are taken to be 
 FADE = 0.98  # of what older steps say about expectations, with each new one
 OLD = 10  # steps without news of an option after which its next step counts for this many
 OFTEN = 64  # steps that tell of an option: from then on it is well known
-SELDOM = 1  # of what is well known one step in so many tells enough
+SELDOM = 2  # of what is well known one step in so many tells enough
 
 
 class Gains:

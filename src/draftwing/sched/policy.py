@@ -148,11 +148,12 @@ class MostTokens:
     PROBING = 0.008  # share of the time that options may cost that are only tried to learn from them
     UNPRICED = 0.2  # share of a loss that counts where a price is a guess: a few steps make it a measurement
     STALE = 16  # steps after which an option's gain is not known any more
-    OUTDATED = 128  # steps after which its price may have changed, if it did not run
+    OUTDATED, PLAIN_OUTDATED = 128, 32  # steps after which its price may have changed, if it did not run
     MARGIN = 1.02  # by which drafting has to be better: the host does more for it, which no step's seconds tell
     MOST = 1024  # queries of a step; more never pay
     KEPT = 4  # most steps that a choice of drafts is kept for
     REST = LAG - 2  # the same where nothing is drafted. A drafter that lags has to catch up about as often in any case
+    PRICED = 4  # steps without drafts, while none are chosen for long: one in so many corrects prices
     ENTRY = 8  # steps that drafting is taken to go on for once it has begun: they share what it costs to begin
     NEWS = 0.1  # drafts of a row: a try that raises what an option is expected to bring by more is followed by another
     DRIFT = 1.01  # with each time that the drafter catches up: what it takes at least may change
@@ -262,7 +263,9 @@ class MostTokens:
             told = self._steps if i == self._plain else self._gains.told(i, confidences)
             # What would be best at half its price may be. Its price is corrected only where it runs.
             since = self._steps - self._ran.setdefault((i, bucket), self._steps)
-            outdated = since > self.OUTDATED and 2 * rates[i] > rates[best]
+            outdated = (
+                since > (self.PLAIN_OUTDATED if i == self._plain else self.OUTDATED) and 2 * rates[i] > rates[best]
+            )
             if priced and self._steps - told < stale and not outdated and i != self._promising:
                 continue
             seconds = prices[i] if self._lags(i) else prices[i] + entry
@@ -279,7 +282,7 @@ class MostTokens:
     def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
         if result.catching_up:
             self._catch_up = min(self.DRIFT * self._catch_up, result.catching_up)
-        if plain:
+        if plain and (shape.depth or self._steps >= self._kept.until or self._steps % self.PRICED == 0):
             seconds = result.seconds - result.catching_up
             self.prices.record(shape, len(load.confidences), load.context, seconds)
         if shape.depth and any(load.confidences):

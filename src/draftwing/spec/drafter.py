@@ -156,8 +156,10 @@ class Drafter(ABC):
         next_ids: Tensor,
         count: Tensor,
         noisy: Tensor,
+        drafts: bool,
     ) -> None:
-        """Sees what it has not seen of some rows, as `extend` sees the accepted path of one step."""
+        """Sees what it has not seen of some rows, as `extend` sees the accepted path of one step. drafts: whether it
+        proposes for them next; if not, nobody asks what it makes of the newest token before it catches up again."""
         self.extend(table, batch, aux_hidden, next_ids, count, noisy)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:

@@ -131,6 +131,7 @@ class ModelDrafter(Drafter):
         next_ids: Tensor,
         count: Tensor,
         noisy: Tensor,
+        drafts: bool,
     ) -> None:
         if self.lookahead != 1:
             self.extend(table, batch, aux_hidden, next_ids, count, noisy)
@@ -139,7 +140,8 @@ class ModelDrafter(Drafter):
         width, size = next_ids.shape[0] // count.shape[0], next_ids.shape[0]
         last = count + torch.arange(-1, size - 1, width, device=count.device)  # [B] which query is the newest
         feature = self.head.features(aux_hidden)
-        self._write(table, batch._replace(ids=next_ids), feature, batch.rows, lambda x: x.index_select(0, last), noisy)
+        rows = batch.rows if drafts else batch.rows[:0]
+        self._write(table, batch._replace(ids=next_ids), feature, rows, lambda x: x.index_select(0, last), noisy)
 
     def _write(
         self, table: RowTensors, batch: Batch, feature: Tensor, rows: Tensor, newest: Callable[[Tensor], Tensor],

@@ -100,9 +100,10 @@ class PairDrafter(Drafter):
         next_ids: Tensor,
         count: Tensor,
         noisy: Tensor,
+        drafts: bool,
     ) -> None:
         """Only the model ever lags."""
-        self.model.catch_up(table, batch, aux_hidden, next_ids, count, noisy)
+        self.model.catch_up(table, batch, aux_hidden, next_ids, count, noisy, drafts)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         """One more than the lookup's, for the model can always propose."""
