@@ -58,10 +58,10 @@ def test_weights_that_stay_quantised() -> None:
     for options, scheme in (({}, None), ({"quantization": "fp8"}, "fp8"), ({"quantization": "w4a16"}, "w4a16")):
         found = pick_precision(Options(**options, **half), GROUPS, None)
         assert found.weights == GroupFormat(scheme)
-        assert found.head_weights == (DENSE if scheme is None else GroupFormat("fp8"))
+        assert found.head_weights == (DENSE if scheme is None else GroupFormat("int8"))
         assert isinstance(found.weights, GroupFormat) and found.weights.ops is GROUPS.ops
         assert found.dtype == found.kv_dtype == torch.bfloat16
-    assert pick_precision(Options(**half), GROUPS, None, quantised=True).head_weights == GroupFormat("fp8")
+    assert pick_precision(Options(**half), GROUPS, None, quantised=True).head_weights == GroupFormat("int8")
     assert pick_precision(Options(dtype="float16"), GROUPS, None, quantised=True).head_weights == DENSE
     for quantised in (False, True):
         found = pick_precision(Options(quantization="none", **half), GROUPS, None, quantised)

@@ -19,13 +19,14 @@ CASES = [  # a width, and rows, columns and columns of a group
     (Width(4, False, 0), 96, 128, 64), (Width(4, False, 0), 224, 576, 192), (Width(4, False, 1), 320, 4096, 128),
     (Width(4, False, -1), 96, 8256, 32), (Width(4, False, WHOLE), 96, 8256, 8256), (Width(4, True, 0), 224, 576, 64),
     (Width(4, True, 1), 320, 4096, 128), (Width(4, True, -1), 96, 704, 32), (Width(8, False, WHOLE), 224, 576, 576),
-    (Width(8, False, 1), 320, 4096, 128), (Width(8, False, WHOLE), 96, 8256, 8256),
+    (Width(8, False, WHOLE, True), 224, 576, 576), (Width(8, False, 1, True), 320, 4096, 128),
+    (Width(8, False, WHOLE, True), 96, 8256, 8256),
 ]  # fmt: skip
 
 
 def test_tiles() -> None:
-    assert [tile_of(rows) for rows in (1, 8, 9, 17, 33, 64, 65, 300)] == [8, 8, 16, 32, 64, 64, 64, 64]
-    assert [tile_of(rows, 128) for rows in (1, 64, 65, 300)] == [8, 64, 128, 128]
+    assert [tile_of(rows, TILES) for rows in (1, 8, 9, 17, 33, 64, 65, 300)] == [8, 8, 16, 32, 64, 64, 64, 64]
+    assert [tile_of(rows, (2, 64, 128)) for rows in (1, 3, 65, 300)] == [2, 64, 128, 128]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
@@ -35,12 +36,11 @@ def test_shapes(bits: int, capability: tuple[int, int]) -> None:
     shapes = shapes_for(bits, capability)
     assert {(kind, tile) for kind in ("plain", "add", "silu") for tile in TILES} <= shapes.keys()
     most = 227 << 10 if capability[0] == 9 else 99 << 10  # bytes that a block may have
-    part = Width(bits, True, -1).part
+    usual, largest = Width(bits, False, 1).part, Width(bits, bits == 4, -1).part
     for (_, tile), shape in shapes.items():
-        shared = shape.shared_bytes(part)
-        assert shape.tokens == tile and shared <= most and shape.blocks * shape.warps * 32 <= 1536
+        assert shape.tokens == tile and shape.shared_bytes(largest) <= most and shape.blocks * shape.warps * 32 <= 1536
         assert shape.cluster in ((1, 2, 4, 8) if capability >= (9, 0) else (1,))
-        assert shape.blocks * (shared + 1024) <= 228 << 10
+        assert shape.blocks * (shape.shared_bytes(usual) + 1024) <= 228 << 10
 
 
 def device() -> torch.device:
@@ -55,7 +55,10 @@ def quantized(width: Width, rows: int, columns: int, wide: int) -> QuantizedRows
     made = torch.Generator().manual_seed(1)
     wide = min(wide, columns)
     scales = (torch.rand(rows, -(-columns // wide), generator=made) + 0.5) * columns**-0.5
-    if width.bits == 8:
+    if width.bits == 8 and not width.fp8:
+        codes = torch.randint(-128, 128, (rows, columns), generator=made).to(torch.int8)
+        return QuantizedRows(codes, 8, scales / 64, None, 1, wide, None)
+    if width.fp8:
         codes = torch.randint(0, 255, (rows, columns), generator=made).to(torch.uint8)
         codes[codes == 127] = 0  # not a number
         return QuantizedRows(codes.view(torch.float8_e4m3fn), 8, scales / 64, None, 1, wide, None)

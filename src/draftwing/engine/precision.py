@@ -16,9 +16,9 @@ from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.ops.groups import SCHEMES
 
 _AS_BLOCKS = {"fp8": "Q8_0", "w4a16": "Q4_0"}  # on a CPU, by the name that they have on a GPU
-_OF_HEADS = "fp8"  # the scheme of draft heads beside a quantised target
+_OF_HEADS = "int8"  # the scheme of draft heads beside a quantised target
 # Types of activations that a GPU has kernels for.
-_TAKEN = {"fp8": (torch.bfloat16,), "w4a16": (torch.bfloat16, torch.float16)}
+_TAKEN = {"fp8": (torch.bfloat16,), "w4a16": (torch.bfloat16, torch.float16), "int8": (torch.bfloat16,)}
 
 
 class Precision(NamedTuple):

@@ -113,14 +113,14 @@ def test_drafts_change_no_token(tmp_path: Path, name: str, monkeypatch: pytest.M
 
 @torch.inference_mode()
 def test_a_draft_head_beside_a_quantised_target(tmp_path: Path) -> None:
-    """Its matrices and the rows of the target's head that it reads are in fp8; its embedding is as it was."""
+    """Its matrices and the rows of the target's head that it reads are in 8 bits; its embedding is as it was."""
     ops = GroupTorchOps(CPU)
     target = load_model(llama_target(3, **SIZES).write(tmp_path), torch.bfloat16, "cpu")
     config = replace(target.config, num_layers=1)
     dense = EagleHead(config, target, False, torch.bfloat16, "cpu")
     for i, parameter in enumerate(dense.parameters()):
         parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) / 12)
-    form = GroupFormat("fp8", ops)
+    form = GroupFormat("int8", ops)
     head = EagleHead(replace(config, weight_format=form, vocab_format=form), target, False, torch.bfloat16, "meta")
     fill_parameters(head, head.names(), dense.stored_tensors(), "cpu")
     ids = torch.tensor([1, 2, 3, 30, 39, 12, 7, 8, 9, 10, 11, 13, 14, 15, 16, 17])
@@ -135,7 +135,7 @@ def test_a_draft_head_beside_a_quantised_target(tmp_path: Path) -> None:
     assert isinstance(head.output_layer()[1].op, PackedLinear)
     assert all(isinstance(op, PackedLinear) for op in operations(head))
     for expected, found in zip(*outputs, strict=True):
-        assert 0 < float((found - expected).std() / expected.std()) < 0.08
+        assert 0 < float((found - expected).std() / expected.std()) < 0.03
 
 
 @pytest.mark.gpu

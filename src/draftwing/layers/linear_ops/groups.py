@@ -164,7 +164,7 @@ class PackedLinear(LinearOp):
 
 def sizes_of(weight: PackedGroups) -> Counter[str]:
     """Bytes, by type."""
-    return Counter({"fp8" if weight.bits == 8 else "int4": weight.nbytes})
+    return Counter({"fp8" if weight.fp8 else f"int{weight.bits}": weight.nbytes})
 
 
 def log_groups(module: nn.Module) -> None:

@@ -40,7 +40,7 @@ class TritonLayerOps(LayerOps):
         return self.device.type == "cuda"
 
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
-        width = gemm_groups.Width(weight.bits, weight.zeros is not None, weight.shift)
+        width = gemm_groups.Width(weight.bits, weight.zeros is not None, weight.shift, weight.fp8)
         return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, width)
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
