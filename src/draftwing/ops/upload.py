@@ -90,10 +90,10 @@ class Uploader:
             self._raise()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target, on the device, becomes `source` in its dtype; source, on the CPU, must not change before the context
-        is left."""
+        """target, on the device, becomes `source` in its dtype; source, mostly on the CPU, must not change before the
+        context is left."""
         assert target.shape == source.shape
-        if not self._threads or not target.is_contiguous():
+        if not self._threads or not target.is_contiguous() or source.device.type != "cpu":
             with torch.no_grad():
                 target.copy_(source)
             return
