@@ -115,7 +115,7 @@ class OracleDrafter:
     def watch(self, slots, batch, next_ids, count, noisy):
         pass
 
-    def catch_up(self, slots, batch, aux_hidden, next_ids, count, noisy):
+    def catch_up(self, slots, batch, aux_hidden, next_ids, count, noisy, drafts):
         self.extend(slots, batch, aux_hidden, next_ids, count, noisy)
 
     def extend(self, slots, batch, aux_hidden, next_ids, count, noisy):
