@@ -120,7 +120,7 @@ def test_the_next_engine_measures_nothing(tmp_path: Path, folder: Path, monkeypa
         assert {context for *_, context, _ in prices.points()} == {0, 64}
         prices.record(PLAIN, 1, 0, 2 * prices.seconds(PLAIN, 1, 0))
         expected = prices.seconds(PLAIN, 1, 0)
-    assert json.loads(file.read_text())["prices"]["own"], "what was corrected is written when the engine ends"
+    assert json.loads(file.read_text())["prices"]["corrections"], "what was corrected is written when the engine ends"
     monkeypatch.setattr("draftwing.engine.startup.warm_up.measure_steps", None)
     with LLM(model, **options) as llm:
         assert llm.engine.parts.prices.seconds(PLAIN, 1, 0) == expected
