@@ -119,13 +119,14 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
         if "NGRAM" in kind:
             drafter = PairDrafter(drafter, NGramDrafter(3, ops, capacity=4096), shape, shape)
         rig = harness.Rig(model, shapes=(shape,), drafter=drafter, rows=2, attn=native)
+        rig.sched._pace.most = lambda waiting, decoding: sum(waiting)  # prefills are not cut by the clock, see below
         stages = rig.executor.graphs
         if unrecorded:
             stages.key = lambda shape, size: None
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             rig.submit(str(i), prompt, param)
         assert rig.run().tokens == expected.tokens
-        lengths.append(rig.accept_length)
+        lengths.append(rig.accept_length)  # depends on who shares a step, as what is verified is divided among them
         if "norm" in kind:  # its residual stream is copied by torch
             assert stages.refused or unrecorded
         elif not unrecorded:
