@@ -138,7 +138,7 @@ def open_checkpoint(
     config, stored = load_config(path), folder_tensors(path, progress)
     own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
     others = own if kv_scales is None else kv_scales.taken(own)
-    return config, assembled(config.quantization, others, weight_format.reads_on)
+    return config, assembled(config.quantization, others)
 
 
 def fill_parameters(

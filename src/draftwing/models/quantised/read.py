@@ -12,7 +12,6 @@ from draftwing.errors import CheckpointError
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.layouts import read_matrix
 from draftwing.ops.types import QuantizedRows
-from draftwing.ops.upload import uploaded
 
 # Suffixes that only tensors of a quantised matrix have; `weight` may be one.
 PARTS = frozenset(
@@ -27,13 +26,10 @@ NOT_READ = frozenset(
 
 
 def assembled(
-    quantization: Quantization | None, tensors: Iterable[tuple[str, Tensor]], device: torch.device | None = None
+    quantization: Quantization | None, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
     """(name, value) of every tensor, with the `model.` prefix; those of a quantised matrix become one value, named
-    `weight`. Raises CheckpointError for what does not fit together, or to the config.
-
-    device: where matrices are put together; None: where their tensors are.
-    """
+    `weight`. Raises CheckpointError for what does not fit together, or to the config."""
     if quantization is None:
         yield from tensors
         return
@@ -58,7 +54,7 @@ def assembled(
         parts = waiting.setdefault(module, {})
         if suffix in parts:
             raise CheckpointError(f"{name} is in the checkpoint twice")
-        parts[suffix] = tensor if device is None else uploaded(tensor, device)
+        parts[suffix] = tensor
         if len(parts) == len(scheme.parts):
             yield f"{module}.weight", read_matrix(module, waiting.pop(module), scheme)
     missing = sorted(

@@ -78,13 +78,14 @@ def shared(
     return Shape(tokens, features, by_features * by_k, blocks, blocks, shared, call, cluster)
 
 
-def ring(tokens: int, row_tiles: int, ahead: int, blocks: int, room: int | None = None) -> Shape:
+def ring(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int, room: int | None = None) -> Shape:
     """room: None: for the blocks of the next kernel, too, as far as there is any."""
     features = row_tiles * 16
-    call = f"ring_gemm, {tokens}, {row_tiles}, {ahead}"
-    shared = 2 * _SHARES * _sums(max(tokens, 8), features) + _SHARES * ahead * tokens * _CHUNK * 2
-    parts = _SHARES * ahead * row_tiles
-    return Shape(tokens, features, _SHARES, blocks, room or 2 * blocks, shared, call, parts=parts, stays=True)
+    call = f"ring_gemm, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
+    sums = 2 * _SHARES * _sums(tokens, features)
+    return Shape(
+        tokens, features, _SHARES, blocks, room or 2 * blocks, sums, call, parts=_SHARES * ahead * row_tiles, stays=True
+    )
 
 
 def wide(
@@ -92,14 +93,11 @@ def wide(
 ) -> Shape:
     """warps: by features, a multiple of 4, and by K."""
     by_features, by_k = warps
-    features, count = by_features * row_tiles * 16, by_features * by_k
+    features = by_features * row_tiles * 16
     call = f"wide_gemm, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {panel}, {cluster}"
-    x_units = -(-by_k * tokens // 4 // count)  # of 512 bytes, of a warp and a chunk
-    shared = 2 * panel * by_k * tokens * _CHUNK * 2 + ahead * count * x_units * 512
+    stages, parts = 2 * panel * by_k * tokens * _CHUNK * 2, by_features * by_k * row_tiles * ahead
     sums = by_k * _sums(tokens, features)
-    return Shape(
-        tokens, features, count, blocks, blocks, shared, call, cluster, parts=count * row_tiles * ahead, sums=sums
-    )
+    return Shape(tokens, features, by_features * by_k, blocks, blocks, stages, call, cluster, parts=parts, sums=sums)
 
 
 def _tiled_gemm() -> Shape:
@@ -140,10 +138,16 @@ _WITH_CLUSTERS = _ANYWHERE | {
     ("add", 32): shared(32, (4, 1), row_tiles=2, ahead=2, stages=8, blocks=3, cluster=8),
     ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
 }
+_HOPPER = _WITH_CLUSTERS | {
+    ("plain", 64): wide(64, (4, 1), row_tiles=2, ahead=3, panel=1, blocks=2, cluster=8),
+    ("silu", 64): wide(64, (4, 1), row_tiles=2, ahead=3, panel=1, blocks=2),
+}
 
 
-def shapes_for(capability: tuple[int, int]) -> Shapes:
+def shapes_for(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Shapes:
     """By kind and tile, for devices of this compute capability. Without an entry, `add_long` is `add`."""
+    if capability[0] == WARP_GROUPS and dtype == torch.bfloat16:  # float16 has not been tried
+        return _HOPPER
     return _WITH_CLUSTERS if capability >= CLUSTERS else _ANYWHERE
 
 
@@ -164,7 +168,7 @@ class SmallMGemm:
         """source, shapes: in place of `read_source` and `shapes_for`, to try others."""
         self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
         capability = torch.cuda.get_device_capability(device)
-        shapes = shapes_for(capability) if shapes is None else shapes
+        shapes = shapes_for(capability, dtype) if shapes is None else shapes
         module = Module(source or read_source(shapes), _options(dtype), device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
@@ -206,7 +210,8 @@ class SmallMGemm:
 def compile_ahead(dtype: torch.dtype, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
     """Puts what `SmallMGemm` compiles into the user's cache folder, for devices of this compute capability."""
     if dtype in _DTYPES:
-        compile_source(read_source(shapes_for(capability) if shapes is None else shapes), _options(dtype), capability)
+        shapes = shapes_for(capability, dtype) if shapes is None else shapes
+        compile_source(read_source(shapes), _options(dtype), capability)
 
 
 def _options(dtype: torch.dtype) -> list[str]:
