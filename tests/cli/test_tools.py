@@ -113,8 +113,15 @@ def test_bench_in_process(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert (record["requests"], record["completion_tokens"]) == (3, 60) and record["accept_length"] >= 1.0
     assert set(record["step_ms"]) == {"draft", "verify", "commit", "host"}
     assert all(value > 0 for value in record["step_ms"].values())
-    # A step of two requests takes longer than to read the weights once, and a client sees no step but whole ones.
-    assert record["floor_ms"] > 0 and 0 < record["share_of_floor"] < 1
+
+
+def test_the_floor_of_a_step(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(model, max_total_tokens=2000, max_running_requests=4) as llm:
+        monkeypatch.setattr(llm.engine.parts.executor.device, "read_rate", lambda: 1e6)
+        record = measure(Local(llm.engine), [[1, 2, 3]], {"max_new_tokens": 30, "ignore_eos": True}, 1)
+    assert record["floor_ms"] == pytest.approx(sum(record["weight_bytes"].values()) / 1e3)
+    step = record["tbt_ms"]["p50"] * record["accept_length"]
+    assert record["share_of_floor"] == pytest.approx(record["floor_ms"] / step)
 
 
 def test_stage_times_add_up(model: str) -> None:

@@ -41,7 +41,8 @@ class EngineInfo:
 
     @property
     def floor(self) -> float:
-        """Seconds that no step of the target can be below: those that reading its weights takes; 0: not known."""
+        """Seconds that reading the target's weights from memory takes, which no step can be below unless caches hold a
+        part of them; 0: not known."""
         return sum(self.weight_bytes.values()) / self.read_rate if self.read_rate else 0.0
 
     @property

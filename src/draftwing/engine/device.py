@@ -33,7 +33,7 @@ class Download(NamedTuple):
     done: Any
 
 
-READ_GPU, READ_CPU = 1 << 30, 256 << 20  # bytes that tell how fast memory is read: more than caches hold
+READ_GPU, READ_CPU = 1 << 30, 256 << 20  # bytes that tell how fast memory is read: more than most caches hold
 
 
 class Staging:
@@ -181,9 +181,14 @@ class Device:
         no room for what they read."""
         try:
             data = torch.ones((READ_GPU if self.is_cuda else READ_CPU) // 4, device=self.device)
-        except RuntimeError:  # torch.OutOfMemoryError is one, and a CPU has no other
+        except RuntimeError as error:
+            if self.is_cuda and not isinstance(error, torch.OutOfMemoryError):  # a CPU has no type of its own for it
+                raise
             return 0.0
-        return data.nbytes / min(self.timed(data.sum, 8))
+        rate = data.nbytes / min(self.timed(data.sum, 8))
+        del data
+        self.trim()
+        return rate
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""

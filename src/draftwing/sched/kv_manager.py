@@ -121,8 +121,8 @@ class KVManager:
     # -- from requests ----------------------------------------------------------------------------------------------
 
     def release(self, req: Req) -> None:
-        """The only function that frees: the committed prefix goes to the radix tree, all else that is owned back to
-        the allocator, the row to the free rows."""
+        """The only function that takes what a request has: the committed prefix goes to the radix tree, all else that
+        is owned back to the allocator, the row to the free rows."""
         assert req.running and req.node is not None
         self._prompt_is_known(req)
         self.radix.insert(self._known(req), req.slots, req.owned, req.salt)

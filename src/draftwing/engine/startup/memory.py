@@ -154,14 +154,14 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
         step = peak(executor, first_step(tokens, longest, length))
         step = max(step, peak(executor, tree_step(rows, shape, longest)))
         if rig.drafter is not None and rig.drafter.kv_layers:
-            step = max(step, peak(executor, tree_step(rows, PLAIN, longest, LAG)))
+            step = max(step, peak(executor, tree_step(rows, shape, longest, LAG)))
         step += rig.device.ops.attention_bytes
         if graph_size:
             widest = max(min(graph_size, MOST_NODES // s.nodes) * s.nodes for s in rig.menu)
             graphs = peak(executor, tree_step(min(-(-widest // shape.nodes), rows), shape, longest + shape.max_commit))
             # Graphs share their memory; a prompt's leave their results.
             prompts = prefill_sizes(tokens)
-            graphs = max(graphs, peak(executor, first_step(min(prompts[-1], tokens), longest, length)))
+            graphs = max(graphs, peak(executor, first_step(min(prompts[-1], longest * rows), longest, length)))
             graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.aux_layers, rig.model.norm.weight.dtype)
             graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
     except torch.OutOfMemoryError as error:

@@ -30,6 +30,7 @@ __device__ __forceinline__ unsigned long long descriptor(const u16* matrices) {
 // d += a b^T for 16 columns, of which matrices b and b + TOKEN_TILES * 64 are the halves. Is done when waited for.
 template <int TOKEN_TILES>
 __device__ __forceinline__ void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b) {
+    static_assert(TOKEN_TILES == 2 || TOKEN_TILES == 4 || TOKEN_TILES == 8 || TOKEN_TILES == 16);
     const unsigned long long at = descriptor<TOKEN_TILES>(b);
     if constexpr (TOKEN_TILES == 2) WIDE_MMA(16, SUMS_8, "%8", "%9", "%10", "%11", "%12", D4(0), D4(1));
     if constexpr (TOKEN_TILES == 4)

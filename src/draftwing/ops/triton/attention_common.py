@@ -144,6 +144,7 @@ def _widened(x, DTYPE: tl.constexpr):
     spreads 32 keys over two instructions: a chunk of 16 would not be summed alone any more. It sees as far as this."""
     HIDDEN: tl.constexpr = x.dtype.primitive_bitwidth == 8 and not IS_INTERPRETED
     x = x.to(DTYPE)
+    tl.static_assert(not HIDDEN or x.dtype.primitive_bitwidth == 16)
     if HIDDEN:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=2)
     return x
