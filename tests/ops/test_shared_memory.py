@@ -12,10 +12,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 # Tiling, type of the pool, compute capability, and bytes of a block there: 8.6 has the least of those that Triton
-# kernels run on, 8.9 of those that read fp8.
+# kernels run on.
 TARGETS = [
     ("TILING_HOPPER", "bfloat16", 90, 227 << 10), ("TILING_HOPPER", "float8_e4m3fn", 90, 227 << 10),
-    ("TILING", "bfloat16", 86, 99 << 10), ("TILING", "float8_e4m3fn", 89, 99 << 10),
+    ("TILING", "bfloat16", 86, 99 << 10),
 ]  # fmt: skip
 CODE = """
 import re
