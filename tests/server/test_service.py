@@ -151,6 +151,24 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_that_names_the_field(client:
         assert refused.json()["error"]["param"] == "response_format", refused.text
 
 
+def test_a_grammar_that_the_engine_fails_at_is_a_500(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None, text: str | None = None) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarCompiler, "compile", compile)
+        for path in ("/v1/completions", "/v1/messages"):
+            body = {"prompt": "a", "regex": "a+"}
+            if path == "/v1/messages":
+                message, schema = {"role": "user", "content": "a"}, {"type": "object"}
+                body = {"messages": [message], "max_tokens": 2, "model": "echo"}  # type: ignore[dict-item]
+                body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}  # type: ignore[assignment]
+            failed = client.post(path, json=body)
+            assert failed.status_code == 500, failed.text
+            assert "the grammar could not be compiled: MemoryError: no room" in failed.json()["error"]["message"]
+    assert client.post("/v1/completions", json={"prompt": "a", "regex": "a+"}).status_code == 200
+
+
 def test_server_info_masks_the_key_and_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     key = "it's $secret"  # which a shell has to quote
     engine = FakeEngine(Options(model="folder/of model", api_key=key, random_seed=1))

@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -20,11 +22,15 @@ from starlette.testclient import TestClient
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.core import Output
+from draftwing.engine.admission import EngineInfo
+from draftwing.engine.process.link import Compile, EngineDead, Listener, Reply
 from draftwing.engine.progress import Progress
 from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import supervision
+from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.supervision import Deaths, Watchdog
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
@@ -84,6 +90,105 @@ def test_a_request_that_was_alone_in_two_deaths_is_refused(caplog: pytest.LogCap
     for i in range(supervision.SUSPECTS):
         deaths.suspect(asking([i], "g"))
     assert len(deaths._alone) == supervision.SUSPECTS
+
+
+class SilentLink:
+    """An engine that answers nothing and dies when told to."""
+
+    process = SimpleNamespace(kill=lambda: None)
+    listener: Listener | None = None
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def wait_ready(self) -> EngineInfo:
+        return FakeEngine().info
+
+    def listen(self, listener: Listener) -> None:
+        self.listener = listener
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def close(self, grace: float = 5.0) -> None:
+        pass
+
+
+@asynccontextmanager
+async def silent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[AsyncEngine, Callable[[], Awaitable[None]]]]:
+    """An engine that answers nothing, and what ends it and waits for the next one."""
+    monkeypatch.setattr(Deaths, "back_off", lambda self, now: 0.0)
+    bridge = AsyncEngine(FakeEngine().info, SilentLink(), SilentLink)  # type: ignore[arg-type]
+
+    async def die() -> None:
+        await asyncio.sleep(0)  # what was begun is asked
+        dead: Any = bridge.link
+        dead.listener.died("a test")
+        while bridge.link is dead or not bridge.healthy:
+            await asyncio.sleep(0.01)
+
+    bridge.start()
+    yield bridge, die
+    await bridge.stop()
+
+
+KILLER, OTHER = Grammar("regex", "a+"), Grammar("regex", "b+")
+
+
+def compiling(bridge: AsyncEngine, grammar: Grammar) -> asyncio.Future[None]:
+    return asyncio.ensure_future(bridge.compile(grammar, "", "regex", ""))
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_grammar_that_was_alone_in_two_deaths_is_refused(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked waits for it or leaves; a request that runs meanwhile is not suspected."""
+
+    async def scenario() -> None:
+        async with silent(monkeypatch) as (bridge, die):
+            for i in range(2):
+                innocent = bridge.submit(asking([1, 2, 3], f"innocent {i}"))
+                askers = [compiling(bridge, KILLER) for _ in range(2)]
+                await asyncio.sleep(0)
+                if not stays:
+                    for asker in askers:
+                        asker.cancel()
+                await die()
+                innocent.close()
+                kinds = {type(error) for error in await asyncio.gather(*askers, return_exceptions=True)}
+                assert kinds == {EngineDead if stays else asyncio.CancelledError}
+            with pytest.raises(RequestError, match="2 times while it compiled this grammar alone") as refused:
+                await compiling(bridge, KILLER)
+            assert refused.value.param == "regex"
+            bridge.submit(asking([1, 2, 3], "innocent")).close()
+            other = compiling(bridge, OTHER)
+            await die()
+            with pytest.raises(EngineDead):
+                await other
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_suspected_that_was_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with silent(monkeypatch) as (bridge, die):
+            for _ in range(2):
+                askers = [compiling(bridge, KILLER), compiling(bridge, OTHER)]
+                await die()
+                await asyncio.gather(*askers, return_exceptions=True)
+            answered = compiling(bridge, KILLER)
+            await asyncio.sleep(0)
+            link: Any = bridge.link
+            number = next(one.number for one in link.sent if isinstance(one, Compile))
+            link.listener.reply(Reply(number, None))
+            await answered
+            for i in range(2):  # what is answered is compiled no more: the request that runs is alone
+                running = bridge.submit(asking([1, 2, 3], f"a {i}"))
+                await die()
+                running.close()
+            with pytest.raises(RequestError, match="while it ran this request alone"):
+                bridge.submit(asking([1, 2, 3], "b"))
+
+    asyncio.run(scenario())
 
 
 def engine_of(process: subprocess.Popen[bytes]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead, EngineLink, Listener, Reply
-from draftwing.errors import RequestError
+from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.supervision import Deaths, Watchdog
@@ -96,6 +96,7 @@ class AsyncEngine:
         self._deaths = Deaths()
         self._streams: dict[str, Stream] = {}  # by uid of an unfinished request
         self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._compiles: dict[int, Grammar] = {}  # by number of what the engine compiles or will, whoever still waits
         self._numbers = itertools.count()
         self._known: tuple[float, dict[str, Any]] | None = None  # when this engine last gave its numbers, and these
         self._heard = False  # whether a message has come since the watchdog last looked
@@ -175,14 +176,19 @@ class AsyncEngine:
 
     async def compile(self, grammar: Grammar, text: str, param: str | None, client: str) -> None:
         """Has a grammar compiled, so that requests which have it begin at once; clients take turns. Raises RequestError
-        as `GrammarCompiler.compile`, or EngineDead. text: what a `Translator` has made of it."""
+        as `GrammarCompiler.compile` and for one that has stopped engines before, GenerationError where the engine
+        failed at it, or EngineDead. text: what a `Translator` has made of it."""
         self._check()
+        self._deaths.check_grammar(grammar, param)
         question = Compile(next(self._numbers), grammar, text, param, client)
+        self._compiles[question.number] = grammar
         try:
             refused = await self._reply(question)
         except asyncio.CancelledError:
             self.link.send(Drop(question.number))
             raise
+        if isinstance(refused, str):
+            raise GenerationError(refused)
         if refused is not None:
             raise RequestError(*refused)
 
@@ -270,6 +276,7 @@ class AsyncEngine:
 
     def _answer(self, reply: Reply) -> None:
         self._heard = True
+        self._compiles.pop(reply.number, None)
         future = self._questions.get(reply.number)
         if future is not None and not future.done():
             future.set_result(reply.value)
@@ -283,17 +290,25 @@ class AsyncEngine:
         if self.draining:
             self._fail(EngineDead(f"the engine stopped: {cause}; the server is shutting down"))
             return
-        alone = {id(stream): stream for stream in self._streams.values()}
-        if len(alone) == 1:
-            (stream,) = alone.values()
-            if stream.requests[0].name:  # clients' requests have one, health checks do not
-                self._deaths.suspect(stream.requests)
+        self._suspect()
         delay = self._deaths.back_off(time.monotonic())
         if delay is None:
             self._give_up(cause)
         else:
             self._fail(EngineDead(f"the engine stopped: {cause}; it is being restarted"))
             self._restarting = asyncio.ensure_future(self._restart(delay))
+
+    def _suspect(self) -> None:
+        """What was alone in the engine that died: a grammar that it compiled, where there is any, else requests."""
+        streams = {id(stream): stream for stream in self._streams.values()}
+        if self._compiles:
+            grammars = set(self._compiles.values())
+            if len(grammars) == 1:
+                self._deaths.suspect_grammar(grammars.pop())
+        elif len(streams) == 1:
+            (stream,) = streams.values()
+            if stream.requests[0].name:  # clients' requests have one, health checks do not
+                self._deaths.suspect(stream.requests)
 
     def _give_up(self, cause: str) -> None:
         logger.error("the engine stopped too often and is not restarted again: the server ends")
@@ -332,6 +347,7 @@ class AsyncEngine:
     def _fail(self, error: EngineDead) -> None:
         self.error = error
         self.observer.lost()
+        self._compiles.clear()
         for stream in set(self._streams.values()):
             stream.fail(error)
         for future in self._questions.values():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from draftwing.errors import RequestError
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Watchdog:
 
 
 class Deaths:
-    """Deaths of engines, the latest of them, and the requests that were alone in one."""
+    """Deaths of engines, the latest of them, and the requests and grammars that were alone in one."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque()
@@ -61,18 +62,28 @@ class Deaths:
 
     def suspect(self, requests: Sequence[GenerationRequest]) -> None:
         """Remembers requests that came together and were alone in the engine when it died."""
-        print_ = fingerprint(requests)
-        count = self._alone.pop(print_, 0) + 1
-        self._alone[print_] = count
-        if len(self._alone) > SUSPECTS:
-            del self._alone[next(iter(self._alone))]
-        if count == ALONE:
+        if self._count(fingerprint(requests)) == ALONE:
             grammar = requests[0].params.grammar
             logger.error(
                 "request %.100r was alone in the engine when it stopped, twice: it is refused from now on "
                 "(%d prompts, tokens of the first: %d, grammar: %s)",
                 requests[0].name, len(requests), len(requests[0].prompt_ids), grammar and grammar.kind,
             )  # fmt: skip
+
+    def suspect_grammar(self, grammar: Grammar) -> None:
+        """Remembers a grammar that was the only one being compiled when the engine died."""
+        if self._count(_grammar_print(grammar)) == ALONE:
+            logger.error(
+                "a grammar (%s, %d characters) was compiled alone when the engine stopped, twice: it is refused "
+                "from now on", grammar.kind, len(grammar.text),
+            )  # fmt: skip
+
+    def _count(self, print_: bytes) -> int:
+        count = self._alone.pop(print_, 0) + 1
+        self._alone[print_] = count
+        if len(self._alone) > SUSPECTS:
+            del self._alone[next(iter(self._alone))]
+        return count
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
         """Raises RequestError for requests that were alone in too many deaths."""
@@ -82,6 +93,14 @@ class Deaths:
             )
             raise RequestError(f"the engine stopped {ALONE} times while it ran this request alone; it is refused")
 
+    def check_grammar(self, grammar: Grammar, param: str | None) -> None:
+        """Raises RequestError for a grammar that was alone in too many deaths. param: the field that it came in."""
+        if ALONE in self._alone.values() and self._alone.get(_grammar_print(grammar), 0) >= ALONE:
+            logger.error("refused a grammar that was compiled alone when the engine stopped, twice: %s", grammar.kind)
+            raise RequestError(
+                f"the engine stopped {ALONE} times while it compiled this grammar alone; it is refused", param
+            )
+
 
 def fingerprint(requests: Sequence[GenerationRequest]) -> bytes:
     """The same for requests that ask for the same: by what they ask, not by their ids and seeds."""
@@ -90,3 +109,7 @@ def fingerprint(requests: Sequence[GenerationRequest]) -> bytes:
         asked = one._replace(uid="", name="", terms=None, params=one.params.replace(sampling_seed=None))
         digest.update(repr(asked).encode())
     return digest.digest()
+
+
+def _grammar_print(grammar: Grammar) -> bytes:
+    return blake2b(repr(grammar).encode(), digest_size=16).digest()

@@ -42,8 +42,8 @@ def test_clients_take_turns() -> None:
     blocked = Blocked()
     for key in ("a1", "a2", "a3", "b1", "b2", "c1"):
         blocked.put(key[0], key)
-    blocked.lanes.put(SMALL + 1, "~", "wait", lambda gone: None)  # `last` comes after all others
-    blocked.lanes.put(SMALL + 1, "~", "wait", lambda gone: None)
+    for i in range(2):
+        blocked.lanes.put(SMALL + 1, "~", f"wait {i}", lambda gone: None)  # `last` comes after all others
     assert blocked.finish() == ["first", "a1", "b1", "c1", "a2", "b2", "a3"]
 
 
@@ -63,6 +63,32 @@ def test_what_is_dropped_never_begins_or_is_told() -> None:
     assert not blocked.lanes.drop("a1") and not blocked.lanes.drop("nobody") and not blocked.lanes.drop("first")
     assert blocked.finish() == ["first", "a2"]
     assert blocked.gone
+
+
+class Key:
+    """Counts how often keys are compared."""
+
+    compared = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __eq__(self, other: object) -> bool:
+        Key.compared += 1
+        return isinstance(other, Key) and self.number == other.number
+
+
+def test_a_drop_does_not_look_through_all_that_waits() -> None:
+    blocked = Blocked()
+    for i in range(1000):
+        blocked.lanes.put(SMALL + 1, "a", Key(i), lambda gone: None)
+    Key.compared = 0
+    assert blocked.lanes.drop(Key(999)) and blocked.lanes.drop(Key(500)) and not blocked.lanes.drop(Key(1000))
+    assert Key.compared < 20
+    blocked.finish()
 
 
 def test_it_has_two_threads_however_much_waits() -> None:

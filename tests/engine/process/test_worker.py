@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -17,6 +17,10 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 
 A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
+
+
+class Panic(BaseException):
+    """As the library's, which are no exceptions."""
 
 
 class Grammars:
@@ -33,6 +37,8 @@ class Grammars:
         if grammar not in self.known:
             self.began.release()
             assert self.go.acquire(timeout=20)
+            if grammar.text == "too much":
+                raise Panic("it is too much")
             if grammar.text == "wrong":
                 raise RequestError("it is wrong", param)
             self.known.append(grammar)
@@ -64,6 +70,10 @@ class Posted(Worker):
         with self._news:
             self.messages.append(message)
             self._news.notify()
+
+    def die(self, error: BaseException) -> NoReturn:
+        self.post(error)
+        raise error
 
     def does(self, message: Any) -> None:
         self.obey(self.engine, message)  # type: ignore[arg-type]
@@ -115,7 +125,7 @@ def test_who_leaves_is_not_waited_for(worker: Posted) -> None:
     worker.does([request("waits", B)])
     worker.does(Drop(1))
     worker.does(Abort("waits"))
-    assert worker.messages == [[Output("waits", [], {"type": "abort", "message": "aborted"})]]
+    assert worker.messages == [Reply(1, None), [Output("waits", [], {"type": "abort", "message": "aborted"})]]
     worker.does(Abort("begun"))
     grammars.go.release(100)
     worker.does([request("next", B)])
@@ -124,3 +134,34 @@ def test_who_leaves_is_not_waited_for(worker: Posted) -> None:
     # The engine hears of an abort after the request, or of it twice.
     assert worker.engine.said == ["abort begun", "begun", "abort begun", "next"]
     assert grammars.known == [A, B]
+
+
+def failed(uid: str, words: str) -> list[Output]:
+    return [Output(uid, [], {"type": "abort", "message": words, "status_code": 500})]
+
+
+def test_what_a_grammar_raises_is_an_error_of_its_request(worker: Posted, caplog: pytest.LogCaptureFixture) -> None:
+    bad, words = Grammar("regex", "too much"), "the grammar could not be compiled: Panic: it is too much"
+    worker.engine.grammars.go.release(100)
+    worker.does(Compile(1, bad, "", None, ""))
+    worker.does([request("x", bad)])
+    worker.does(Compile(2, A, "", None, ""))
+    worker.until(lambda: len(worker.messages) == 3)
+    assert worker.messages == [Reply(1, words), failed("x", words), Reply(2, None)]
+    assert caplog.text.count("Panic: it is too much") == 2
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_of_its_request(worker: Posted) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    words = "the grammar could not be compiled: RuntimeError: can't start new thread"
+    worker.engine.grammars.go.release(100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        worker.does(Compile(1, A, "", None, ""))
+        worker.does([request("x", A)])
+    assert worker.messages == [Reply(1, words), failed("x", words)]
+    worker.does(Compile(2, A, "", None, ""))
+    worker.until(lambda: worker.messages[2:] == [Reply(2, None)])
+    assert not worker.engine.said

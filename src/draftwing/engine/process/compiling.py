@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
 
 SMALL = 16_384  # characters of a grammar
-
-
-class _Job(NamedTuple):
-    key: object
-    work: Callable[[Callable[[], bool]], None]
+Work = Callable[[Callable[[], bool]], None]
 
 
 class CompileLanes:
@@ -22,10 +17,11 @@ class CompileLanes:
         """failed: is told of what work raises, which it should not."""
         self._lanes = [_Lane(name, failed) for name in ("draftwing-compile-small", "draftwing-compile-large")]
 
-    def put(self, size: int, client: str, key: object, work: Callable[[Callable[[], bool]], None]) -> None:
+    def put(self, size: int, client: str, key: object, work: Work) -> None:
         """Queues `work`, which is given a function that says whether it was dropped meanwhile. size: of the grammar,
-        in characters.  key: to drop it by."""
-        self._lanes[size > SMALL].put(client, _Job(key, work))
+        in characters.  key: to drop it by, not None; no two are the same.  Raises RuntimeError where no thread can be
+        started."""
+        self._lanes[size > SMALL].put(client, key, work)
 
     def drop(self, key: object) -> bool:
         """Nobody wants it any more. Whether it had not begun, and never will; unknown keys are ignored."""
@@ -35,48 +31,48 @@ class CompileLanes:
 class _Lane:
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._name, self._failed = name, failed
-        self._clients: OrderedDict[str, deque[_Job]] = OrderedDict()  # whose turn is next first; none is empty
+        self._clients: OrderedDict[str, OrderedDict[object, Work]] = (
+            OrderedDict()
+        )  # whose turn is next first; none is empty
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._now: _Job | None = None
-        self._dropped = False  # what runs now
+        self._now: object = None  # the key of what runs
+        self._dropped = False  # whether what runs was
 
-    def put(self, client: str, job: _Job) -> None:
+    def put(self, client: str, key: object, work: Work) -> None:
         with self._changed:
-            self._clients.setdefault(client, deque()).append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._clients.setdefault(client, OrderedDict())[key] = work
             self._changed.notify()
 
     def drop(self, key: object) -> bool:
         with self._changed:
-            if self._now is not None and self._now.key == key:
+            if self._now == key:
                 self._dropped = True
             for client, jobs in self._clients.items():
-                for job in jobs:
-                    if job.key == key:
-                        jobs.remove(job)
-                        if not jobs:
-                            del self._clients[client]
-                        return True
+                if jobs.pop(key, None) is not None:
+                    if not jobs:
+                        del self._clients[client]
+                    return True
         return False
 
     def _run(self) -> None:
         try:
             while True:
-                job = self._next()
-                job.work(lambda: self._dropped)
+                self._next()(lambda: self._dropped)
                 with self._changed:
                     self._now = None
         except BaseException as error:
             self._failed(error)
 
-    def _next(self) -> _Job:
+    def _next(self) -> Work:
         with self._changed:
             self._changed.wait_for(lambda: self._clients)
             client, jobs = self._clients.popitem(last=False)
-            self._now, self._dropped = jobs.popleft(), False
+            (self._now, work), self._dropped = jobs.popitem(last=False), False
             if jobs:
                 self._clients[client] = jobs  # behind all others
-            return self._now
+            return work

@@ -55,8 +55,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Compile:
-    """A grammar that requests of `client` will have. A `Reply` of this number comes back: None, or the RequestError's
-    message and param. text: what a `Translator` has made of it.  param: the field that it came in."""
+    """A grammar that requests of `client` will have. A `Reply` of this number comes back, even after a `Drop`: None, or
+    the RequestError's message and param, or in words what else went wrong. text: what a `Translator` has made of it.
+    param: the field that it came in."""
 
     number: int
     grammar: Grammar
@@ -67,7 +68,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Drop:
-    """Nobody waits for the `Reply` of this number any more."""
+    """Nobody waits for the `Compile` of this number any more: it need not begin."""
 
     number: int
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.process.compiling import CompileLanes
+from draftwing.engine.process.compiling import CompileLanes, Work
 from draftwing.engine.process.link import Abort, Ask, Close, Compile, Died, Drop, Refused, Reply
 from draftwing.errors import CheckpointError, ConfigError, RequestError
 from draftwing.log import configure_logging
+from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -127,10 +128,14 @@ class Worker:
             else:
                 engine.abort(message.uid)
         elif isinstance(message, Compile):
-            size = len(message.grammar.text)
-            self._compiling.put(size, message.client, message.number, lambda gone: self._compile(engine, message))
+            self._later(
+                message.grammar, message.client, message.number,
+                lambda gone: self._compile(engine, message),
+                lambda words: self.post(Reply(message.number, words)),
+            )  # fmt: skip
         elif isinstance(message, Drop):
-            self._compiling.drop(message.number)
+            if self._compiling.drop(message.number):
+                self.post(Reply(message.number, None))  # it is compiled no more
         else:
             # One question at a time, on this thread: flushing waits for the step that runs.
             value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
@@ -147,7 +152,29 @@ class Worker:
             if gone():
                 engine.abort(request.uid)
 
-        self._compiling.put(len(grammar.text), request.client, request.uid, submit)
+        def fail(words: str) -> None:
+            self.post([Output(request.uid, [], {"type": "abort", "message": words, "status_code": 500})])
+
+        self._later(grammar, request.client, request.uid, submit, fail)
+
+    def _later(self, grammar: Grammar, client: str, key: object, work: Work, fail: Callable[[str], None]) -> None:
+        """Has a lane do `work`, which compiles a grammar. What it raises is of this grammar alone: the engine goes on,
+        and `fail` tells whoever asked."""
+
+        def failed(error: BaseException) -> None:
+            logger.error("a grammar could not be compiled", exc_info=error)
+            fail(f"the grammar could not be compiled: {type(error).__name__}: {error}")
+
+        def guarded(gone: Callable[[], bool]) -> None:
+            try:
+                work(gone)
+            except BaseException as error:  # a panic of the library is no Exception
+                failed(error)
+
+        try:
+            self._compiling.put(len(grammar.text), client, key, guarded)
+        except RuntimeError as error:  # no thread can be started
+            failed(error)
 
     def _submit(self, engine: Engine, request: GenerationRequest) -> None:
         try:
