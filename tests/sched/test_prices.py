@@ -230,3 +230,17 @@ def test_which_steps_are_a_price() -> None:
         steps.planned(number, True)
         found.append(steps.take(tree_step(number, PLAIN)))
     assert 2 <= sum(found) <= 4, "where all steps are behind prefills some are taken"
+
+
+def test_of_many_steps_without_drafts_one_in_four_is_a_price() -> None:
+    """And what is not one, because so many are, does not put off those behind prefills."""
+    steps = PricedSteps()
+    found = [steps.take(tree_step(number, PLAIN)) for number in range(204)]
+    assert found == [True] * 4 + [False, False, False, True] * 50
+    assert steps.take(tree_step(300, TREE)) and steps.take(tree_step(301, PLAIN))
+    steps, gap, longest = PricedSteps(), 0, 0
+    for number in range(1000):
+        steps.planned(number, True)
+        gap = 0 if steps.take(tree_step(number, PLAIN)) else gap + 1
+        longest = max(longest, gap)
+    assert longest == PricedSteps.UNPRICED

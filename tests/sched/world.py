@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -71,14 +72,20 @@ class World:
     def rate(self, shape: TreeShape, hits: Sequence[float]) -> float:
         return self.tokens(shape, hits) / self.seconds(shape, len(hits))
 
-    def run(self, policy: MostTokens, hits: Sequence[float], steps: int) -> tuple[float, list[TreeShape]]:
-        """-> tokens per second, and what was chosen"""
+    def run(self, policy: MostTokens, hits: Sequence[float], steps: int, lag: int = 0) -> tuple[float, list[TreeShape]]:
+        """lag: steps that are chosen before a step's result comes  -> tokens per second, and what was chosen"""
         load, tokens, seconds, chosen = Load([MAX_CONFIDENCE] * len(hits), 0), 0.0, 0.0, []
+        flying: deque[tuple[TreeShape, StepResult]] = deque()
         for _ in range(steps):
             shape = policy.choose(load)
-            policy.record(shape, load, self.step(shape, hits))
+            flying.append((shape, self.step(shape, hits)))
+            if len(flying) > lag:
+                ended, result = flying.popleft()
+                policy.record(ended, load, result)
             tokens, seconds = tokens + self.tokens(shape, hits), seconds + self.seconds(shape, len(hits))
             chosen.append(shape)
+        for ended, result in flying:
+            policy.record(ended, load, result)
         return tokens / seconds, chosen
 
 

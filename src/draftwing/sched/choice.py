@@ -30,7 +30,8 @@ class ShapeChoice:
         """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one."""
         confidences = [req.confidence if req.may_draft and not req.slow else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
-        return Load(confidences, _context(ready), longer, whole)
+        newest = max((req.admission for req in ready), default=0)
+        return Load(confidences, _context(ready), longer, whole, newest)
 
     def planned(self, step: int, behind_prefill: bool) -> None:
         """The tree step of this number is planned, right behind a prefill or not."""

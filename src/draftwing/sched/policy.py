@@ -23,12 +23,14 @@ class Load(NamedTuple):
     confidences: of each row, the drafter's; 0 where nothing can be proposed.  context: tokens in the KV of all rows.
     longer: seconds that the step may take beyond one without drafts, because of what kept these rows waiting before it.
     whole: whether trees are verified whole, as those of rows are that ask for more than drafts and sampling.
+    newest: number of the last admission among the rows; larger than before where a request is new.
     """
 
     confidences: Sequence[int]
     context: int = 0
     longer: float = math.inf
     whole: bool = False
+    newest: int = 0
 
 
 class ShapePolicy(Protocol):
@@ -46,13 +48,13 @@ class ShapePolicy(Protocol):
 
     def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
         """Learns what a step of `shape` gave. load: what was known of its rows; confidence 0 where a row says nothing.
-        plain: whether the step had no rows that ask for more than drafts and sampling, so that its time says something.
+        plain: whether its seconds are a price of the shape.
         """
         ...
 
     def explain(self, load: Load) -> list[dict[str, Any]]:
         """Returns for each option: `shape`, `price_ms`, `gain` (expected accepted drafts of the batch), `rate`
-        (expected tokens per second) and whether it is `chosen`."""
+        (expected tokens per second) and whether it is `chosen`: runs next, tries aside."""
         ...
 
 
@@ -136,13 +138,14 @@ class Kept(NamedTuple):
     until: int
     confidences: Sequence[int]
     whole: bool
+    newest: int
 
 
 class MostTokens:
     """Chooses the option with the most expected tokens per second: (rows + expected accepted drafts) / price.
 
     A choice is kept for some steps, the more the longer it has been the best: to look costs the host time, and where
-    nothing is worth drafting to try costs more. Other rows than those that it was for end it.
+    nothing is worth drafting to try costs more. New requests end it, and so do rows that promise something else.
     """
 
     PROBING = 0.008  # share of the time that options may cost that are only tried to learn from them
@@ -153,7 +156,7 @@ class MostTokens:
     MOST = 1024  # queries of a step; more never pay
     KEPT = 4  # most steps that a choice of drafts is kept for
     REST = LAG - 2  # the same where nothing is drafted. A drafter that lags has to catch up about as often in any case
-    PRICED = 4  # steps without drafts, while none are chosen for long: one in so many corrects prices
+    LATE = 4  # steps after which the result of a try that has not come never will
     ENTRY = 8  # steps that drafting is taken to go on for once it has begun: they share what it costs to begin
     NEWS = 0.1  # drafts of a row: a try that raises what an option is expected to bring by more is followed by another
     DRIFT = 1.01  # with each time that the drafter catches up: what it takes at least may change
@@ -168,12 +171,12 @@ class MostTokens:
         self._ran: dict[tuple[int, int], int] = {}  # the step in which an option last ran, with about so many rows
         self._steps = self._looked = 0
         self._allowance = 0.0  # seconds that may be lost by trying
-        self._kept = Kept(self._plain, 0, (), False)
-        self._trying: int | None = None  # an option whose step has not ended yet
+        self._kept = Kept(self._plain, 0, (), False, 0)
+        self._tries: dict[int, int] = {}  # options that are tried, and the step of each, whose result has not come yet
         self._promising: int | None = None  # one that brought more than was expected when it was tried
         self._best_before = self._plain
         self._pause = 1  # steps that the next choice is kept for
-        self._catch_up = math.inf  # seconds that the drafter takes at least to catch up; not known
+        self._catch_up: dict[int, float] = {}  # seconds that the drafter takes at least, with about so many rows
 
     def choose(self, load: Load) -> TreeShape:
         if not any(load.confidences):
@@ -186,8 +189,10 @@ class MostTokens:
     def _holds(self, load: Load) -> bool:
         """Whether the last choice is good for this step, too. Where nothing is drafted for these rows nothing is for
         rows that promise less."""
-        index, until, confidences, whole = self._kept
+        index, until, confidences, whole, newest = self._kept
         if self._steps > until or len(load.confidences) != len(confidences) or load.whole is not whole:
+            return False
+        if load.newest > newest:
             return False
         if index != self._plain:
             return load.longer == math.inf and load.confidences == confidences
@@ -196,26 +201,33 @@ class MostTokens:
         )
 
     def _look(self, load: Load) -> Kept:
-        rates, prices, tokens = self._rates(load, self._entry())
+        once = Kept(0, self._steps, load.confidences, load.whole, load.newest)
+        rates, prices, tokens = self._rates(load, self._entry(load))
         if not prices:
-            return Kept(0, self._steps, load.confidences, load.whole)
+            return once
         best, since = self._best(rates), self._steps - self._looked
         self._looked = self._steps
         self._allowance = min(self._allowance + self.PROBING * prices[best] * since, 4 * prices[best])
+        self._tries = {i: step for i, step in self._tries.items() if self._steps - step <= self.LATE}
         tried = self._to_try(load, best, rates, prices, tokens)
         chosen = best if tried is None else tried
         self._ran[chosen, len(load.confidences).bit_length()] = self._steps
-        if tried is not None or load.longer < math.inf:
-            return Kept(chosen, self._steps, load.confidences, load.whole)
+        if self._tries or load.longer < math.inf:  # what a try brings may change the choice
+            return once._replace(option=chosen)
+        if load.newest > self._kept.newest:  # the text may be another
+            self._pause = 1
         most = self.REST if chosen == self._plain else self.KEPT
         self._pause = min(2 * self._pause, most) if best == self._best_before else 1
         self._best_before = best
-        return Kept(chosen, self._steps + self._pause - 1, load.confidences, load.whole)
+        return once._replace(option=chosen, until=self._steps + self._pause - 1)
 
-    def _entry(self) -> float:
+    def _entry(self, load: Load) -> float:
         """Seconds that it costs to begin to draft, where the drafter has to catch up first. What it takes for each
         token is not counted: it is only put off."""
-        return self._catch_up if self._lags(self._kept.option) and self._catch_up < math.inf else 0.0
+        if not self._lags(self._kept.option):
+            return 0.0
+        known = self._catch_up
+        return known.get(len(load.confidences).bit_length()) or min(known.values(), default=0.0)
 
     def _lags(self, index: int) -> bool:
         """Whether a drafter with a model may not see the steps of an option."""
@@ -254,10 +266,10 @@ class MostTokens:
     ) -> int | None:
         """An option of which too little is known, if trying it is within the allowance: the one that looks best."""
         found, loss, urgency, bucket = None, 0.0, (False, 0.0), len(load.confidences).bit_length()
-        confidences, entry = {c for c in load.confidences if c}, self._entry() * (1 - 1 / self.ENTRY)
+        confidences, entry = {c for c in load.confidences if c}, self._entry(load) * (1 - 1 / self.ENTRY)
         stale = max(self.STALE, self._pause)
         for i in rates:
-            if i == best:
+            if i == best or i in self._tries:
                 continue
             priced = self.prices.known(self.menu[i], len(load.confidences))
             told = self._steps if i == self._plain else self._gains.told(i, confidences)
@@ -272,22 +284,26 @@ class MostTokens:
             lost = max(seconds - tokens[i] / rates[best], 0.0) * (1.0 if priced else self.UNPRICED)
             if lost <= self._allowance and (found is None or (outdated, rates[i]) > urgency):
                 found, loss, urgency = i, lost, (outdated, rates[i])
-        self._promising, self._trying = None, found
+        if self._promising in (best, found):  # else it waits until a try is within the allowance
+            self._promising = None
         if found is not None:
+            self._tries[found] = self._steps
             self._allowance -= loss
         return found
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
-        if result.catching_up:
-            self._catch_up = min(self.DRIFT * self._catch_up, result.catching_up)
-        if plain and (shape.depth or self._steps >= self._kept.until or self._steps % self.PRICED == 0):
+        index, bucket = self.menu.index(shape), len(load.confidences).bit_length()
+        if result.catching_up and not self._lags(index):  # others are of rows that are released, or far behind
+            known = self._catch_up.get(bucket, math.inf)
+            self._catch_up[bucket] = min(self.DRIFT * known, result.catching_up)
+        if plain:
             seconds = result.seconds - result.catching_up
             self.prices.record(shape, len(load.confidences), load.context, seconds)
+        tried = self._tries.pop(index, None) is not None
         if shape.depth and any(load.confidences):
-            index = self.menu.index(shape)
-            tried, counts = index == self._trying, Counter(load.confidences)
+            counts = Counter(load.confidences)
             before = self._gains.expected(index, counts) if tried else 0.0
             alone = tried and self._best_before == self._plain
             self._gains.learn(index, load.confidences, result, self._steps, alone)
@@ -297,7 +313,7 @@ class MostTokens:
     def explain(self, load: Load) -> list[dict[str, Any]]:
         rates, prices, tokens = self._rates(load)
         batch = len(load.confidences)
-        chosen = self._best(rates) if rates else self._plain
+        chosen = self._next(load)
         return [
             {
                 "shape": shape,
@@ -308,3 +324,12 @@ class MostTokens:
             }
             for i, shape in enumerate(self.menu)
         ]
+
+    def _next(self, load: Load) -> int:
+        """What the next step of these rows runs, unless something is tried in it."""
+        if not any(load.confidences):
+            return self._plain
+        if self._steps < self._kept.until and self._holds(load):
+            return self._kept.option
+        rates, *_ = self._rates(load, self._entry(load))
+        return self._best(rates) if rates else 0

@@ -228,10 +228,12 @@ class PricedSteps:
     """Which steps' seconds are a price of their shape."""
 
     UNPRICED = 64  # tree steps in turn without a price; then one behind a prefill gives it all the same
+    PRICED = 4  # steps without drafts, once as many have run in turn: one in so many is a price
 
     def __init__(self) -> None:
         self._behind_prefills: set[int] = set()  # numbers of steps in flight
         self._since = 0  # tree steps since the last that was a price
+        self._plain = 0  # steps without drafts in turn
 
     def planned(self, step: int, behind_prefill: bool) -> None:
         """The tree step of this number is planned, right behind a prefill or not."""
@@ -243,10 +245,12 @@ class PricedSteps:
 
         Not where a row wants more than drafts and sampling. A step behind a prefill takes longer on a CPU, whose caches
         it finds full of other things; these are mostly plain ones (`Pace.longer`), which would look dearer than others
-        beside drafts."""
+        beside drafts. Nor are most of many steps without drafts in turn, for it costs the host time."""
         behind = plan.step in self._behind_prefills
         self._behind_prefills.discard(plan.step)
-        price = not plan.special and (not behind or self._since >= self.UNPRICED)
+        self._plain = 0 if plan.shape.depth else self._plain + 1
+        spared = self._plain > self.PRICED and self._since < self.PRICED - 1
+        price = not plan.special and not spared and (not behind or self._since >= self.UNPRICED)
         self._since = 0 if price else self._since + 1
         return price
 
