@@ -240,6 +240,7 @@ def test_new_requests_end_a_rest() -> None:
     for _ in range(8):
         policy.choose(load)
     assert not looks
+    policy.choose(load._replace(newest=3, longer=0.0))  # right behind their prefill
     for _ in range(8):
         policy.choose(load._replace(newest=3))
     assert len(looks) >= 3

@@ -201,7 +201,9 @@ class MostTokens:
         )
 
     def _look(self, load: Load) -> Kept:
-        once = Kept(0, self._steps, load.confidences, load.whole, load.newest)
+        once = Kept(0, self._steps, load.confidences, load.whole, max(load.newest, self._kept.newest))
+        if load.newest > self._kept.newest:  # the text may be another
+            self._pause = 1
         rates, prices, tokens = self._rates(load, self._entry(load))
         if not prices:
             return once
@@ -214,8 +216,6 @@ class MostTokens:
         self._ran[chosen, len(load.confidences).bit_length()] = self._steps
         if self._tries or load.longer < math.inf:  # what a try brings may change the choice
             return once._replace(option=chosen)
-        if load.newest > self._kept.newest:  # the text may be another
-            self._pause = 1
         most = self.REST if chosen == self._plain else self.KEPT
         self._pause = min(2 * self._pause, most) if best == self._best_before else 1
         self._best_before = best
