@@ -125,6 +125,9 @@ class FakeEngine:
             "committed_tokens": 3,
         }
 
+    def measure_read_rate(self) -> None:
+        pass
+
     def idle(self) -> bool:
         return not self.running and self._inbox.empty()
 
