@@ -23,7 +23,9 @@ def plain(smollm2_path):
 
 @pytest.fixture(scope="module")
 def ngram(smollm2_path):
-    with LLM("smollm2", speculative_algorithm="NGRAM", max_total_tokens=4096, max_running_requests=8) as llm:
+    """Of a fixed shape: whether answers so short are drafted would else depend on what steps cost on this machine."""
+    options = dict(speculative_algorithm="NGRAM", speculative_fixed_shape=True, max_running_requests=8)
+    with LLM("smollm2", max_total_tokens=4096, **options) as llm:
         yield llm
 
 
