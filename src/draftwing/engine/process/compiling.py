@@ -31,9 +31,8 @@ class CompileLanes:
 class _Lane:
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._name, self._failed = name, failed
-        self._clients: OrderedDict[str, OrderedDict[object, Work]] = (
-            OrderedDict()
-        )  # whose turn is next first; none is empty
+        # By client, whose turn is next first; none is empty.
+        self._clients: OrderedDict[str, OrderedDict[object, Work]] = OrderedDict()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._now: object = None  # the key of what runs
