@@ -214,18 +214,18 @@ class Pinned:
 
 @contextmanager
 def pinned(engine: Engine, shape: TreeShape) -> Iterator[None]:
-    sched: Any = engine.parts.sched
-    policy = sched.policy
-    sched.policy = Pinned(policy, shape)
+    choice: Any = engine.parts.sched.choice
+    policy = choice.policy
+    choice.policy = Pinned(policy, shape)
     try:
         yield
     finally:
-        sched.policy = policy
+        choice.policy = policy
 
 
 def fixed_shapes(engine: Engine) -> list[TreeShape]:
     """Shapes of the menu that verify all nodes that are drafted by all drafters: what a user can pin."""
-    menu = engine.parts.sched.policy.menu
+    menu = engine.parts.sched.choice.policy.menu
     return [shape for shape in menu if not shape.verified and not shape.by]
 
 

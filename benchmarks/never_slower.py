@@ -117,7 +117,9 @@ def measure_costs(engine: Any, texts: Texts, requests: Sequence[int]) -> Costs:
             engine.flush_cache()
             with watched(engine) as seen:
                 drive(engine, jobs, count)
-        steps[count] = statistics.median(step.seconds for step in seen if step.kind == "tree" and step.rows == count)
+        trees = [step for step in seen if step.kind == "tree"]
+        most = max(step.rows for step in trees)  # all of them, unless some had ended before others began
+        steps[count] = statistics.median(step.seconds for step in trees if step.rows == most)
     engine.flush_cache()
     prompt = texts.prompts("random", min(2000, engine.info.context_length // 2), 1, 100000)
     _, seconds, _ = drive(engine, jobs_of(prompt, 0.0, 1), 1)

@@ -43,8 +43,8 @@ class FixedPlain:
 
 def held(llm: LLM) -> LLM:
     """The engine with its policy held at plain decoding."""
-    sched = llm.engine.parts.sched
-    sched.policy = FixedPlain(sched.policy)
+    choice = llm.engine.parts.sched.choice
+    choice.policy = FixedPlain(choice.policy)
     return llm
 
 

@@ -197,11 +197,12 @@ def test_load_change(modules: dict[str, ModuleType], engines: list[Engine]) -> N
 
 def test_pinned(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
     runs, engine = modules["load_runs"], engines[1]
-    policy = engine.parts.sched.policy
-    shape = policy.menu[0]
-    with runs.pinned(engine, shape):
-        pinned = engine.parts.sched.policy
-        assert pinned.menu == policy.menu
-        assert (pinned.choose([0, 2]), pinned.choose([0, 0])) == (shape, PLAIN)
-    assert engine.parts.sched.policy is policy
+    policy = engine.parts.sched.choice.policy
+    jobs = [runs.Job([5, 6, 7, 5, 6, 7, 5], runs.sampling(0.0, 12, 0))]
+    for shape in (policy.menu[0], PLAIN):
+        with runs.pinned(engine, shape), runs.watched(engine) as steps:
+            runs.drive(engine, jobs, 1)
+        assert {step.shape for step in steps if step.kind == "tree"} <= {shape, PLAIN}
+        assert shape in {step.shape for step in steps if step.kind == "tree"}
+    assert engine.parts.sched.choice.policy is policy
     assert runs.name_of(TreeShape(3, 2, 6)) == "3-2-6"

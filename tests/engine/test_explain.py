@@ -21,7 +21,7 @@ class Sched:
     """A scheduler whose load is set, with a policy that drafts nothing."""
 
     def __init__(self) -> None:
-        self.policy, self.requests, self.asked = self, 2, 0
+        self.choice, self.policy, self.requests, self.asked = self, self, 2, 0
 
     def load(self) -> Any:
         return SimpleNamespace(confidences=[1] * self.requests, context=100 * self.requests)

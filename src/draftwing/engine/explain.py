@@ -39,7 +39,7 @@ class Explainer:
         if not requests:
             return
         self._reported = at
-        self.now = report(self._sched.policy.explain(load), requests, load.context)
+        self.now = report(self._sched.choice.policy.explain(load), requests, load.context)
         if self.busiest is None or requests >= self.busiest["requests"]:
             self.busiest = self.now
         if self._logs and at >= self._logged + LOG_SECONDS:

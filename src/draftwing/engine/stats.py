@@ -154,7 +154,7 @@ class Reporter:
         self._credited = {name: np.asarray([name in names for names in credited]) for name in names}
         self._usual = dict.fromkeys(name for names in credited[1:] for name in names)  # who drafts for every request
         for name in self._usual:  # so that totals are there before the first draft
-            self._counts(name).grow(max(shape.depth for shape in sched.policy.menu))
+            self._counts(name).grow(max(shape.depth for shape in sched.choice.policy.menu))
         self._watched: float | None = None  # when the last result was there; None after a pause
         # Plain steps and their average seconds, by bit length of the batch size.
         self._plain: dict[int, tuple[int, float]] = {}

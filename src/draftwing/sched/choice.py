@@ -17,14 +17,14 @@ class ShapeChoice:
 
     def __init__(self, policy: ShapePolicy, pace: Pace, draws_alike: bool) -> None:
         """draws_alike: see `SchedulerConfig`."""
-        self._policy, self._pace, self._draws_alike = policy, pace, draws_alike
+        self.policy, self._pace, self._draws_alike = policy, pace, draws_alike
         self._priced = PricedSteps()
 
     def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk]) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before."""
-        if not self._policy.sees_predictions and all(req.request.prediction for req in ready):
-            return self._policy.menu[0]
-        return self._policy.choose(self.load(ready, self._pace.longer(prefilled)))
+        if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
+            return self.policy.menu[0]
+        return self.policy.choose(self.load(ready, self._pace.longer(prefilled)))
 
     def load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
         """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one."""
@@ -43,11 +43,11 @@ class ShapeChoice:
             self._pace.record(plan.chunks, result.seconds)
         else:
             self._pace.record_step(result.seconds)
-            self._policy.record(plan.shape, self._load_before(live), result, self._priced.take(plan))
+            self.policy.record(plan.shape, self._load_before(live), result, self._priced.take(plan))
 
     def _load_before(self, live: Sequence[Req | None]) -> Load:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
-        sees = self._policy.sees_predictions
+        sees = self.policy.sees_predictions
         confidences = [
             0 if req is None or req.limited or req.slow or (req.request.prediction and not sees) else req.confidence
             for req in live

@@ -70,7 +70,6 @@ class Scheduler:
         """spans: page-table entries past kv_len that a step of each shape in the policy's menu may write."""
         assert set(policy.menu) <= set(spans) and max(spans.values()) <= config.max_span
         self.config = config
-        self.policy = policy
         self.spans = spans
         room = config.max_span + max(shape.max_commit for shape in policy.menu)
         self.kv = KVManager(config.slots, config.max_rows, config.lookahead, config.radix, room)
@@ -85,7 +84,7 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._pace = Pace()
-        self._choice = ShapeChoice(policy, self._pace, config.draws_alike)
+        self.choice = ShapeChoice(policy, self._pace, config.draws_alike)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._catch_ups = CatchUps(config.lagging, config.lag)
         self._news: list[Output] = []
@@ -216,7 +215,7 @@ class Scheduler:
         ready = self._ready()
         if not ready:
             return None
-        shape = self._choice.choose(ready, self._prefilled)
+        shape = self.choice.choose(ready, self._prefilled)
         span = self.spans[shape]
         ahead = self.kv.ahead(ready, span, self.config.ahead)
         chosen = []
@@ -232,13 +231,13 @@ class Scheduler:
         for req in chosen:
             req.bound += most
             req.inflight += 1
-        self._choice.planned(self._steps, bool(self._prefilled))
+        self.choice.planned(self._steps, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
     def load(self) -> Load:
         """Of a step that ran now; for whoever explains."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        return self._choice.load(ready)
+        return self.choice.load(ready)
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(
@@ -287,7 +286,7 @@ class Scheduler:
         request is no longer the one that was planned are skipped."""
         live = [self._live(*place) for place in zip(plan.rows.tolist(), plan.admission.tolist(), strict=True)]
         self.stale_results += live.count(None)
-        self._choice.record(plan, live, result)
+        self.choice.record(plan, live, result)
         logprobs = dict(zip((i for i, _ in plan.logprobs), result.logprobs, strict=True))
         for part, values in zip(plan.prompt_parts, result.prompt_logprobs, strict=True):
             if (req := live[part.chunk]) is not None:

@@ -67,7 +67,7 @@ def test_the_text_is_that_of_a_cold_engine(
 
 def test_every_shape_has_a_price(checkpoint: Path, unhurried: None) -> None:
     with load(checkpoint, **NGRAM) as llm:
-        prices, menu = llm.engine.parts.prices, llm.engine.parts.sched.policy.menu
+        prices, menu = llm.engine.parts.prices, llm.engine.parts.sched.choice.policy.menu
         assert prices.complete and PLAIN in menu and len(menu) > 1
         points = {point[:3] for point in prices.points()}
         assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in prices.points())
