@@ -117,6 +117,8 @@ class FakeEngine:
             "progress": self.steps if self.stepping else None,
             "running": len(self.running),
             "waiting": 0,
+            "waiting_tokens": 0,
+            "uncomputed_tokens": 0,
             "free_tokens": 4 * CONTEXT,
             "cached_tokens": 0,
             "accept_length": 1.5,

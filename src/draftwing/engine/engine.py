@@ -32,7 +32,7 @@ from draftwing.requests.logits_processors import apply, find_processor, load_pro
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.guidance import BoundProcessor
-from draftwing.sched.req import Req
+from draftwing.sched.req import Req, ReqState
 from draftwing.text.bad_words import bad_word_ids
 from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
@@ -133,10 +133,14 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counts of the scheduler, the executor and the reporter; during a step they may be of different moments."""
         sched = self.parts.sched
+        waiting = sum(len(req.tokens) for req in list(sched.waiting))
+        begun = sum(len(req.tokens) - req.sent for req in list(sched.running) if req.state is ReqState.PREFILL)
         return {
             "progress": self._progress.now,
             "running": len(sched.running),
             "waiting": len(sched.waiting),
+            "waiting_tokens": waiting,
+            "uncomputed_tokens": waiting + begun,  # of prompts; what is cached of those that wait is not yet known
             "free_tokens": sched.kv.pool.available,
             "cached_tokens": sched.kv.radix.evictable,
             "accept_length": self.accept_length,

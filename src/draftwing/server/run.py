@@ -20,7 +20,9 @@ from draftwing.errors import ConfigError
 from draftwing.models.hub import resolve_model
 
 if TYPE_CHECKING:
+    from draftwing.server.engine_client import AsyncEngine
     from draftwing.server.telemetry.observer import Watcher
+    from draftwing.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
@@ -33,29 +35,41 @@ def serve(options: Options) -> None:
         if options.trust_remote_code:
             logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never executed")
         watchers = open_watchers(options, read_keys(options))
-        # Here, so that only one process downloads; the engine's then finds the files.
-        path = resolve_model(options.model, options.revision, weights=not options.dummy)
-        spawn = partial(EngineLink, options)
-        link = spawn()
-        engine = None
-        try:
-            # Not before: the other process loads the engine while these are imported.
-            from draftwing.server.engine_client import AsyncEngine
+        with opened(options) as (engine, tokenizer):
             from draftwing.server.listen import make_server
-            from draftwing.text.tokenizer import load_tokenizer
 
-            tokenizer_path = path
-            if options.tokenizer_path:
-                tokenizer_path = resolve_model(options.tokenizer_path, options.revision, weights=False)
-            tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
-            engine = AsyncEngine(link.wait_ready(), link, spawn)
             server = make_server(engine, tokenizer, watchers, STOP_SECONDS, sock.getsockname()[1])
             server.run(sockets=[sock])
             if server.lost:
                 raise SystemExit(1)
-        finally:
-            # Whatever happened, no process is left. After a graceful end it is gone already.
-            (engine.link if engine is not None else link).close(0)
+
+
+@contextlib.contextmanager
+def opened(options: Options) -> Iterator[tuple[AsyncEngine, Tokenizer]]:
+    """The engine's process, ready, and the tokenizer; at the end the process is gone, whatever happened.
+
+    Raises ConfigError, CheckpointError or EngineDead.
+    """
+    # Here, so that only one process downloads; the engine's then finds the files.
+    path = resolve_model(options.model, options.revision, weights=not options.dummy)
+    spawn = partial(EngineLink, options)
+    link = spawn()
+    engine = None
+    try:
+        # Not before: the other process loads the engine while these are imported.
+        import draftwing.server.listen  # noqa: F401
+        from draftwing.server.engine_client import AsyncEngine
+        from draftwing.text.tokenizer import load_tokenizer
+
+        tokenizer_path = path
+        if options.tokenizer_path:
+            tokenizer_path = resolve_model(options.tokenizer_path, options.revision, weights=False)
+        tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
+        engine = AsyncEngine(link.wait_ready(), link, spawn)
+        yield engine, tokenizer
+    finally:
+        # After a graceful end it is gone already.
+        (engine.link if engine is not None else link).close(0)
 
 
 def open_watchers(options: Options, keys: Sequence[ApiKey] = ()) -> list[Watcher]:

@@ -22,7 +22,7 @@ from draftwing.server.border.keys import Allowances, Bucket
 from draftwing.server.telemetry.observer import AnswerRecord
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BOGUS")
-FREE = {"/health", "/health_generate", "/", "/ui/assets/page.js"}
+FREE = {"/health", "/health_generate", "/liveness", "/readiness", "/", "/ui/assets/page.js"}
 KEYS = """
 [alice]
 key = "sk-alice"
@@ -79,11 +79,16 @@ def test_every_route_and_method_needs_the_key() -> None:
 
 @pytest.mark.parametrize(
     ("choice", "free"),
-    [("none", []), ("metrics", ["/metrics"]), ("docs", ["/docs", "/openapi.json"]), ("all", ["/metrics", "/docs"])],
+    [
+        ("none", []),
+        ("metrics", ["/metrics", "/v1/loads"]),
+        ("docs", ["/docs", "/openapi.json"]),
+        ("all", ["/metrics", "/docs"]),
+    ],
 )
 def test_metrics_and_docs_by_option(choice: str, free: list[str]) -> None:
     with serving(api_key="secret", public_endpoints=choice) as (client, _):
-        for path in ("/metrics", "/docs", "/redoc", "/openapi.json", "/server_info"):
+        for path in ("/metrics", "/v1/loads", "/docs", "/redoc", "/openapi.json", "/server_info"):
             status = client.get(path).status_code
             assert status in (200, 401) and (status == 200 or path not in free)
             assert client.post(path).status_code == client.options(path).status_code == 401

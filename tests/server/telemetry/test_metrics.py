@@ -53,6 +53,7 @@ PEERS = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge",
     "vllm:num_preemptions": "counter",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
@@ -400,6 +401,7 @@ def test_names_and_types() -> None:
 
 def test_labels_of_vllm() -> None:
     assert {s.name: s.labels for s in SERIES if s.labels and s.name.startswith("vllm:")} == {
+        "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
         "vllm:request_success_total": ("finished_reason",),
         "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("position",),
     }

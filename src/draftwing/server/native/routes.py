@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import shlex
 import sys
 import time
@@ -15,22 +14,18 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, Response
 
 import draftwing
-from draftwing.engine.process.link import EngineDead
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, Chats
 from draftwing.server.encoding import encode
-from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import json_response, read_body, respond, schema, unless_disconnected
+from draftwing.server.native.probes import add_probes
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from draftwing.server.openai.schema import conversation
 from draftwing.server.service import Service
-
-HEALTH_SECONDS = 20  # how long /health_generate waits for its token
-PROBE_SECONDS = 1.0  # how long a token is proof enough
 
 
 def add_native_routes(app: FastAPI, service: Service, chats: Chats) -> None:
@@ -69,47 +64,9 @@ def _add_generate(app: FastAPI, service: Service) -> None:
         return Response(status_code=200)
 
 
-class Probe:
-    """Asks the engine for a token. Needs no key, so it costs no more than one at a time, and one a second."""
-
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        self._running: asyncio.Task[bool] | None = None
-        self._ended = -math.inf
-
-    async def ask(self) -> bool:
-        """Whether a token came, now or within the last second."""
-        fresh = time.monotonic() - self._ended < PROBE_SECONDS and self._engine.healthy
-        if self._running is None or (self._running.done() and not fresh):
-            self._running = asyncio.ensure_future(self._try())
-        return await asyncio.shield(self._running)  # whoever leaves does not end it for the others
-
-    async def _try(self) -> bool:
-        request = GenerationRequest(
-            uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        )
-        try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                async for _ in self._engine.generate(request):
-                    pass
-        except (EngineDead, TimeoutError):
-            return False
-        self._ended = time.monotonic()
-        return True
-
-
 def _add_operations(app: FastAPI, service: Service) -> None:
     engine = service.engine
-    probe = Probe(engine)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if engine.healthy else 503)
-
-    @app.get("/health_generate")
-    async def health_generate() -> Response:
-        """As /health, but the engine has to give a token; it gives one a second at most, however many ask."""
-        return Response(status_code=200 if await probe.ask() else 503)
+    add_probes(app, engine)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -37,6 +37,7 @@ _BUCKETS = {
     "e2e_request_latency_seconds": (*LATENCY, 600, 1200, 1800, 2400),
 }
 REASONS = ("stop", "length", "abort", "error")
+BLOCK = 16  # tokens in which a router that is told the size of the pool counts prefixes; the pool itself has none
 
 
 # Rows of `name{labels} key: help`, see `Series`.
@@ -64,6 +65,8 @@ sglang:spec_verify_calls_total -: verify steps of requests that have ended
 vllm:num_requests_running running: requests that run
 vllm:num_requests_waiting waiting: requests that wait
 vllm:kv_cache_usage_perc usage: share of the KV pool that running requests hold; 1 is all of it
+vllm:cache_config_info{block_size,num_gpu_blocks} cache_config: 1; its labels are the size of the KV pool, \
+in blocks as routers count prefixes
 vllm:num_preemptions_total retractions: times that a running request went back to the queue because memory was short
 vllm:prefix_cache_queries_total queried_tokens: prompt tokens that were looked up in the prefix cache
 vllm:prefix_cache_hits_total hit_tokens: prompt tokens that were found in the prefix cache
@@ -236,6 +239,7 @@ def engine_numbers(stats: Mapping[str, Any], capacity: int) -> dict[str, Number]
         last |= {"accept_length": 0.0, "accept_rate": 0.0}
     used = capacity - stats["free_tokens"] - stats["cached_tokens"]
     numbers: dict[str, Number] = {**stats, **last, "used": used, "usage": used / capacity, "capacity": capacity}
+    numbers["cache_config"] = {(str(BLOCK), str(capacity // BLOCK)): 1}
     if not drafters:
         return numbers
     drafted: dict[str, Any] = stats["drafted"]  # here once what several drafters have proposed

@@ -20,7 +20,8 @@ from draftwing.core import Output
 from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
-UNOBSERVED = frozenset({"/health", "/health_generate", "/metrics"})  # asked for by machines, again and again
+# Asked for by machines, again and again.
+UNOBSERVED = frozenset({"/health", "/health_generate", "/liveness", "/readiness", "/metrics", "/v1/loads"})
 
 
 class Text(Protocol):

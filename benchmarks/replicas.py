@@ -1,0 +1,181 @@
+"""Several replicas behind one address against one of them: throughput, and how many prompt tokens were cached.
+
+Requests come in groups that share a long beginning, as those of one system prompt do. So a balancer that looks at
+prompts keeps a group at one replica, and one that does not computes its beginning once in each of them. Any balancer
+will do; the counts are read from the `/metrics` of the servers behind it.
+
+    draftwing serve --port 30001 & draftwing serve --port 30002 &
+    smg launch --worker-urls http://127.0.0.1:30001 http://127.0.0.1:30002 --policy cache_aware --port 30000
+    python benchmarks/replicas.py --url http://127.0.0.1:30000 --one http://127.0.0.1:30001 \
+        --replicas http://127.0.0.1:30001 http://127.0.0.1:30002
+
+Prints a line of JSON for each run and a table. Cached prefixes are forgotten before a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import json
+import queue
+import random
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+COUNTS = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+SUBJECTS = ("a lighthouse", "a railway", "an orchard", "a library", "a harbour", "a bakery", "a choir", "a mill")
+
+
+class Counts(NamedTuple):
+    """Prompt tokens of a server since it started: all of them, and those that were cached."""
+
+    queries: float
+    hits: float
+
+
+def prompts(groups: int, each: int, words: int, rng: random.Random) -> list[list[dict[str, str]]]:
+    """Conversations: `each` questions to each of `groups` system prompts of so many words, in random order."""
+    every = []
+    for group in range(groups):
+        facts = " ".join(f"{rng.choice(SUBJECTS)} of {rng.randrange(10**6)} stones," for _ in range(words // 5))
+        system = {"role": "system", "content": f"Town {group} has {facts} and you know all of it."}
+        for number in range(each):
+            question = f"Tell a story, number {number}, of {rng.choice(SUBJECTS)}."
+            every.append([system, {"role": "user", "content": question}])
+    rng.shuffle(every)
+    return every
+
+
+def ask(url: str, messages: list[dict[str, str]], tokens: int, key: str | None) -> int:
+    """Streams an answer of so many tokens. Returns how many came; raises OSError or ValueError when it fails."""
+    where = urlsplit(url)
+    assert where.hostname is not None
+    connection = http.client.HTTPConnection(where.hostname, where.port or 80, timeout=600)
+    body = {"model": model_of(url), "messages": messages, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    usage = b""
+    for line in response:
+        if b'"usage":{' in line or b'"usage": {' in line:
+            usage = line
+    connection.close()
+    if response.status != 200 or not usage:
+        raise ValueError(f"status {response.status}, usage {usage!r}")
+    return int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
+
+
+_models: dict[str, str] = {}
+
+
+def model_of(url: str) -> str:
+    if url not in _models:
+        with urllib.request.urlopen(f"{url}/v1/models") as response:
+            _models[url] = json.load(response)["data"][0]["id"]
+    return _models[url]
+
+
+def counts_of(metrics: str) -> Counts:
+    """metrics: the text of `/metrics`."""
+    found = dict.fromkeys(COUNTS, 0.0)
+    for line in metrics.splitlines():
+        name = line.partition("{")[0]
+        if name in found:
+            found[name] += float(line.rpartition(" ")[2])
+    return Counts(*found.values())
+
+
+def read_counts(urls: Sequence[str]) -> Counts:
+    each = []
+    for url in urls:
+        with urllib.request.urlopen(f"{url}/metrics") as response:
+            each.append(counts_of(response.read().decode()))
+    return Counts(sum(one.queries for one in each), sum(one.hits for one in each))
+
+
+def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """All requests through `url`, so many at once. replicas: the servers that answer."""
+    for one in replicas:
+        urllib.request.urlopen(urllib.request.Request(f"{one}/flush_cache?timeout=60", method="POST")).close()
+    model_of(url)
+    each = args.requests // args.groups
+    waiting: queue.SimpleQueue[list[dict[str, str]]] = queue.SimpleQueue()
+    for messages in prompts(args.groups, each, args.prefix_words, random.Random(args.seed)):
+        waiting.put(messages)
+    tokens, failed = [0] * args.concurrency, itertools.count()
+
+    def work(worker: int) -> None:
+        while True:
+            try:
+                messages = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                tokens[worker] += ask(url, messages, args.max_tokens, args.api_key)
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                print(f"# request {next(failed)} failed: {error!r}")
+
+    before, start = read_counts(replicas), time.perf_counter()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(args.concurrency)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds, after = time.perf_counter() - start, read_counts(replicas)
+    queries, hits = after.queries - before.queries, after.hits - before.hits
+    return {
+        "run": name,
+        "replicas": len(replicas),
+        "requests": each * args.groups,
+        "failed": next(failed),
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(sum(tokens) / seconds, 1),
+        "prompt_tokens": int(queries),
+        "hit_rate": round(hits / queries, 4) if queries else 0.0,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The first row is what the others are compared with."""
+    yield "| run | replicas | requests | failed | tokens/s | x | hit rate | of the first |"
+    yield "|---|---|---|---|---|---|---|---|"
+    first = rows[0]
+    for row in rows:
+        speed = row["tokens_per_s"] / first["tokens_per_s"] if first["tokens_per_s"] else 0.0
+        share = row["hit_rate"] / first["hit_rate"] if first["hit_rate"] else 0.0
+        yield (
+            f"| {row['run']} | {row['replicas']} | {row['requests']} | {row['failed']} | {row['tokens_per_s']} | "
+            f"{speed:.2f} | {row['hit_rate']:.3f} | {share:.1%} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True, help="of the balancer")
+    parser.add_argument("--one", required=True, help="of one server, asked alone")
+    parser.add_argument("--replicas", nargs="+", required=True, help="of the servers behind the balancer")
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--groups", type=int, default=16, help="system prompts")
+    parser.add_argument("--prefix-words", type=int, default=400, help="of a system prompt")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--api-key")
+    args = parser.parse_args()
+    rows = []
+    for _ in range(args.repeats):
+        for name, url, replicas in (("one", args.one, [args.one]), ("balanced", args.url, args.replicas)):
+            rows.append(run(name, url, replicas, args))
+            print(json.dumps(rows[-1]), flush=True)
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What balancers and Kubernetes ask: /v1/loads, /liveness and /readiness."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from datetime import datetime
+
+import httpx
+from fake_engine import CONTEXT, FakeEngine, local
+from starlette.testclient import TestClient
+
+from draftwing.server.app import create_app
+from draftwing.server.native.probes import load
+
+
+def test_loads_are_those_of_the_engine(client: TestClient, engine: FakeEngine) -> None:
+    body = client.get("/v1/loads", params={"include": "core,disagg,queues,memory"}).json()
+    assert datetime.fromisoformat(body["timestamp"]).tzinfo is not None and body["dp_rank_count"] == 1
+    (one,) = body["loads"]
+    assert one["num_running_reqs"] == one["num_waiting_reqs"] == one["num_used_tokens"] == one["gen_throughput"] == 0
+    assert one["max_total_num_tokens"] == 4 * CONTEXT and one["dp_rank"] == 0
+
+
+def test_load_of_a_busy_engine() -> None:
+    engine = FakeEngine()
+    info = dataclasses.replace(
+        engine.info, max_total_tokens=1000, options=dataclasses.replace(engine.options, max_running_requests=8)
+    )
+    busy = {"running": 2, "waiting": 3, "free_tokens": 500, "cached_tokens": 250, "waiting_tokens": 40}
+    last = {"gen_throughput": 12.5, "cache_hit_rate": 0.75}
+    assert load({**engine.stats(), **busy, "uncomputed_tokens": 50, "last": last}, info) == {
+        "dp_rank": 0,
+        "num_running_reqs": 2,
+        "num_waiting_reqs": 3,
+        "num_total_reqs": 5,
+        "num_waiting_uncached_tokens": 50,
+        "num_used_tokens": 250,
+        "num_total_tokens": 290,
+        "max_total_num_tokens": 1000,
+        "max_running_requests": 8,
+        "token_usage": 0.25,
+        "gen_throughput": 12.5,
+        "cache_hit_rate": 0.75,
+        "utilization": 0.25,
+    }
+
+
+def test_a_server_that_ends_is_alive_but_not_ready() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        bridge = local(engine)
+        app = create_app(bridge, engine.tokenizer)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client,
+        ):
+            assert (await client.get("/readiness")).status_code == 200
+            bridge.draining = True
+            assert (await client.get("/readiness")).status_code == 503
+            assert (await client.get("/liveness")).status_code == (await client.get("/health")).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_is_alive_but_not_ready() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        engine.crash = RuntimeError("boom")
+        bridge = local(engine)  # with nobody to take over: restarts fail until it gives up
+        app = create_app(bridge, engine.tokenizer)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client,
+        ):
+            engine.wake()
+            async with asyncio.timeout(10):
+                while bridge.healthy:
+                    await asyncio.sleep(0.005)
+            assert (await client.get("/readiness")).status_code == (await client.get("/health")).status_code == 503
+            assert (await client.get("/liveness")).status_code == 200
+            assert (await client.get("/v1/loads")).status_code == 503
+
+    asyncio.run(run())
