@@ -6,11 +6,10 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from triton_interpreter import mend
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test module is
@@ -79,43 +78,7 @@ def log_level() -> Iterator[None]:
 
 @pytest.fixture
 def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mends Triton 3.6's interpreter: with numpy 2.4 or later it cannot loop to a number that a kernel computed, for
-    int() takes no array of one element; and its products take bfloat16 for integers, and float32 in any order. Where a
-    kernel calls a function it searches the language for what to replace, every time, which takes most of the time."""
-    triton = pytest.importorskip("triton.runtime.interpreter")
-    patch = triton._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def dot(self: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
-        left, right = _widen(a), _widen(b)
-        total = acc.data.copy()
-        for first in range(0, left.shape[1], 16):  # a chunk is summed for itself, as a GPU does
-            chunk = np.zeros_like(total)
-            for k in range(first, first + 16):
-                chunk += left[:, k, None] * right[k]
-            total += chunk
-        return triton.TensorHandle(total, acc.dtype.scalar)
-
-    searched: set[int] = set()
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self.fn.__globals__) not in searched:
-            triton._patch_lang(self.fn)
-            searched.add(id(self.fn.__globals__))
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(triton.InterpretedFunction, "__call__", call)
-    monkeypatch.setattr(triton, "_patch_lang_tensor", patched)
-    monkeypatch.setattr(triton.InterpreterBuilder, "create_dot", dot)
-
-
-def _widen(handle: Any) -> np.ndarray:
-    if handle.data.dtype == np.uint16:  # how the interpreter keeps bfloat16
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
-    return handle.data.astype(np.float32)
+    mend(monkeypatch)
 
 
 @pytest.fixture

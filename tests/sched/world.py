@@ -6,6 +6,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -36,19 +37,8 @@ class World:
                 prices.measured(shape, size, 0, self.seconds(shape, size))
         return prices
 
-    def survivals(self, shape: TreeShape, hit: float) -> list[tuple[float, int]]:
-        """Survival and depth of the nodes of a tree, the root first: at each level the best child takes most of it."""
-        nodes = [(1.0, 0)]
-        share = [0.75, 0.15, 0.07, 0.03][: shape.topk]
-        for node in nodes:
-            if node[1] < shape.depth and len(nodes) < 200:
-                nodes += [(node[0] * hit * s, node[1] + 1) for s in share]
-        best = sorted(nodes[1:], key=lambda n: -n[0])[: shape.nodes - 1]
-        return [nodes[0], *best, *[(0.0, 0)] * (shape.nodes - 1 - len(best))]
-
     def step(self, shape: TreeShape, hits: Sequence[float], noise: float = 0.1) -> StepResult:
-        trees = [self.survivals(shape, hit) for hit in hits]
-        drafts = sorted((n[0] for tree in trees for n in tree[1:]), reverse=True)
+        trees, drafts = [survivals(shape, hit) for hit in hits], best_drafts(shape, tuple(hits))
         spare = len(hits) * (shape.queries - 1)
         least = drafts[min(spare, len(drafts)) - 1] if spare and drafts else 2.0
         mark, count = np.zeros((len(hits), shape.nodes), np.int64), []
@@ -66,8 +56,7 @@ class World:
 
     def tokens(self, shape: TreeShape, hits: Sequence[float]) -> float:
         """Expected."""
-        drafts = sorted((n[0] for hit in hits for n in self.survivals(shape, hit)[1:]), reverse=True)
-        return len(hits) + sum(drafts[: len(hits) * (shape.queries - 1)])
+        return len(hits) + sum(best_drafts(shape, tuple(hits))[: len(hits) * (shape.queries - 1)])
 
     def rate(self, shape: TreeShape, hits: Sequence[float]) -> float:
         return self.tokens(shape, hits) / self.seconds(shape, len(hits))
@@ -87,6 +76,24 @@ class World:
         for ended, result in flying:
             policy.record(ended, load, result)
         return tokens / seconds, chosen
+
+
+@cache
+def survivals(shape: TreeShape, hit: float) -> tuple[tuple[float, int], ...]:
+    """Survival and depth of the nodes of a tree, the root first: at each level the best child takes most of it."""
+    nodes = [(1.0, 0)]
+    share = [0.75, 0.15, 0.07, 0.03][: shape.topk]
+    for node in nodes:
+        if node[1] < shape.depth and len(nodes) < 200:
+            nodes += [(node[0] * hit * s, node[1] + 1) for s in share]
+    best = sorted(nodes[1:], key=lambda n: -n[0])[: shape.nodes - 1]
+    return (nodes[0], *best, *[(0.0, 0)] * (shape.nodes - 1 - len(best)))
+
+
+@cache
+def best_drafts(shape: TreeShape, hits: tuple[float, ...]) -> list[float]:
+    """Survivals of all nodes of a batch but the roots, the highest first."""
+    return sorted((survival for hit in hits for survival, _ in survivals(shape, hit)[1:]), reverse=True)
 
 
 class H200(World):

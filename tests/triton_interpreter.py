@@ -1,0 +1,95 @@
+"""Triton 3.6's interpreter, mended and made fast enough for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numpy 2.4 or later the interpreter cannot loop to a number that a kernel computed, for int() takes no array
+    of one element; and its products take bfloat16 for integers, and float32 in any order."""
+    triton = pytest.importorskip("triton.runtime.interpreter")
+    patch = triton._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def dot(self: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
+        left, right = _widen(a), _widen(b)
+        total = acc.data.copy()
+        for first in range(0, left.shape[1], 16):  # a chunk is summed for itself, as a GPU does
+            chunk = np.zeros_like(total)
+            for k in range(first, first + 16):
+                chunk += left[:, k, None] * right[k]
+            total += chunk
+        return triton.TensorHandle(total, acc.dtype.scalar)
+
+    monkeypatch.setattr(triton, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(triton.InterpreterBuilder, "create_dot", dot)
+    _speed_up(triton, monkeypatch)
+
+
+def _widen(handle: Any) -> np.ndarray:
+    if handle.data.dtype == np.uint16:  # how the interpreter keeps bfloat16
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)
+
+
+def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of its time goes to things that it makes again and again, always the same."""
+    core = pytest.importorskip("triton.language.core")
+    searched: set[int] = set()  # where a kernel calls a function it searches the language for what to replace
+    types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}
+    dtypes: dict[str, np.dtype] = {}
+    make_type, make_tensor, same = core.block_type.__init__, core.tensor.__init__, core.tuple.__eq__
+    np_dtype = triton._get_np_dtype
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self.fn.__globals__) not in searched:
+            triton._patch_lang(self.fn)
+            searched.add(id(self.fn.__globals__))
+        return self.rewrite()(*args, **kwargs)
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple([getattr(size, "value", size) for size in shape])
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = self.__dict__
+        else:
+            self.__dict__.update(types[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in shapes:
+            make_tensor(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = shapes[type.name]
+
+    def equal(self: Any, other: Any) -> Any:
+        if type(other) is core.tuple:
+            return core.constexpr(self.values == other.values)
+        if type(other) in (list, tuple):
+            return core.constexpr(self.values == list(other))
+        return same(self, other)
+
+    def get_np_dtype(type: Any) -> np.dtype:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = np_dtype(type)
+        return dtypes[name]
+
+    monkeypatch.setattr(triton.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(core.block_type, "__init__", block_type)
+    monkeypatch.setattr(core.tensor, "__init__", tensor)
+    monkeypatch.setattr(core.tuple, "__eq__", equal)
+    monkeypatch.setattr(triton, "_get_np_dtype", get_np_dtype)
+    # It computes whether integers overflow, and does not look at the result unless it is told to debug.
+    options = replace(triton.interpreter_builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(triton.interpreter_builder, "options", options)
