@@ -124,6 +124,33 @@ def test_small_chats_are_not_behind_large_ones(large: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_the_time_of_a_request_begins_when_it_arrives(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends while the grammar is compiled, and the engine is told when it began."""
+    hold, begun = threading.Event(), threading.Event()
+
+    def compile(self: GrammarCompiler, grammar: Grammar, param: str | None = None, text: str | None = None) -> None:
+        begun.set()
+        hold.wait(20)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile)
+    engine = FakeEngine(Options(random_seed=7, request_timeout=0.5))
+    asked = {"text": "a"} if path == "/generate" else {"prompt": "a"}
+    if "chat" in path:
+        asked = {"messages": [{"role": "user", "content": "a"}]}  # type: ignore[dict-item]
+    guided = asked | ({"sampling_params": {"regex": "a+"}} if path == "/generate" else {"regex": "a+"})
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        before = time.monotonic()
+        late = client.post(path, json=guided)
+        assert late.status_code == 500 and "timeout" in late.text and begun.is_set()
+        assert 0.5 <= time.monotonic() - before < 15 and not engine.requests
+        hold.set()
+        before = time.monotonic()
+        assert client.post(path, json=asked).status_code == 200
+    (request,) = engine.requests
+    assert request.arrived is not None and before <= request.arrived <= time.monotonic()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
 def test_a_grammar_is_compiled_once(path: str, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     build = compiler._built

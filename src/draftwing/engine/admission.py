@@ -3,6 +3,7 @@ asking the engine's."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,6 +58,11 @@ class EngineInfo:
     @property
     def speculates(self) -> bool:
         return self.shape.depth > 0
+
+    def deadline(self, arrived: float | None) -> float | None:
+        """When a request that came at `arrived` is aborted, both as `GenerationRequest.arrived`; None: never."""
+        timeout = self.options.request_timeout
+        return None if timeout is None else timeout + (time.monotonic() if arrived is None else arrived)
 
     def drafting(self, predicted: bool) -> tuple[str, SpecLimits]:
         """The algorithm that drafts for a request, and its largest tree. predicted: whether the request brings a

@@ -10,7 +10,6 @@ import logging
 import queue
 import random
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -196,7 +195,7 @@ class Engine:
         request = self.info.admit(request)
         terms = request.terms
         assert terms is not None
-        params, timeout = request.params, self.options.request_timeout
+        params = request.params
         return Req(
             request,
             seed=params.sampling_seed if params.sampling_seed is not None else self._seeds.getrandbits(62),
@@ -204,7 +203,7 @@ class Engine:
             stop_ids=terms.stop_ids,
             salt=salt_of(request.cache_salt),
             scanner=StopStringScanner.of(self.tokenizer, params),
-            deadline=time.monotonic() + timeout if timeout else None,
+            deadline=self.info.deadline(request.arrived),
             bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
             grammar=self.grammars.compile(params.grammar) if params.grammar is not None else None,
             processor=self._processor(params),

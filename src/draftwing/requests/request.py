@@ -75,6 +75,8 @@ class GenerationRequest(NamedTuple):
     limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.
     traced: its outputs tell what was drafted for it.  client: the name of the API key that asked, where there are keys.
+    arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
+    gets it.
     """
 
     uid: str
@@ -89,6 +91,7 @@ class GenerationRequest(NamedTuple):
     terms: Terms | None = None
     traced: bool = False
     client: str = ""
+    arrived: float | None = None
 
 
 class Speculation(NamedTuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -149,7 +151,8 @@ class Service:
         return [await self.lanes.run(size, partial(decode, ids)) for ids in every]
 
     async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
-        """Has the engine compile the grammars. Raises RequestError for one that cannot be used, or EngineDead.
+        """Has the engine compile the grammars. Raises RequestError for one that cannot be used, GenerationError when
+        the time of the current HTTP request is up, or EngineDead.
 
         asked: parameters, and the field that holds their grammar, where it has another name than its kind.
         """
@@ -157,14 +160,26 @@ class Service:
         key = client.get()
         for grammar, field in different.items():
             if grammar not in self._compiled:
-                # In a thread: it may take long.
-                translate = partial(self._translated, grammar, field)
-                text = await self.lanes.run(len(grammar.text), translate)
-                await self.engine.compile(grammar, text, field, "" if key is None else key.name)
+                async with self._in_time():
+                    # In a thread: it may take long.
+                    translate = partial(self._translated, grammar, field)
+                    text = await self.lanes.run(len(grammar.text), translate)
+                    await self.engine.compile(grammar, text, field, "" if key is None else key.name)
             self._compiled[grammar] = None
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        deadline = self.engine.info.deadline(self.engine.observer.arrived)
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise GenerationError("the request exceeded its timeout while its grammar was compiled") from None
 
     def _translated(self, grammar: Grammar, field: str | None, gone: Callable[[], bool]) -> str:
         return self._translator.translate(grammar, field)
@@ -180,6 +195,7 @@ class Service:
             raise RequestError(f"one request takes at most {MAX_ANSWERS} answers; found {count}", "n")
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
+        shared["arrived"] = self.engine.observer.arrived
         if (key := client.get()) is not None:
             shared["client"] = key.name
             if key.max_priority is not None and shared["priority"] > key.max_priority:

@@ -105,6 +105,12 @@ class Observer:
 
     # -- from the server ----------------------------------------------------------------------------------------------
 
+    @property
+    def arrived(self) -> float | None:
+        """When the current HTTP request came; None where there is none, or it is not observed."""
+        record = self._current.get()
+        return None if record is None else record.arrived
+
     def asked_for(self, model: str) -> None:
         """Records the model that the current HTTP request names."""
         record = self._current.get()
