@@ -85,6 +85,11 @@ def is_quantized(type_id: int) -> bool:
     return sizes.get(type_id, 1) > 1
 
 
+def block_values(kind: str) -> int:
+    """Values of a block of this type, by GGML's name."""
+    return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
+
+
 def dequantized(raw: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.float32]:
     """raw [rows, bytes of a row] of GGML's type `kind` -> [rows, columns]; raises NotImplementedError for a type that
     cannot be decoded."""

@@ -89,10 +89,15 @@ def test_dp_attention_says_what_to_do_instead() -> None:
 
 def test_what_asks_for_one_device_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        options("--tp 1 --tensor-parallel-size 1 --dp-size 1 --page-size 1 --quantization none")
+        options("--tp 1 --dp-size 1 --page-size 1 --quantization none")
     assert not caplog.records
-    with pytest.raises(ConfigError, match=r"--tp-size is not supported: .* one device"):
-        options("--tp_size 2")
+    with pytest.raises(ConfigError, match=r"--dp-size is not supported: .* one device"):
+        options("--dp_size 2")
+
+
+@pytest.mark.parametrize("name", ["--tp", "--tp-size", "--tensor-parallel-size"])
+def test_ranks_of_tensor_parallel(name: str) -> None:
+    assert options(f"{name} 2").tp_size == 2
 
 
 def test_help_says_what_is_honoured(capsys: pytest.CaptureFixture[str]) -> None:

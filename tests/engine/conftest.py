@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_ops import BlockTorchOps
+from thread_ranks import lead, shares_of
 
 from draftwing.core import MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
 from draftwing.engine.device import Device, pick_device
@@ -62,6 +63,21 @@ def in_blocks(model, ops):
     fill_parameters(quantized, checkpoint_names(config), checkpoint_tensors(model, model.config), "cpu")
     quantized.pack(ops)
     return quantized.eval()
+
+
+def spread_rig(model, *args, drafter=None, **kw):
+    """A `Rig` on all shares of a model; drafter: a name, or a function that makes it for a share."""
+    shares = [model, *model.others]
+    drafters = [drafter(share) if callable(drafter) else drafter for share in shares]
+    rig, *others = [Rig(share, *args, drafter=own, **kw) for share, own in zip(shares, drafters, strict=True)]
+    return lead(rig, others)
+
+
+def spread(model, ops):
+    """Rank 0's share of a model, which knows the `others` and the `whole`."""
+    first, *others = shares_of(model, ops)
+    first.others, first.whole = others, (model,)
+    return first
 
 
 class OracleDrafter:
@@ -175,8 +191,7 @@ class Rig:
         pool, where it is not the model's."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
-        config = model.config
-        layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        layers = model.kv_layers
         dtype = next(model.parameters()).dtype
         if drafter == "oracle":
             drafter = OracleDrafter(book.to(dev.device), miss)
@@ -266,6 +281,8 @@ class Rig:
             if between is not None:
                 between(turn)
         assert self.loop.idle
+        if hasattr(self, "agree"):
+            assert self.agree() or turn < 2
         if isinstance(self.drafter, OracleDrafter):
             assert int(self.drafter.wrong_kv) == 0, "the drafter's KV does not belong to the committed tokens"
         return answers
@@ -328,6 +345,7 @@ def seeded(tokens=40, seed=7, **kw):
 
 
 def answers_without_speculation(model, prompts, params, **kw):
+    (model,) = getattr(model, "whole", (model,))
     rig = Rig(model, rows=1, radix=False, **kw)
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         rig.submit(str(i), prompt, param)
@@ -359,9 +377,16 @@ CUDA = pytest.param(
 
 @pytest.fixture(scope="session", params=["cpu", CUDA])
 def harness(request):
-    """What the tests of the engine are made of, on the CPU and on CUDA. "blocks", where a test asks for it: with
-    weights in blocks, by the CPU's own operations where they have such GEMMs."""
-    if request.param == "blocks":
+    """What the tests of the engine are made of, on the CPU and on CUDA. Where a test asks for it: "blocks", with
+    weights in blocks, by the CPU's own operations where they have such GEMMs; "ranks", a model spread over two ranks,
+    whose plain answers are those of the whole."""
+    rig = Rig
+    if request.param == "ranks":
+        device, how, rig = "cpu", {}, spread_rig
+
+        def model(*args, **kw):
+            return spread(tiny_model(*args, **kw), pick_device("cpu").ops)
+    elif request.param == "blocks":
         device, ops = "cpu", pick_device("cpu").ops
         ops = ops if ops.block_kinds else BlockTorchOps(ops.device)
         how = {"attn": ops.attention, "kv_dtype": torch.bfloat16, "fake_device": Device(ops.device, ops)}
@@ -372,7 +397,7 @@ def harness(request):
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}
     return SimpleNamespace(
-        Rig=partial(Rig, **how), Cycle=Cycle, tiny_model=model, prompts_for=prompts_for,
+        Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, prompts_for=prompts_for,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
         make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

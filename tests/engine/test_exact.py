@@ -14,11 +14,12 @@ from draftwing.ops.torch.assign import new_calibration
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
+RANKS = pytest.param("ranks", marks=pytest.mark.slow)
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
 
 
-pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", CUDA], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", RANKS, CUDA], indirect=True, scope="session")
 
 
 def mixed_params(h, count, tokens=40):

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
@@ -16,6 +17,11 @@ from draftwing.errors import RequestError
 from draftwing.requests.request import LogprobParams, SpecLimits
 from draftwing.sched import foresight
 
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+RANKS = pytest.param("ranks", marks=pytest.mark.slow)
+pytestmark = pytest.mark.parametrize("harness", ["cpu", RANKS, CUDA], indirect=True, scope="session")
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 NEW = 24
 

@@ -125,7 +125,8 @@ class Case(NamedTuple):
         filtered = noisy & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
         return Drawing(*(which.nonzero().flatten() for which in (noisy, filtered, params.ban_until > 0)))
 
-    def drawn(self, ops: TorchOps, rescored: bool, filtered: bool) -> Tensor:
+    def drawn(self, ops: TorchOps, rescored: bool, filtered: bool, apart: bool = False) -> Tensor:
+        """apart: the weight is not where the logits are drawn from."""
         case = Case(*(part.to(ops.device) for part in self))
 
         def logits(hidden: Tensor, ids: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class Case(NamedTuple):
         return ops.draw(
             case.logits, case.positions, case.depth, int(self.depth.max()), case.table, case.rows,
             Drawing(*(which.to(ops.device) for which in self.drawing())), filtered,
-            Rescoring(case.hidden, case.weight, logits) if rescored else None,
+            Rescoring(case.hidden, None if apart else case.weight, logits) if rescored else None,
         ).cpu()  # fmt: skip
 
 
@@ -171,6 +172,8 @@ def test_mixed_rows(ops: TorchOps, vocab: int, nodes: int, dtype: torch.dtype) -
     expected = case.expected(rescored)
     assert torch.equal(case.drawn(ops, rescored, False), expected)
     assert torch.equal(case.drawn(ops, rescored, True), expected)  # no row has a filter
+    if rescored:
+        assert torch.equal(case.drawn(ops, rescored, False, apart=True), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -55,6 +55,10 @@ class Options:
         choices=("auto", "dummy"),
     )  # fmt: skip
     device: str = option("auto", MODEL, "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    tp_size: int = option(
+        1, MODEL, "ranks that the model is spread over (tensor parallel): processes, each with a GPU if there are GPUs",
+        aliases=("tensor_parallel_size", "tp"), minimum=1, maximum=64,
+    )  # fmt: skip
     context_length: int | None = option(None, MODEL, "tokens of prompt and answer (default: the model's)", minimum=2)
     random_seed: int | None = option(
         None, MODEL, "seed from which requests without a seed get theirs (default: random)", minimum=0,

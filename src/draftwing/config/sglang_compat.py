@@ -31,7 +31,7 @@ _ONE_DTYPE = "the draft uses the target's attention and types"
 _OTHER_DRAFTER = "its algorithm is not in this version; --speculative-algorithm lists those that are"
 _LOSSY = "it would change what the model says; leave it out"
 _ADAPTS = "drafts are as large as is fastest, up to --speculative-num-draft-tokens; --speculative-fixed-shape pins them"
-_ONE_DEVICE = "a server of this version runs on one device; run one per device and balance the load in front"
+_ONE_DEVICE = "a server is one replica, with the devices of --tp-size; run several and balance the load in front"
 
 NO_EFFECT = {
     "grammar_backend": Unsupported(str, "grammars are compiled by llguidance", neutral=("llguidance",)),
@@ -55,9 +55,6 @@ NO_EFFECT = {
 }
 
 REFUSED = {
-    "tp": Unsupported(int, _ONE_DEVICE, True, (1,)),
-    "tp_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
-    "tensor_parallel_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
     "dp": Unsupported(int, _ONE_DEVICE, True, (1,)),
     "dp_size": Unsupported(int, _ONE_DEVICE, True, (1,)),
     "data_parallel_size": Unsupported(int, _ONE_DEVICE, True, (1,)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,28 +16,31 @@ from tqdm import tqdm
 from draftwing.config.options import Options
 from draftwing.config.trees import carried_shape
 from draftwing.core import PLAIN, PREDICTED, TreeShape
-from draftwing.engine.compile import compile_forwards
 from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
-from draftwing.engine.lag import ROOM as LAG_ROOM
+from draftwing.engine.mirror import NO_OTHERS, Mirror
 from draftwing.engine.precision import Precision, pick_precision
+from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.memory import Rig, row_length, size_pool
+from draftwing.engine.startup.executor import make_executor
+from draftwing.engine.startup.memory import row_length
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.engine.startup.prices import GRAPH_SECONDS, measure_graphs, measure_steps
 from draftwing.engine.startup.warm_up import try_prompt, warm_up
 from draftwing.errors import ConfigError
-from draftwing.kv.pool import FP8, KVPool, LayerSpec
+from draftwing.kv.pool import KVPool
+from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
+from draftwing.parallel.group import join
+from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.sched.policy import FixedShape, MostTokens, ShapePolicy
 from draftwing.sched.prices import Prices
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.spec.drafter import Draft, DraftContext, Drafter
-from draftwing.spec.simulate import Simulation
 from draftwing.spec.token_map import load_token_map
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer, vocabulary_difference
 
@@ -72,8 +75,7 @@ class Parts:
             measure_graphs(executor, self.pool, prices, keys, until)
         else:
             measure_steps(executor, self.pool, prices, until, batches)
-        if executor.drafter is not None:
-            executor.drafter.flush()
+        executor.everywhere(Executor.flush)
 
     def keep_prices(self) -> None:
         """Writes them down for the next start."""
@@ -81,9 +83,14 @@ class Parts:
             self.price_file.write(self.prices)
 
 
-def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> Parts:
-    """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against.
-    Raises ConfigError and CheckpointError."""
+def build(
+    options: Options,
+    path: Path,
+    tokenizer: Tokenizer | None = None,
+    rank_failed: Callable[[BaseException], None] | None = None,
+) -> Parts:
+    """Loads the models of resolved options. path: of the target; tokenizer: its own, to check a draft model's against;
+    rank_failed: as `RankProcesses` has it. Raises ConfigError and CheckpointError."""
     device, config, drafter_spec = pick_device(options.device), load_config(path), options.drafter_spec
     draft_path = _draft_path(options)
     if drafter_spec.same_tokenizer and draft_path and tokenizer and not options.dummy:
@@ -91,6 +98,8 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
     kind = device.device.type
     carried = carried_shape(draft_path or path, kind) if drafter_spec.heads else None
     options = options.for_engine(kind, device.total_memory(), config.architecture, carried)
+    if options.tp_size > 1:
+        options = spread(options, config, device)
     log_drafter(options)
     log.info("operations: %s", device.ops.title)
     if options.num_threads:
@@ -109,22 +118,62 @@ def build(options: Options, path: Path, tokenizer: Tokenizer | None = None) -> P
     tokens = options.speculative_token_map
     token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
     ahead = None
+    mirror: Mirror = NO_OTHERS
+    ranks: Ranks = ALONE
     capability = device.ops.compute_capability
     if capability is not None:
         ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, capability))
     try:
-        model = load_with_progress(path, precision, device, options.dummy, options.deterministic)
+        if options.tp_size > 1:
+            mirror = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device.device, rank_failed)
+            ranks = others.ranks
+        model = load_with_progress(path, precision, device, options, ranks)
+        mirror.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
         if ahead is not None:
             ahead.wait()
-    except BaseException:
+        file = None
+        if drafter is not None and not options.speculative_fixed_shape:
+            file = price_file(options, policy.menu, path, draft_path, precision, device)
+        parts = assemble(options, model, precision, device, drafter, policy, file, mirror)
+        mirror.watch()
+        return parts
+    except BaseException as error:
         if ahead is not None:
             ahead.stop()
-        raise
-    file = None
-    if drafter is not None and not options.speculative_fixed_shape:
-        file = price_file(options, policy.menu, path, draft_path, precision, device)
-    return assemble(options, model, precision, device, drafter, policy, file)
+        blamed = mirror.blame(error)
+        mirror.close()
+        if blamed is error:
+            raise
+        raise blamed from error
+
+
+def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
+    """The share of a rank from 1 on, in a process of its own. loaded: is called when the weights are there."""
+    options, device = setup.options, pick_device(setup.options.device, setup.rank)
+    device.set_threads(options.num_threads or 1)
+    precision = pick_precision(options, device, load_config(setup.path).dtype)
+    ranks = join(setup.port, options.tp_size, setup.rank, device.device)
+    model = load_with_progress(setup.path, precision, device, options, ranks)
+    loaded()
+    tokens = options.speculative_token_map
+    token_ids = None if tokens is None else load_token_map(tokens, model.config.vocab_size)
+    drafter, policy = make_drafter(options, setup.draft_path or setup.path, token_ids, model, precision, device)
+    return make_executor(options, model, precision, device, drafter, policy.menu).executor
+
+
+def spread(options: Options, config: ModelConfig, device: Device) -> Options:
+    """Options of an engine with several ranks. Raises ConfigError for what cannot have them."""
+    size = options.tp_size
+    config.layer().spread(Absent(size))
+    if device.count < size:
+        raise ConfigError(f"--tp-size {size}: expected as many GPUs, found {device.count}")
+    if options.enable_torch_compile:
+        raise ConfigError(f"--tp-size {size} and --enable-torch-compile exclude each other; leave one of them out")
+    if options.drafter_spec.own and options.drafter_spec.name.startswith("__main__"):
+        raise ConfigError(f"--tp-size {size}: expected a drafter in a module that other processes can import")
+    threads = options.num_threads or max(device.threads // size, 1)
+    return replace(options, num_threads=threads)
 
 
 def assemble(
@@ -135,58 +184,15 @@ def assemble(
     drafter: Drafter | None,
     policy: ShapePolicy,
     file: PriceFile | None = None,
+    mirror: Mirror = NO_OTHERS,
 ) -> Parts:
-    """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept."""
-    config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
+    """The engine of options `for_engine` around a loaded model. file: where prices of steps are kept.  mirror: tells
+    the other ranks, which have made their executors, too."""
+    rows, chunk = options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
-    graph_size = graph_size_of(options)
-    spans = {shape: shape.nodes if drafter is None else drafter.span(shape) for shape in policy.menu}
-    max_span, max_commit = max(spans.values()), max(shape.max_commit for shape in policy.menu)
-
-    layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
-    draft_layers = list(drafter.kv_layers) if drafter is not None else []
-    wanted = options.context_length or config.max_positions
-    if wanted > config.max_positions:
-        raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
-    # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
-    room = max_commit + max_span + 1 + (LAG_ROOM if draft_layers else 0)  # past the context, in a row of the row table
-    rig = Rig(model, drafter, [*layers, *draft_layers], policy.menu, precision.kv_dtype, device)
-    pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
-    if not options.max_total_tokens:  # more could only ever cache prefixes
-        pool_tokens = min(pool_tokens, 2 * rows * wanted)
-    context = min(wanted, pool_tokens - max_span - max_commit)
-    if context < wanted:
-        log.warning("the KV pool of %d tokens limits the context to %d, not %d", pool_tokens, context, wanted)
-    if context < 2:
-        raise ConfigError(
-            f"the KV pool holds {pool_tokens} tokens, and a step alone needs {max_span + max_commit}: "
-            "raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens "
-            "or --speculative-num-steps times --speculative-eagle-topk"
-        )
-    length = row_length(context + room)
-    kv_dtype = precision.kv_dtype
-    scales = model.kv_scales.of(len(layers)) if kv_dtype == FP8 else ()
-    pool = KVPool([*layers, *draft_layers], pool_tokens, kv_dtype, device.device, scales)
-    if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
-        log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
-    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in (layers, draft_layers))
-    log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
-    log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
-
-    model.set_max_positions(length)
-    table = RowTable(rows, length, device)
-    attn = device.ops.attention(pool, options.deterministic)
-    if drafter is not None:
-        drafter.attach(attn, len(layers), length)
-    if not attn.capturable:
-        graph_size = 0
-    simulation = None
-    if options.simulate_accept_length is not None:
-        simulation = Simulation(options.simulate_accept_length, config.vocab_size)
-    executor = Executor(model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0))
-    if options.enable_torch_compile:
-        nodes = max(shape.nodes for shape in policy.menu)
-        compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
+    made = make_executor(options, model, precision, device, drafter, policy.menu)
+    executor, pool, context, pool_tokens, spans, graph_size = made
+    executor.mirror = mirror
     prices = Prices(policy.menu, graph_size > 0) if isinstance(policy, MostTokens) else None
     if prices is not None:
         prices = (file and file.read(policy.menu, prices.stepwise)) or prices
@@ -205,8 +211,8 @@ def assemble(
         SchedulerConfig(
             slots=pool_tokens,
             max_rows=rows,
-            max_span=max_span,
-            vocab=config.vocab_size,
+            max_span=max(spans.values()),
+            vocab=model.config.vocab_size,
             chunk_tokens=chunk if chunk > 0 else pool_tokens,
             lookahead=drafter.lookahead if drafter is not None else 0,
             tail=drafter.tail if drafter is not None else 0,
@@ -223,24 +229,18 @@ def assemble(
     return Parts(options, executor, sched, model, precision.dtype, context, pool_tokens, pool, prices, file)
 
 
-def graph_size_of(options: Options) -> int:
-    """The largest batch that graphs are captured of; of options for a device."""
-    return 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
-
-
 def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices: Prices | None) -> None:
     """Captures all graphs. prices: to measure, None where they are known."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    captured = executor.capture(menu)
+    captured = executor.everywhere(Executor.capture, menu)
     took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
     log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
     if prices is not None:
         for key, seconds in captured.items():
             prices.measured(key.shape, key.size, 0, seconds)
         measure_graphs(executor, pool, prices, captured, time.monotonic() + GRAPH_SECONDS)
-        if executor.drafter is not None:
-            executor.drafter.flush()
+        executor.everywhere(Executor.flush)
 
 
 def make_drafter(
@@ -254,7 +254,7 @@ def make_drafter(
     assert rows is not None, "for_engine gives it a value"
 
     def load(path: Path) -> DecoderModel:
-        return load_with_progress(path, precision, device, options.dummy)
+        return load_with_progress(path, precision, device, options, target=False)
 
     drafter: Drafter = options.drafter_spec.make(
         DraftContext(
@@ -318,8 +318,9 @@ def log_drafter(options: Options) -> None:
 
 
 def load_with_progress(
-    path: Path, precision: Precision, device: Device, dummy: bool = False, deterministic: bool = False
+    path: Path, precision: Precision, device: Device, options: Options, ranks: Ranks = ALONE, target: bool = True
 ) -> DecoderModel:
+    """The model, packed. target: whether it is the one that options are of."""
     with tqdm(unit="B", unit_scale=True, desc="loading weights", file=sys.stderr, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -328,7 +329,9 @@ def load_with_progress(
             if done >= total:
                 bar.close()  # before anything is logged
 
-        most = device.installed_memory()
-        model = load_model(path, precision.dtype, device.device, progress, dummy, precision.weights, most)
-    model.pack(device.ops, deterministic)
+        most = device.installed_memory() * (ranks.size if device.has_own_memory else 1)
+        model = load_model(
+            path, precision.dtype, device.device, progress, options.dummy, precision.weights, most, ranks
+        )
+    model.pack(device.ops, options.deterministic and target)
     return model

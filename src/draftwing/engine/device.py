@@ -156,6 +156,16 @@ class Device:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out
 
+    @property
+    def count(self) -> int:
+        """How many there are for ranks: any number on a CPU."""
+        return torch.cuda.device_count() if self.is_cuda else 1 << 30
+
+    @property
+    def threads(self) -> int:
+        """How many compute, where the host does."""
+        return torch.get_num_threads()
+
     def set_threads(self, count: int) -> None:
         """Sets how many threads compute, where the host does."""
         if not self.is_cuda:
@@ -226,12 +236,15 @@ class Device:
         return self.total_memory() if self.is_cuda else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def pick_device(name: str) -> Device:
-    """name: auto | cpu | cuda. Raises ConfigError where there is no CUDA device."""
+def pick_device(name: str, rank: int = 0) -> Device:
+    """name: auto | cpu | cuda; rank: which GPU, where there are several ranks. Raises ConfigError where there is no
+    CUDA device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
+    if rank and name == "cuda":
+        torch.cuda.set_device(rank)  # what "cuda" means from now on
     return Device(torch.device(name))
 
 

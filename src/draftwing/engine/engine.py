@@ -10,7 +10,7 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -19,6 +19,7 @@ from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
+from draftwing.engine.executor import Executor
 from draftwing.engine.explain import Explainer
 from draftwing.engine.loop import Loop
 from draftwing.engine.progress import Progress
@@ -41,8 +42,9 @@ _PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
 class Engine:
-    def __init__(self, options: Options) -> None:
-        """Loads everything; raises ConfigError or CheckpointError."""
+    def __init__(self, options: Options, rank_failed: Callable[[BaseException], None] | None = None) -> None:
+        """Loads everything; raises ConfigError or CheckpointError. rank_failed: is told, by a thread, of another rank
+        that ended or hangs; `step` raises it, too, where it does not wait for that rank for ever."""
         options = options.resolve()
         path = resolve_model(options.model, options.revision, weights=not options.dummy)
         tokenizer_path = path
@@ -51,7 +53,7 @@ class Engine:
                 options.tokenizer_path, options.revision, option="--tokenizer-path", weights=False
             )
         tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
-        parts = build(options, path, tokenizer)
+        parts = build(options, path, tokenizer, rank_failed)
         self.options = parts.options
         defaults = sampling_defaults(path) if options.sampling_defaults == "model" else {}
         self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
@@ -114,8 +116,7 @@ class Engine:
         with self._turning:
             if not self._loop.idle or not self.parts.sched.flush_cache():
                 return False
-            if self.parts.executor.drafter is not None:
-                self.parts.executor.drafter.flush()
+            self.parts.executor.everywhere(Executor.flush)
             return True
 
     def measure_prices(self, batches: Sequence[int], seconds: float) -> None:
@@ -159,7 +160,7 @@ class Engine:
         with self._turning, self._progress.step():
             self._receive(waited)
             if not self._loop.idle:
-                self._loop.turn()
+                self._turn()
                 if self.explainer is not None:
                     self.explainer.look()
             if self._loop.idle:
@@ -176,9 +177,19 @@ class Engine:
             parts = self.__dict__.pop("parts", None)
             if parts is not None:
                 parts.keep_prices()
+                parts.executor.mirror.close()
             self.__dict__.pop("_loop", None)
             self.__dict__.pop("reporter", None)
             self.__dict__.pop("explainer", None)
+
+    def _turn(self) -> None:
+        try:
+            self._loop.turn()
+        except (RuntimeError, OSError) as error:
+            blamed = self.parts.executor.mirror.blame(error)
+            if blamed is error:
+                raise
+            raise blamed from error
 
     def _receive(self, item: Req | str | None) -> None:
         while True:

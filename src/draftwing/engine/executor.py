@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import MOST_NODES, GraphCache, Key
 from draftwing.engine.graphs.prefill import PrefillGraphs
 from draftwing.engine.lag import Lag
+from draftwing.engine.mirror import NO_OTHERS, Mirror
 from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows, unpacked
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.engine.traces import Traces, fetched
@@ -35,10 +36,11 @@ from draftwing.ops.attention import AttnBackend, Batch, TiledAttention
 from draftwing.ops.torch.assign import forget, new_calibration
 from draftwing.ops.torch.tree import roots_alone
 from draftwing.ops.types import CONFIDENCE, HEAD, Committed, Draft, Drawing, Rescoring, unpack
-from draftwing.sched.guidance import Guidance
+from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.simulate import Simulation
 
+T = TypeVar("T")
 FORGET_EVERY = 64  # steps with drafts: see `forget`
 
 
@@ -59,7 +61,7 @@ class TreeStep(NamedTuple):
     drawing: Drawing  # nobody, where it is decided on the device row by row
     filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
     special: Plan | None = None  # where rows ask for more than drafts and sampling; never in graphs
-    guidance: Guidance | None = None  # the host's part in it
+    guidance: Guides | None = None  # the host's part in it
     total: int = 0  # nodes that are verified, over all rows; 0: all
 
 
@@ -73,7 +75,7 @@ class Pending(NamedTuple):
     batch: Batch | None = None
     step: TreeStep | None = None  # tree only
     drafted: Drafted | None = None
-    guidance: Guidance | None = None  # the host's part in the plan
+    guidance: Guides | None = None  # the host's part in the plan
     drafts: Download | None = None  # of the traced rows, see `Traces`
 
 
@@ -130,7 +132,7 @@ class Executor:
             self.graphs = RecordedStages(device, table.rows)
         self.prefills: PrefillGraphs | None = None
         if graph_size and attn.takes_tiles:
-            tiled, heads = cast(TiledAttention, attn), model.config.num_heads
+            tiled, heads = cast(TiledAttention, attn), model.layer_config.heads
             self.prefills = PrefillGraphs(device, table, tiled, heads, chunk or table.length, self._target)
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._lag: Lag | None = None
@@ -142,6 +144,7 @@ class Executor:
         self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
         self._batches = Batches(table, device.ops)
         self.calibration = new_calibration(device.device)
+        self._kept_calibration: Sequence[Tensor] = ()
         if drafter is not None:
             drafter.calibration = self.calibration
         self._traces = Traces(device)
@@ -149,10 +152,17 @@ class Executor:
         self._nobody = Drawing(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._special = SpecialRows(model, drafter, table, device, self.calibration)
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
+        self.mirror: Mirror = NO_OTHERS  # tells the other ranks of `launch` and of what is done `everywhere`
+
+    def everywhere(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls the function of a module, or a method, with the executor of every rank, this one's last."""
+        self.mirror.call(function, *args)
+        return function(self, *args)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, guidance: Guidance | None = None) -> Pending:
+    def launch(self, plan: Plan, guidance: Guides | None = None) -> Pending:
         """guidance: the host's part in the plan. With it this waits for the drafts, if there are any."""
+        guidance = self.mirror.step(plan, guidance)
         started = begun = self.device.mark()
         if plan.catch_up is not None:
             assert self._lag is not None
@@ -187,10 +197,27 @@ class Executor:
         """Between marks, all past: of a step, and of them those in which the drafter caught up."""
         return self.device.seconds(started, done), self.device.seconds(started, begun)
 
+    def set_rows(self, rows: IntArray, size: int) -> None:
+        """The rows that replays of graphs run, of so many; the others are the dummy."""
+        self.graphs.set_rows(rows, size)
+
+    def flush(self) -> None:
+        """Lets the drafter forget what it has learnt."""
+        if self.drafter is not None:
+            self.drafter.flush()
+
     @torch.inference_mode()
     def clear(self, slots: IntArray) -> None:
         """Zeroes KV of slots [n] that is not finite: times a weight of 0 it would still be NaN."""
         self.attn.pool.clear(self.device.upload(slots))
+
+    def keep_calibration(self) -> None:
+        """For `restore_calibration`: what follows says nothing of a drafter."""
+        self._kept_calibration = [counts.clone() for counts in self.calibration]
+
+    def restore_calibration(self) -> None:
+        for counts, kept in zip(self.calibration, self._kept_calibration, strict=True):
+            counts.copy_(kept)
 
     # -- a tree step and its graphs ---------------------------------------------------------------------------------
 
@@ -240,7 +267,7 @@ class Executor:
         step = self._graph_step(key, False)
         self._finish(step, *self._forward(step, self.graphs.run), self.graphs.run)
 
-    def _tree_step(self, plan: Plan, guidance: Guidance | None) -> TreeStep:
+    def _tree_step(self, plan: Plan, guidance: Guides | None) -> TreeStep:
         """Uploads a plan."""
         known = not plan.special and (self.ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
         key = self.graphs.key(plan.shape, len(plan.rows)) if known else None
@@ -367,7 +394,7 @@ class Executor:
         rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
         if logits.dtype.itemsize < 4:
-            rescoring = Rescoring(hidden, self.model.lm_head.weight, self.model.exact_logits)
+            rescoring = Rescoring(hidden, self.model.lm_head.op.stored, self.model.exact_logits)
         return self.ops.draw(logits, positions, depth, depth_max, self.table, rows, drawing, filtered, rescoring)
 
     def _show(
@@ -394,7 +421,7 @@ class Executor:
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: tuple[Any, Any], guidance: Guidance | None) -> Pending:
+    def _launch_prefill(self, plan: Plan, started: tuple[Any, Any], guidance: Guides | None) -> Pending:
         upload = self.table.upload(plan)
         batch = self._batches.prompts(plan, upload, self._tail)
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None

@@ -52,4 +52,4 @@ class Loop:
         self._sched.commit(flying.plan, result, guidance)
         spoilt = self._sched.kv.take_spoilt()
         if spoilt is not None:
-            self._executor.clear(spoilt)
+            self._executor.everywhere(Executor.clear, spoilt)

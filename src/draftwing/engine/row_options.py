@@ -23,7 +23,7 @@ from draftwing.ops.types import Calibration, Draft
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.edits import EditTable
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack
-from draftwing.sched.guidance import Guidance
+from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.limits import limit
 from draftwing.spec.prediction import PredictedOutput
@@ -82,7 +82,7 @@ class SpecialRows:
 
     # -- drafts -----------------------------------------------------------------------------------------------------
 
-    def constrain(self, plan: Plan, rows: Tensor, guidance: Guidance) -> None:
+    def constrain(self, plan: Plan, rows: Tensor, guidance: Guides) -> None:
         """Lets the drafter begin with tokens that the grammars allow."""
         masks = guidance.roots() if self.drafter is not None and self.drafter.kv_layers else None
         if masks is None or self.drafter is None:
@@ -91,7 +91,7 @@ class SpecialRows:
         noisy = self._rows_of(_places(plan.guided, plan.noisy))
         self.drafter.constrain(self.table, rows[at], self.edits.banned(bits).squeeze(1), noisy)
 
-    def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guidance | None) -> Draft:
+    def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guides | None) -> Draft:
         """The draft with predicted text in it, within the requests' limits, and as the host wants it."""
         shape = plan.shape
         if len(plan.predicted):
@@ -107,7 +107,7 @@ class SpecialRows:
             draft = self._fit(plan, draft, shape, guidance)
         return draft
 
-    def _fit(self, plan: Plan, draft: Draft, shape: TreeShape, guidance: Guidance) -> Draft:
+    def _fit(self, plan: Plan, draft: Draft, shape: TreeShape, guidance: Guides) -> Draft:
         """Waits for the drafts of the guided rows: what they may be is known to the host alone."""
         at = self._rows_of(plan.guided)
         packed = torch.cat((draft.tokens[at], draft.parent[at], draft.alive[at].long()), 1)  # [g, 3 * N]
@@ -132,7 +132,7 @@ class SpecialRows:
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 
-    def draw(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guidance | None) -> Tensor:
+    def draw(self, plan: Plan, drawn: Drawn, target: Tensor, guidance: Guides | None) -> Tensor:
         """`target` [B, N] with the tokens of edited rows drawn from their edited logits."""
         if not len(plan.edited):
             return target
@@ -153,7 +153,7 @@ class SpecialRows:
         at: Tensor,
         drawn: Drawn,
         masks: npt.NDArray[np.uint32] | None,
-        guidance: Guidance | None,
+        guidance: Guides | None,
     ) -> Tensor:
         """which: batch indices, `at` on the device. All of them have a logits processor, or none has."""
         part = drawn.pick(at)
@@ -187,7 +187,7 @@ class SpecialRows:
             logits, part.positions, part.depth, part.depth_max, params, noisy, filtered, banning, rescore
         )
 
-    def _processed(self, logits: Tensor, guided: IntArray, guidance: Guidance) -> Tensor:
+    def _processed(self, logits: Tensor, guided: IntArray, guidance: Guides) -> Tensor:
         """logits [b, N, V] after the rows' processors; what was banned stays banned."""
         assert logits.dtype == torch.float32, "two of them make a word of 64 bits"
         words = pad(logits.flatten(), (0, logits.numel() % 2)).view(torch.int64)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
 from draftwing.ops.attention import Attend, HeadNorms
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         self.qkv = Linear(in_size or hidden, q_rows + 2 * kv_rows, config.qkv_bias, dtype, device, form)
         self.q_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
-        self.o = Linear(q_rows, hidden, config.o_bias, dtype, device, form)
+        self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), config.ranks)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         """x [M, in_size]; cos, sin [M, 1, head_dim]; residual [M, hidden] is added -> [M, hidden]"""

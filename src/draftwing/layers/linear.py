@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.dense import pack_dense
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.parallel import RowParallel, VocabParallel
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.parallel.ranks import Ranks
 
 
 class Linear(nn.Module):
@@ -36,6 +38,7 @@ class Linear(nn.Module):
         self.out_features = out_features
         self.op: LinearOp = weight_format.create(self, dtype, device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
+        self.joined: Callable[[LinearOp], LinearOp] | None = None  # what several ranks make of the packed operation
         self._ops = PLAIN
         self._packed = False
 
@@ -46,6 +49,8 @@ class Linear(nn.Module):
             self._ops, self._packed = ops, True
             mode = mode or PackMode()
             self.op = self.op.packed(ops, mode) or pack_dense(self, ops, mode)
+            if self.joined is not None:
+                self.op = self.joined(self.op)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """x [M, in_features], residual [M, out_features] -> [M, out_features].
@@ -72,6 +77,20 @@ class Linear(nn.Module):
     def exact_logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., in_features], ids [..., K] -> the outputs `ids` summed in float32, [..., K] float32"""
         return self.op.exact_logits(hidden, ids, self._ops)
+
+
+def row_parallel(linear: Linear, ranks: Ranks) -> Linear:
+    """The layer, whose inputs are this rank's share, with outputs that are sums over the ranks once it is packed."""
+    if ranks.size > 1:
+        linear.joined = lambda op: RowParallel(op, ranks)
+    return linear
+
+
+def vocab_parallel(linear: Linear, ranks: Ranks, whole: int) -> Linear:
+    """The layer, whose outputs are this rank's share of `whole`, with all of them once it is packed."""
+    if ranks.size > 1:
+        linear.joined = lambda op: VocabParallel(op, ranks, whole)
+    return linear
 
 
 def operations(module: nn.Module) -> Iterator[LinearOp]:

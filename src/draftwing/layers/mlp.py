@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, row_parallel
 
 
 class GatedMLP(nn.Module):
@@ -16,7 +16,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         hidden, ffn, bias, form = config.hidden, config.ffn, config.mlp_bias, config.weight_format
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
-        self.down = Linear(ffn, hidden, bias, dtype, device, form)
+        self.down = row_parallel(Linear(ffn, hidden, bias, dtype, device, form), config.ranks)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""

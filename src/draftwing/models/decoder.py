@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from draftwing.kv.pool import LayerSpec
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
@@ -24,6 +25,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, LayerWeights, WholeLayers
+from draftwing.parallel.ranks import ALONE, Ranks
 
 
 class DecoderLayer(nn.Module):
@@ -101,20 +103,33 @@ class DecoderModel(nn.Module):
 
     rope: Tensor  # [positions, 2, head_dim]
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Weights are allocated and not filled; on device "meta" they take no memory (the loader's way)."""
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ALONE
+    ) -> None:
+        """Weights are allocated and not filled; on device "meta" they take no memory (the loader's way). ranks: over
+        which the model is spread; it is to be packed then before it runs. Raises ConfigError for too many."""
         super().__init__()
         device = torch.device(device)
         self.config = config
-        self.embed = Embedding(_vocab_matrix(config, dtype, device))
-        layer = config.layer()
+        self.layer_config = layer = config.layer().spread(ranks)
+        self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
-        self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device)
+        self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
         self.kv_scales = KVScales()
         self.register_buffer("rope", torch.empty(0), persistent=False)
         self._ops = PLAIN
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
+
+    @property
+    def ranks(self) -> Ranks:
+        """Over which the model is spread."""
+        return self.layer_config.ranks
+
+    @property
+    def kv_layers(self) -> list[LayerSpec]:
+        """What its layers keep in the pool, of this rank."""
+        return [LayerSpec(self.layer_config.kv_heads, self.layer_config.head_dim)] * self.config.num_layers
 
     @property
     def final_aux_layer(self) -> int:
@@ -194,8 +209,10 @@ class DecoderModel(nn.Module):
         self._whole.clear()
 
 
-def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Linear:
-    return Linear(config.hidden_size, config.vocab_size, False, dtype, device, config.vocab_format)
+def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Linear:
+    rows = ranks.share(config.vocab_size).size
+    linear = Linear(config.hidden_size, rows, False, dtype, device, config.vocab_format)
+    return vocab_parallel(linear, ranks, config.vocab_size)
 
 
 def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear | None = None) -> None:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.gguf_file import dequantized, open_gguf
 from draftwing.layers.linear import Linear, operations
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
@@ -38,6 +38,8 @@ from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
 from draftwing.ops.types import BlockRows, QuantizedRows
 from draftwing.ops.upload import Uploader
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import ALONE, Ranks
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ def load_model(
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
     most_bytes: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> DecoderModel:
     """Loads a folder or a `.gguf` file; the rotary table covers the config's `max_positions`.
 
@@ -81,6 +84,7 @@ def load_model(
     dummy: random weights in place of the stored ones, of which only the config is read.
     weight_format: of all matrices, where the checkpoint has no format of its own.
     most_bytes: that weights and rotary table may take; what takes more is refused before anything is allocated.
+    ranks: over which the model is spread. Of the files this one reads its share alone, as far as they let it.
 
     The parameters come frozen, as serving wants them; a trainer calls `requires_grad_()` on what it trains.
 
@@ -89,17 +93,19 @@ def load_model(
     started = time.perf_counter()
     path = Path(path)
     kv_scales = KVScales()
-    config, tensors = (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format, kv_scales)
+    config, tensors = (
+        (load_config(path), ()) if dummy else open_checkpoint(path, progress, weight_format, kv_scales, ranks)
+    )
     if config.weight_format == DENSE:
         config = replace(config, weight_format=weight_format, vocab_format=weight_format.of_vocabulary)
     if most_bytes is not None:
         check_size(config, dtype, most_bytes)
-    model = DecoderModel(config, dtype, "meta")
+    model = DecoderModel(config, dtype, "meta", ranks)
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     if dummy:
         fill_random(model, device)
     else:
-        fill_parameters(model, checkpoint_names(config), tensors, device, harmless)
+        fill_parameters(model, checkpoint_names(config, ranks), tensors, device, harmless)
     model.kv_scales = kv_scales
     model.set_max_positions(config.max_positions)
     size = sum(p.nbytes for p in model.parameters()) + sum(op.sizes.total() for op in operations(model))
@@ -128,17 +134,34 @@ def open_checkpoint(
     progress: Progress | None = None,
     weight_format: WeightFormat = DENSE,
     kv_scales: KVScales | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[ModelConfig, Tensors]:
     """The config of a folder or a `.gguf` file, and the tensors of its model, which are read one by one, in blocks
-    where the file has them and the format takes them. kv_scales: gets those of the folder."""
+    where the file has them and the format takes them. kv_scales: gets those of the folder.  ranks: over which the
+    model is spread, so that parts of tensors come."""
     if path.suffix == ".gguf":
         file = open_gguf(path)
         config = gguf.model_config(file)
-        return config, gguf.tensors(file, config, progress, weight_format.takes_blocks)
-    config, stored = load_config(path), folder_tensors(path, progress)
+        every = gguf.tensors(file, config, progress, weight_format.takes_blocks)
+        cuts = _cuts(config, ranks)
+        return config, ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in every)
+    config = load_config(path)
+    stored = folder_tensors(path, progress, _cuts(config, ranks))
     own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
     others = own if kv_scales is None else kv_scales.taken(own)
     return config, assembled(config.quantization, others)
+
+
+def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
+    """Which tensors this rank reads a part of. Raises ConfigError for a checkpoint that cannot be spread."""
+    if ranks.size == 1:
+        return {}
+    if config.quantization is not None or config.weight_format != DENSE:
+        raise ConfigError(
+            f"--tp-size {ranks.size}: matrices of a checkpoint with a quantization_config cannot be spread over ranks "
+            "yet: expected one that is not quantised, which --quantization can quantise, or a .gguf file"
+        )
+    return {name: part.cut for name, part in checkpoint_names(config, ranks).items() if part.cut is not None}
 
 
 def fill_parameters(
@@ -233,12 +256,16 @@ def _listed(names: Iterable[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def folder_tensors(folder: Path, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights."""
+def folder_tensors(
+    folder: Path, progress: Progress | None = None, cuts: Mapping[str, Cut] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name as stored, tensor on the CPU) of every shard; raises CheckpointError for a folder without weights. cuts: by
+    canonical name, where a part is wanted."""
+    cuts = cuts or {}
     files = _weight_files(folder)
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
-        for name, tensor in _safetensors(file) if file.suffix == ".safetensors" else _pickled(file):
+        for name, tensor in _safetensors(file, cuts) if file.suffix == ".safetensors" else _pickled(file, cuts):
             yield name, tensor
             done += tensor.nbytes
             if progress is not None:
@@ -267,16 +294,17 @@ def _weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"no weights in {folder}: expected one of {expected}, or shards with an index")
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _safetensors(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
-                yield name, shard.get_tensor(name)
+                cut = cuts.get(canonical(name))
+                yield name, shard.get_tensor(name) if cut is None else cut.read(name, shard.get_slice(name))
     except SafetensorError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
-def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _pickled(file: Path, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Tensor]]:
     """A shard written by torch.save; `weights_only` refuses anything but tensors and plain containers."""
     try:
         try:
@@ -292,4 +320,5 @@ def _pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
         raise CheckpointError(f"{file}: expected a dictionary of tensors, found {type(shard).__name__}")
     for name, value in shard.items():
         if isinstance(value, Tensor):
-            yield name, value
+            cut = cuts.get(canonical(name))
+            yield name, value if cut is None else cut.of_tensor(name, value)

@@ -8,36 +8,45 @@ from torch import Tensor, nn
 
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.models.config import ModelConfig
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import ALONE, Ranks, Share
 
 # Multi-token prediction layers that are stored with the model; they belong to the drafter.
 MTP_PREFIX = "model.mtp_layers."
 
 
-def checkpoint_names(config: ModelConfig) -> dict[str, ParamSlice]:
-    """Hugging Face tensor name -> slice, complete for this config. A tied head has no entry of its own."""
-    table = named(config.vocab_format, "model.embed_tokens", "embed.table", 0, config.vocab_size)
+def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, ParamSlice]:
+    """Hugging Face tensor name -> slice, complete for this config. A tied head has no entry of its own. ranks: over
+    which the model is spread."""
+    vocab, form = ranks.share(config.vocab_size), config.vocab_format
+    table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
     table["model.norm.weight"] = ParamSlice("norm.weight", 0, config.hidden_size)
     if not config.tie_embeddings:
-        table |= named(config.vocab_format, "lm_head", "lm_head", 0, config.vocab_size)
+        table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     for i in range(config.num_layers):
-        table |= layer_names(config, f"model.layers.{i}", f"layers.{i}")
+        table |= layer_names(config, f"model.layers.{i}", f"layers.{i}", ranks=ranks)
     return table
 
 
 def layer_names(
-    config: ModelConfig, theirs: str, ours: str, attn_norm: str | None = "input_layernorm"
+    config: ModelConfig, theirs: str, ours: str, attn_norm: str | None = "input_layernorm", ranks: Ranks = ALONE
 ) -> dict[str, ParamSlice]:
     """The entries of one `DecoderLayer`, with both prefixes. attn_norm: their name of it, None where it is missing."""
-    hidden, ffn = config.hidden_size, config.ffn_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = (  # (theirs, ours, first row, rows, has a bias)
-        ("self_attn.q_proj", "attention.qkv", 0, q_rows, config.qkv_bias),
-        ("self_attn.k_proj", "attention.qkv", q_rows, kv_rows, config.qkv_bias),
-        ("self_attn.v_proj", "attention.qkv", q_rows + kv_rows, kv_rows, config.qkv_bias),
-        ("self_attn.o_proj", "attention.o", 0, hidden, config.o_bias),
-        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, config.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, config.mlp_bias),
-        ("mlp.down_proj", "mlp.down", 0, hidden, config.mlp_bias),
+    hidden, size, rank = config.hidden_size, ranks.size, ranks.rank
+    layer = config.layer().spread(ranks)
+    q_rows, kv_rows, ffn = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim, layer.ffn
+    q = Share(rank * q_rows, q_rows, size * q_rows)
+    first = rank * config.num_kv_heads // size  # a key/value head may be on several ranks
+    kv = Share(first * layer.head_dim, kv_rows, config.num_kv_heads * layer.head_dim)
+    inner = Share(rank * ffn, ffn, size * ffn)
+    linears = (  # (theirs, ours, first row, rows, has a bias, what of it is read)
+        ("self_attn.q_proj", "attention.qkv", 0, q_rows, config.qkv_bias, Cut(0, q)),
+        ("self_attn.k_proj", "attention.qkv", q_rows, kv_rows, config.qkv_bias, Cut(0, kv)),
+        ("self_attn.v_proj", "attention.qkv", q_rows + kv_rows, kv_rows, config.qkv_bias, Cut(0, kv)),
+        ("self_attn.o_proj", "attention.o", 0, hidden, config.o_bias, Cut(1, q)),
+        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, config.mlp_bias, Cut(0, inner)),
+        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, config.mlp_bias, Cut(0, inner)),
+        ("mlp.down_proj", "mlp.down", 0, hidden, config.mlp_bias, Cut(1, inner)),
     )
     norms = [("post_attention_layernorm", "mlp_norm", hidden)]
     if attn_norm is not None:
@@ -45,18 +54,23 @@ def layer_names(
     if config.qk_norm:
         norms += [(f"self_attn.{name}", f"attention.{name}", config.head_dim) for name in ("q_norm", "k_norm")]
     table: dict[str, ParamSlice] = {}
-    for name, layer, start, rows, bias in linears:
-        table |= named(config.weight_format, f"{theirs}.{name}", f"{ours}.{layer}", start, rows)
+    for name, linear, start, rows, bias, cut in linears:
+        table |= named(config.weight_format, f"{theirs}.{name}", f"{ours}.{linear}", start, rows, cut)
         if bias:
-            table[f"{theirs}.{name}.bias"] = ParamSlice(f"{ours}.{layer}.bias", start, rows)
+            of_outputs = cut if cut.axis == 0 and size > 1 else None
+            table[f"{theirs}.{name}.bias"] = ParamSlice(f"{ours}.{linear}.bias", start, rows, cut=of_outputs)
     for name, param, rows in norms:
         table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, rows)
     return table
 
 
-def named(form: WeightFormat, theirs: str, ours: str, start: int, rows: int) -> dict[str, ParamSlice]:
-    """The entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names."""
-    return {f"{theirs}.{suffix}": part for suffix, part in form.slices(ours, start, rows).items()}
+def named(
+    form: WeightFormat, theirs: str, ours: str, start: int, rows: int, cut: Cut | None = None
+) -> dict[str, ParamSlice]:
+    """The entries of a stored matrix that is outputs `[start, start + rows)` of a `Linear`, with both names. cut: what
+    of it is, which is nothing else where it is all."""
+    some = cut if cut is not None and cut.share.size < cut.share.whole else None
+    return {f"{theirs}.{suffix}": part._replace(cut=some) for suffix, part in form.slices(ours, start, rows).items()}
 
 
 def canonical(name: str) -> str:

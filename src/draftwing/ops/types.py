@@ -128,7 +128,7 @@ class Rescoring(NamedTuple):
     """How the logits of a few ids are computed again in float32, where a half type has rounded them."""
 
     hidden: Tensor  # [B, N, H]
-    weight: Tensor  # [V, H]: what the logits are the product of
+    weight: Tensor | None  # [V, H]: what the logits are the product of, None where `logits` alone has it
     logits: Callable[[Tensor, Tensor], Tensor]  # (hidden [..., H], ids [..., K]) -> [..., K] float32
 
     def exact(self, ids: Tensor, rows: Tensor | None) -> Tensor:

@@ -44,6 +44,23 @@ class GuidedRow(NamedTuple):
     foresight: Foresight | None = None  # of the grammar
 
 
+class Guides(Protocol):
+    """What a step asks of its `Guidance`."""
+
+    @property
+    def processed(self) -> list[int]: ...
+
+    def roots(self) -> Masks | None: ...
+
+    def fit(
+        self, tokens: IntArray, parent: IntArray, alive: BoolArray, max_depth: int
+    ) -> tuple[IntArray, IntArray, BoolArray]: ...
+
+    def masks(self) -> Masks | None: ...
+
+    def process(self, row: int, logits: Any) -> None: ...
+
+
 @contextmanager
 def _charged(row: GuidedRow) -> Iterator[None]:
     """Tells what the row's grammar costs the step."""

@@ -65,9 +65,8 @@ class DraftLM:
 
     def __init__(self, model: DecoderModel, vocab: int) -> None:
         """vocab: token ids that both models have; families pad their vocabularies to different sizes."""
-        config = model.config
         self.model, self.vocab = model, vocab
-        self.kv_layers: Sequence[LayerSpec] = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        self.kv_layers: Sequence[LayerSpec] = model.kv_layers
 
     def set_max_positions(self, positions: int) -> None:
         self.model.set_max_positions(positions)

@@ -109,7 +109,7 @@ def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPa
 def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
     rig.pool.kv[0].fill_(1)
-    with filled(rig.executor, rig.pool, 3, LONG, 7, touched=True):
+    with filled(rig.executor, 3, LONG, 7, touched=True):
         slots = rig.slots.page_table[:3, : LONG + 7]
         assert slots.unique().numel() == slots.numel() and int(slots.min()) == 1
         assert rig.slots.kv_len.tolist()[:4] == [LONG, LONG, LONG, 0]

@@ -12,25 +12,22 @@ import logging
 import os
 import queue
 import signal
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
+from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
 logger = logging.getLogger("draftwing")
 WORKER = "draftwing.engine.process.worker"
-KILL_SECONDS = 30.0  # a process that a driver holds may not even end by SIGKILL
 
 
 class EngineDead(DraftwingError):
@@ -116,19 +113,10 @@ class EngineLink:
     """The server's end of one worker process. Nothing here blocks but `wait_ready` and `close`."""
 
     def __init__(self, options: Options, module: str = WORKER) -> None:
-        """Starts `python -m module` with the options. What it needs to import is found where this process found it."""
+        """Starts `python -m module` with the options."""
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                start_new_session=True,
-            )
-        self._conn = Connection(ours.detach())
+        self.process, (self._conn,) = start_module(module, 1, new_session=True)
         with contextlib.suppress(OSError):  # a worker that is gone already is noticed by `wait_ready`
             self._conn.send(options)
 
@@ -137,7 +125,7 @@ class EngineLink:
         try:
             first = self._conn.recv()
         except (EOFError, OSError):
-            raise EngineDead(f"the engine's process ended before it was ready: {self._exit()}") from None
+            raise EngineDead(f"the engine's process ended before it was ready: {how_it_ended(self.process)}") from None
         if isinstance(first, EngineInfo):
             return first
         assert isinstance(first, Died)
@@ -165,11 +153,9 @@ class EngineLink:
                     self._conn.send(Close())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace)
-        if self.process.poll() is None:
-            self.process.kill()
-        try:
-            self.process.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with its ranks, one of which may be stopped
+        if end_all([self.process], 0):
             logger.error("the engine's process %d does not end, though it was killed", self.process.pid)
         self._outbox.put(None)
         for thread in self._threads:
@@ -199,15 +185,4 @@ class EngineLink:
                     assert isinstance(message, Died)
                     cause = message.message
         except (EOFError, OSError):
-            listener.died(cause or self._exit())
-
-    def _exit(self) -> str:
-        """How the process ended, in words."""
-        try:
-            code = self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            return "its connection broke"
-        if code >= 0:
-            return f"exit code {code}"
-        name = signal.Signals(-code).name
-        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+            listener.died(cause or how_it_ended(self.process))

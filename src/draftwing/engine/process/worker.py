@@ -68,7 +68,7 @@ class Worker:
         threading.Thread(target=self._read, name="draftwing-commands", daemon=True).start()
         from draftwing.engine.engine import Engine
 
-        engine = Engine(options)
+        engine = Engine(options, rank_failed=self.die)
         engine.measure_read_rate()
         gc.collect()
         gc.freeze()  # a collection of all that an engine is would make a step wait for 0.1 s

@@ -62,6 +62,7 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> int:
         free = rig.device.free_memory()
         fraction = options.mem_fraction_static
         budget = int(free * fraction) if fraction else min(CPU_POOL_BYTES, free // 4)
+        budget //= rig.model.ranks.size  # who share the memory
         if budget < slot_bytes:
             raise ConfigError(
                 f"no memory is left for the KV pool ({free / 1e9:.2f} GB free): lower the model's size or dtype, "

@@ -249,9 +249,10 @@ def _run_without_data(job: Job) -> None:
     from draftwing.engine import build
     from draftwing.engine.precision import Precision
     from draftwing.engine.startup import memory as sizing
-    from draftwing.kv.pool import LayerSpec
+    from draftwing.engine.startup.executor import graph_size_of
     from draftwing.models.decoder import DecoderModel
     from draftwing.models.loader import load_config
+    from draftwing.parallel.ranks import ALONE, Absent
 
     torch.set_num_threads(1)  # the process forks
     device = _no_device()
@@ -260,16 +261,16 @@ def _run_without_data(job: Job) -> None:
     options = dataclasses.replace(
         job.options, max_total_tokens=tokens, mem_fraction_static=None, enable_torch_compile=False
     )
-    model = DecoderModel(config, job.dtype, "meta").requires_grad_(False)
+    ranks = Absent(options.tp_size) if options.tp_size > 1 else ALONE
+    model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     model.pack(device.ops, options.deterministic)
     precision = Precision(job.dtype, job.kv_dtype)
     drafter, policy = build.make_drafter(
         options, job.draft_path or job.path, job.token_ids, model, precision, device
     )  # fmt: skip
-    layers = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
     draft_layers = list(drafter.kv_layers) if drafter is not None else []
-    rig = sizing.Rig(model, drafter, [*layers, *draft_layers], policy.menu, precision.kv_dtype, device)
-    sizing.trial(options, rig, build.graph_size_of(options))
+    rig = sizing.Rig(model, drafter, [*model.kv_layers, *draft_layers], policy.menu, precision.kv_dtype, device)
+    sizing.trial(options, rig, graph_size_of(options))
     build.assemble(options, model, precision, device, drafter, policy)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from draftwing.core import PLAIN, Plan, TreeShape
+from draftwing.core import NOBODY, PLAIN, Plan, TreeShape
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import Key
 from draftwing.engine.row_table import RowTable
@@ -43,26 +43,26 @@ def measure_graphs(executor: Executor, pool: KVPool, prices: Prices, captured: C
             keys = [key for key in captured if key.size == size]
             if keys and time.monotonic() < until:
                 _measure_keys(executor, pool, prices, keys, context)
-    executor.graphs.set_rows(np.empty(0, np.int64), largest)
+    executor.everywhere(Executor.set_rows, NOBODY, largest)
 
 
 def _measure_keys(executor: Executor, pool: KVPool, prices: Prices, keys: Sequence[Key], context: int) -> None:
     """Of one batch size. Does nothing where the pool or the table has no room for so many tokens."""
     size, table = keys[0].size, executor.table
     if not context:
-        executor.graphs.set_rows(np.empty(0, np.int64), size)
+        executor.everywhere(Executor.set_rows, NOBODY, size)
         for key in keys:
             _measure_key(executor, prices, key, 0)
     elif size <= table.rows and _fits(executor.table, pool, size, context, room(keys)):
-        with filled(executor, pool, size, context, room(keys)):
-            executor.graphs.set_rows(np.arange(size), size)
+        with filled(executor, size, context, room(keys)):
+            executor.everywhere(Executor.set_rows, np.arange(size), size)
             for key in keys:
-                table.kv_len[:size] = context
+                executor.everywhere(set_context, size, context)
                 _measure_key(executor, prices, key, context)
 
 
 def _measure_key(executor: Executor, prices: Prices, key: Key, context: int) -> None:
-    seconds = executor.device.timed(lambda: executor.replay(key), REPLAYS)
+    seconds = executor.device.timed(lambda: executor.everywhere(Executor.replay, key), REPLAYS)
     prices.measured(key.shape, key.size, key.size * context, statistics.median(seconds))
 
 
@@ -106,13 +106,13 @@ def _measure_context(executor: Executor, pool: KVPool, prices: Prices, menu: Seq
     space = STEPS * max(shape.nodes + shape.max_commit for shape in menu)
     if not _fits(executor.table, pool, 1, CPU_CONTEXT, space):
         return
-    with filled(executor, pool, 1, CPU_CONTEXT, space, touched=True):
+    with filled(executor, 1, CPU_CONTEXT, space, touched=True):
         for shape in dict.fromkeys(shapes):
             expected = prices.seconds(shape, 1, CPU_CONTEXT)
             if expected is not None and time.monotonic() + STEPS * expected < until:
                 seconds = []
                 for _ in range(STEPS):
-                    executor.table.kv_len[:1] = CPU_CONTEXT
+                    executor.everywhere(set_context, 1, CPU_CONTEXT)
                     seconds.append(_run(executor, shape, 1, CPU_CONTEXT))
                 prices.measured(shape, 1, CPU_CONTEXT, min(seconds))
 
@@ -138,28 +138,40 @@ def _fits(table: RowTable, pool: KVPool, rows: int, context: int, space: int) ->
 
 
 @contextmanager
-def filled(
-    executor: Executor, pool: KVPool, rows: int, context: int, space: int, touched: bool = False
-) -> Iterator[None]:
+def filled(executor: Executor, rows: int, context: int, space: int, touched: bool = False) -> Iterator[None]:
     """Makes the first rows look as if they held so many tokens, each in slots of its own that nobody has yet.
 
     space: further entries that have slots.  touched: write to the slots, where memory that was never written to is not
     there and costs nothing to read.
     """
-    table, length = executor.table, context + space
-    calibration = [counts.clone() for counts in executor.calibration]
-    slots = torch.arange(1, rows * length + 1, device=table.page_table.device).view(rows, length)
-    with torch.inference_mode():
-        if touched:
-            for layer in pool.kv:
-                layer[1 : rows * length + 1] = 0
-        table.page_table[:rows, :length] = slots
-        table.kv_len[:rows] = context
+    executor.everywhere(_fill, rows, context, space, touched)
     try:
         yield
     finally:
-        with torch.inference_mode():
-            for state in (table.page_table, table.tokens, table.kv_len, table.last):
-                state[:rows] = 0
-            for counts, before in zip(executor.calibration, calibration, strict=True):
-                counts.copy_(before)
+        executor.everywhere(_empty, rows)
+
+
+@torch.inference_mode()
+def _fill(executor: Executor, rows: int, context: int, space: int, touched: bool) -> None:
+    executor.keep_calibration()
+    table, length = executor.table, context + space
+    slots = torch.arange(1, rows * length + 1, device=table.page_table.device).view(rows, length)
+    if touched:
+        for layer in executor.attn.pool.kv:
+            layer[1 : rows * length + 1] = 0
+    table.page_table[:rows, :length] = slots
+    set_context(executor, rows, context)
+
+
+@torch.inference_mode()
+def set_context(executor: Executor, rows: int, context: int) -> None:
+    """Of the first rows, as if nothing had been committed since."""
+    executor.table.kv_len[:rows] = context
+
+
+@torch.inference_mode()
+def _empty(executor: Executor, rows: int) -> None:
+    table = executor.table
+    for state in (table.page_table, table.tokens, table.kv_len, table.last):
+        state[:rows] = 0
+    executor.restore_calibration()

@@ -44,8 +44,7 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
         met.add(shape)
     if prices is not None:
         measure_steps(executor, pool, prices, started + SECONDS)
-    if executor.drafter is not None:
-        executor.drafter.flush()
+    executor.everywhere(Executor.flush)
     log.debug("steps before the first request: %.2f s", time.monotonic() - started)
 
 
@@ -60,8 +59,7 @@ def _run(executor: Executor, plan: Plan) -> float:
 def try_prompt(executor: Executor) -> None:
     """Runs a short prompt and leaves no trace. Raises CheckpointError where the model's logits are not finite."""
     _run(executor, _prompt(min(PROMPT, executor.table.length // 2)))
-    if executor.drafter is not None:
-        executor.drafter.flush()
+    executor.everywhere(Executor.flush)
 
 
 def _prompt(tokens: int) -> Plan:

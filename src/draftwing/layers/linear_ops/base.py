@@ -11,18 +11,21 @@ from torch import Tensor
 
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
 from draftwing.ops.types import BlockRows, QuantizedRows
+from draftwing.parallel.cut import Cut
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
 
 
 class ParamSlice(NamedTuple):
-    """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`."""
+    """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`. cut: what of it does,
+    None: all."""
 
     param: str
     start: int
     size: int
     axis: int = 0
+    cut: Cut | None = None
 
     def of(self, param: Tensor) -> Tensor:
         """The part of the parameter, a view."""

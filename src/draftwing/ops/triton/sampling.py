@@ -9,6 +9,8 @@ these hold all candidates, and the second looks at no other.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -129,10 +131,12 @@ def _pick_kernel(
     tokens, peaks, hidden, weight, logits, positions, depth, rows, seed, floats, ban_until, ban_ids, tops, limit,
     nodes,
     VOCAB: tl.constexpr, HIDDEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    FAN: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, RESCORED: tl.constexpr, BANS: tl.constexpr,
-    FILTERED: tl.constexpr, PDL: tl.constexpr,
+    FAN: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, RESCORED: tl.constexpr, APART: tl.constexpr,
+    BANS: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best token of the COUNT best groups; RESCORED: of the COUNT best tokens, by exact logits."""
+    """The best token of the COUNT best groups; RESCORED: of the COUNT best tokens, by exact logits. APART: these are
+    weighed by whoever has the weight, so tokens [M, COUNT] are the candidates, and `hidden` [M, COUNT] float32 takes
+    what noise adds to their logits, -inf for what cannot be chosen."""
     start(PDL)
     place = tl.program_id(0)
     row, temperature, banned, word0, word1 = _state(place, positions, depth, rows, seed, floats, ban_until, nodes)
@@ -153,13 +157,31 @@ def _pick_kernel(
         chosen, score = key_place(best), key_value(best)
         inside = tl.minimum(chosen, VOCAB - 1)
         rounded = tl.load(logits + place.to(tl.int64) * VOCAB + inside).to(tl.float32)
-        value = score - rounded + _dots(hidden, weight, place, inside, HIDDEN, STEP)  # noise + true logit
-        value = tl.where((score > float("-inf")) & (value > float("-inf")), value, float("-inf"))
-        best = tl.max(sort_key(value, chosen))
+        if APART:
+            out = place * COUNT + tl.arange(0, COUNT)
+            tl.store(tokens + out, inside.to(tl.int64))
+            tl.store(hidden + out, tl.where(score > float("-inf"), score - rounded, float("-inf")))
+        else:
+            value = score - rounded + _dots(hidden, weight, place, inside, HIDDEN, STEP)  # noise + true logit
+            value = tl.where((score > float("-inf")) & (value > float("-inf")), value, float("-inf"))
+            _store_token(tokens, place, tl.max(sort_key(value, chosen)))
     else:
-        best = tl.max(keys)
+        _store_token(tokens, place, tl.max(keys))
+
+
+@triton.jit
+def _store_token(tokens, place, best):
     finite = tl.abs(key_value(best)) < float("inf")
     tl.store(tokens + place, key_place(best).to(tl.int64) | tl.where(finite, 0, _NOT_FINITE).to(tl.int64))
+
+
+def _weighed(ids: Tensor, noise: Tensor, logits: Tensor) -> Tensor:
+    """ids [B, N, K], noise and logits [B, N, K] float32 -> [B, N]: ids of the largest sum, of equals the lowest."""
+    value = noise + logits
+    value = value.masked_fill_(~((noise > -math.inf) & (value > -math.inf)), -math.inf)
+    best = value.amax(-1, keepdim=True)
+    token = torch.where(value == best, ids, NOT_FINITE).amin(-1)
+    return token.add_(best.squeeze(-1).isfinite().logical_not_(), alpha=NOT_FINITE)
 
 
 class TritonSamplingOps(SamplingOps):
@@ -187,14 +209,18 @@ class TritonSamplingOps(SamplingOps):
             assert tensor.is_contiguous()
         found = limits(logits, positions, rows, table) if filtered else Limits(table.floats, table.floats)  # none read
         product, size = (logits, logits), 1  # not read
-        if rescoring is not None:
+        tokens = torch.empty(batch, nodes, dtype=torch.int64, device=device)
+        apart = rescoring is not None and rescoring.weight is None
+        if rescoring is not None and rescoring.weight is not None:
             hidden, weight, size = rescoring.hidden, rescoring.weight, rescoring.hidden.shape[-1]
             assert hidden.is_contiguous() and weight.is_contiguous() and weight.shape == (vocab, size)
             product = (hidden, weight)
+        elif apart:
+            tokens = tokens.new_empty(batch, nodes, CANDIDATES)
+            product = (torch.empty(tokens.shape, dtype=torch.float32, device=device), logits)
         groups = triton.cdiv(vocab, _GROUP)
         tile, warps = (8, 4) if count <= _FEW else (32, 8)
         peaks = torch.empty(count, groups, dtype=torch.float32, device=device)
-        tokens = torch.empty(batch, nodes, dtype=torch.int64, device=device)
         state = (
             logits, positions, depth, rows, table.seed, table.floats, table.ban_until, table.ban_ids, *found, nodes,
         )  # fmt: skip
@@ -206,6 +232,8 @@ class TritonSamplingOps(SamplingOps):
         blocks = max(CANDIDATES, triton.next_power_of_2(triton.cdiv(groups, _FAN)))
         _pick_kernel[(count,)](
             tokens, peaks, *product, *state, HIDDEN=size, BLOCK=blocks, FAN=_FAN, COUNT=CANDIDATES, STEP=_DOT_STEP,
-            RESCORED=rescoring is not None, **sizes, num_warps=_PICK_WARPS,
+            RESCORED=rescoring is not None, APART=apart, **sizes, num_warps=_PICK_WARPS,
         )  # fmt: skip
+        if rescoring is not None and apart:
+            return _weighed(tokens, product[0], rescoring.exact(tokens, None))
         return tokens

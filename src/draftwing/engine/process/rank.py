@@ -1,0 +1,70 @@
+"""A rank from 1 on: `python -m draftwing.engine.process.rank FD FD`, started by `RankProcesses` and by nobody else.
+
+The main thread runs what rank 0 sends. Another one beats, and ends the process when rank 0 has gone, in the middle of
+whatever it does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from draftwing.engine.process.ranks import PULSE, Failed, Loaded, Setup
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.log import configure_logging
+
+
+def main(argv: list[str]) -> NoReturn:
+    gc.disable()
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when this process ends
+        signal.signal(ignored, signal.SIG_IGN)
+    plans, pulse = (Connection(int(number)) for number in argv[1:])
+    threading.Thread(target=_beat, args=(pulse,), name="draftwing-pulse", daemon=True).start()
+    try:
+        setup = plans.recv()
+        assert isinstance(setup, Setup)
+        configure_logging("warning" if setup.options.log_level == "info" else setup.options.log_level)
+        _run(plans, setup)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)
+    except BaseException as error:
+        kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
+        kind = kinds.get(type(error), "bug")
+        if kind == "bug":
+            time.sleep(2 * PULSE)  # a collective may have failed because rank 0 is gone: then nobody is told
+            sys.excepthook(type(error), error, error.__traceback__)
+        plans.send(Failed(kind, str(error) if kind != "bug" else f"{type(error).__name__}: {error}"))
+        os._exit(1)
+
+
+def _run(plans: Connection, setup: Setup) -> NoReturn:
+    from draftwing.engine.build import build_rank  # after the thread has begun to beat: it imports torch
+    from draftwing.engine.mirror import Follower
+
+    executor = build_rank(setup, lambda: plans.send(Loaded()))
+    follower = Follower(executor, lambda: pickle.loads(plans.recv_bytes()))
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    while True:
+        follower.obey()
+
+
+def _beat(pulse: Connection) -> None:
+    try:
+        while not pulse.poll(PULSE):
+            pulse.send_bytes(b".")
+    except OSError:
+        pass
+    os._exit(0)  # rank 0 never sends anything: its end is closed
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,169 @@
+"""The ranks from 1 on, as rank 0 sees them: it starts them, tells them what to run, and notices when one is gone.
+
+Each is a process of its own with two connections. One carries what is to be run; a process reads it in order and never
+answers once it is ready. The other carries a pulse, by threads on both ends: a rank that is stopped has none, one that
+has ended closes it. What the ranks compute together goes by neither, see `draftwing.parallel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from draftwing.config.options import Options
+from draftwing.engine.mirror import Told
+from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
+from draftwing.parallel.group import Rendezvous
+
+logger = logging.getLogger("draftwing")
+RANK = "draftwing.engine.process.rank"
+PULSE = 0.25  # seconds between two beats
+LOOK = 1.0  # seconds between two looks
+SILENT = 3  # looks without a beat; they are counted, for where the whole machine stood still nobody hung
+
+
+class RankDied(DraftwingError):
+    """A rank ended or hangs: nothing can be computed any more."""
+
+
+class Setup(NamedTuple):
+    """What a rank makes its share of the engine from."""
+
+    options: Options  # `for_engine`
+    path: Path  # of the target
+    draft_path: Path | None
+    rank: int
+    port: int
+
+
+class Loaded(NamedTuple):
+    """A rank has read its weights, and will wait for the others from now on."""
+
+
+class Failed(NamedTuple):
+    """Why it did not. kind: "config", "checkpoint" or "bug"."""
+
+    kind: str
+    message: str
+
+
+class RankProcesses(Told):
+    """All ranks but 0, which has this."""
+
+    def __init__(self, setup: Setup, device: torch.device, failed: Callable[[BaseException], None] | None) -> None:
+        """setup: of any rank, without a port.  failed: is told, by a thread, of a rank that ended or hangs once
+        `watch` was called, by when all are killed. Raises ConfigError where ranks cannot meet."""
+        self._failed, self._armed, self._closing, self._failure = failed, False, threading.Event(), ""
+        self._over = threading.Event()  # a failure is known
+        meeting, size = Rendezvous(), setup.options.tp_size
+        self._processes, self._plans, self._pulses = [], list[Connection](), list[Connection]()
+        for rank in range(1, size):
+            process, (plans, pulse) = start_module(RANK, 2, new_session=False)
+            self._processes.append(process)
+            self._plans.append(plans)
+            self._pulses.append(pulse)
+            with contextlib.suppress(OSError):  # one that is gone already is noticed by `wait_loaded`
+                plans.send(setup._replace(rank=rank, port=meeting.port))
+        self.ranks = meeting.join(size, device)
+        threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, in the order of the ranks."""
+        return [process.pid for process in self._processes]
+
+    def wait_loaded(self) -> None:
+        """Until every rank has its weights. Raises what one of them has raised, or RankDied."""
+        for rank, plans in enumerate(self._plans, 1):
+            try:
+                found = plans.recv()
+            except (EOFError, OSError):
+                ended = how_it_ended(self._processes[rank - 1])
+                raise RankDied(f"rank {rank} of the engine ended while it loaded: {ended}") from None
+            if isinstance(found, Failed):
+                raise _error(rank, found)
+
+    def watch(self) -> None:
+        """From now on a rank that hangs is noticed, as one that ends always is."""
+        self._armed = True
+
+    def send(self, message: Any) -> None:
+        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for plans in self._plans:
+            plans.send_bytes(packed)
+
+    def blame(self, error: BaseException) -> BaseException:
+        """What is to be raised in place of an error of this rank, which may be that another one is gone."""
+        if isinstance(error, DraftwingError) or not isinstance(error, (RuntimeError, OSError)):
+            return error
+        for rank, plans in enumerate(self._plans, 1):
+            with contextlib.suppress(EOFError, OSError):
+                if plans.poll() and isinstance(found := plans.recv(), Failed):
+                    return _error(rank, found)
+        return RankDied(self._failure) if self._over.wait(2 * LOOK) else error
+
+    def close(self) -> None:
+        self._closing.set()
+        for connection in (*self._plans, *self._pulses):
+            with contextlib.suppress(OSError):
+                connection.close()
+        for pid in end_all(self._processes, 5.0):
+            logger.error("the process %d of a rank does not end, though it was killed", pid)
+        with contextlib.suppress(RuntimeError):
+            self.ranks.close()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _watch(self) -> None:
+        silent = dict.fromkeys(self._pulses, 0)
+        while not self._closing.is_set():
+            until, heard = time.monotonic() + LOOK, set[Connection]()
+            while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
+                ended = self._listen(left, heard)
+                if ended is not None:
+                    if not self._closing.is_set():
+                        self._fail(self._pulses.index(ended), "ended")
+                    return
+            for place, pulse in enumerate(self._pulses):
+                silent[pulse] = 0 if pulse in heard else silent[pulse] + 1
+                if self._armed and silent[pulse] >= SILENT:
+                    self._fail(place, "hangs")
+                    return
+
+    def _listen(self, seconds: float, heard: set[Connection]) -> Connection | None:
+        """Adds to `heard` whose beat comes within so many seconds; returns one that was closed."""
+        pulse = self._pulses[0]
+        try:
+            for pulse in cast(list[Connection], wait(self._pulses, seconds)):
+                pulse.recv_bytes()
+                heard.add(pulse)
+        except (EOFError, OSError):
+            return pulse
+        return None
+
+    def _fail(self, place: int, what: str) -> None:
+        process = self._processes[place]
+        why = f": {how_it_ended(process)}" if what == "ended" else f": nothing was heard of it for {SILENT * LOOK:g} s"
+        self.kill()
+        self._failure = f"rank {place + 1} of the engine {what}{why}"
+        self._over.set()
+        logger.error("%s", self._failure)
+        if self._failed is not None and self._armed:
+            self._failed(RankDied(self._failure))
+
+
+def _error(rank: int, found: Failed) -> DraftwingError:
+    kinds = {"config": ConfigError, "checkpoint": CheckpointError}
+    return kinds.get(found.kind, RankDied)(f"rank {rank}: {found.message}" if found.kind == "bug" else found.message)

@@ -1,0 +1,103 @@
+"""The device's half of an engine: the KV pool, the row table and the executor. Every rank makes one."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from draftwing.config.options import Options
+from draftwing.core import TreeShape
+from draftwing.engine.compile import compile_forwards
+from draftwing.engine.device import Device
+from draftwing.engine.executor import Executor
+from draftwing.engine.lag import ROOM as LAG_ROOM
+from draftwing.engine.precision import Precision
+from draftwing.engine.row_table import RowTable
+from draftwing.engine.startup.memory import Rig, row_length, size_pool
+from draftwing.errors import ConfigError
+from draftwing.kv.pool import FP8, KVPool
+from draftwing.models.decoder import DecoderModel
+from draftwing.spec.drafter import Drafter
+from draftwing.spec.simulate import Simulation
+
+log = logging.getLogger("draftwing")
+
+
+def graph_size_of(options: Options) -> int:
+    """The largest batch that graphs are captured of; of options for a device."""
+    return 0 if options.disable_cuda_graph else options.cuda_graph_max_bs or 0
+
+
+class Made(NamedTuple):
+    """What the host's half is built on."""
+
+    executor: Executor
+    pool: KVPool
+    context: int  # tokens of prompt and answer
+    pool_tokens: int
+    spans: dict[TreeShape, int]
+    graph_size: int  # largest batch with graphs
+
+
+def make_executor(
+    options: Options,
+    model: DecoderModel,
+    precision: Precision,
+    device: Device,
+    drafter: Drafter | None,
+    menu: tuple[TreeShape, ...],
+) -> Made:
+    """Of options `for_engine`, around a loaded model. menu: what steps may draft.  Of several ranks all make theirs at
+    the same time. Raises ConfigError where there is no room."""
+    config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
+    assert rows and chunk, "they have a value on every device"
+    graph_size = graph_size_of(options)
+    spans = {shape: shape.nodes if drafter is None else drafter.span(shape) for shape in menu}
+    max_span, max_commit = max(spans.values()), max(shape.max_commit for shape in menu)
+
+    layers = model.kv_layers
+    draft_layers = list(drafter.kv_layers) if drafter is not None else []
+    wanted = options.context_length or config.max_positions
+    if wanted > config.max_positions:
+        raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
+    # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
+    room = max_commit + max_span + 1 + (LAG_ROOM if draft_layers else 0)  # past the context, in a row of the row table
+    rig = Rig(model, drafter, [*layers, *draft_layers], menu, precision.kv_dtype, device)
+    pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
+    pool_tokens = model.ranks.least(pool_tokens)
+    if not options.max_total_tokens:  # more could only ever cache prefixes
+        pool_tokens = min(pool_tokens, 2 * rows * wanted)
+    context = min(wanted, pool_tokens - max_span - max_commit)
+    if context < wanted:
+        log.warning("the KV pool of %d tokens limits the context to %d, not %d", pool_tokens, context, wanted)
+    if context < 2:
+        raise ConfigError(
+            f"the KV pool holds {pool_tokens} tokens, and a step alone needs {max_span + max_commit}: "
+            "raise --max-total-tokens or --mem-fraction-static, or lower --speculative-num-draft-tokens "
+            "or --speculative-num-steps times --speculative-eagle-topk"
+        )
+    length = row_length(context + room)
+    kv_dtype = precision.kv_dtype
+    scales = model.kv_scales.of(len(layers)) if kv_dtype == FP8 else ()
+    pool = KVPool([*layers, *draft_layers], pool_tokens, kv_dtype, device.device, scales)
+    if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:
+        log.info("the checkpoint has scales for a KV pool in fp8: --kv-cache-dtype fp8_e4m3 holds twice the tokens")
+    target_gb, draft_gb = (pool_tokens * KVPool.bytes_per_slot(part, kv_dtype) / 1e9 for part in (layers, draft_layers))
+    log.info("KV pool: %d tokens, target %.2f GB, draft %.2f GB", pool_tokens, target_gb, draft_gb)
+    log.info("max total tokens %d, context length %d, max running requests %d", pool_tokens, context, rows)
+
+    model.set_max_positions(length)
+    table = RowTable(rows, length, device)
+    attn = device.ops.attention(pool, options.deterministic)
+    if drafter is not None:
+        drafter.attach(attn, len(layers), length)
+    if not attn.capturable:
+        graph_size = 0
+    simulation = None
+    if options.simulate_accept_length is not None:
+        simulation = Simulation(options.simulate_accept_length, config.vocab_size)
+    executor = Executor(model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0))
+    if options.enable_torch_compile:
+        nodes = max(shape.nodes for shape in menu)
+        compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)
+    return Made(executor, pool, context, pool_tokens, spans, graph_size)

@@ -1,0 +1,77 @@
+"""Products whose weight is spread over ranks: what each rank's own operation gives is joined to the whole.
+
+`Linear.pack` wraps the operation of the rank's share, whatever its format, so layers and models need not know of ranks.
+A weight whose outputs are spread and stay so (q, k, v, gate and up) needs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.ops.torch.layer_ops import LayerOps
+from draftwing.parallel.ranks import Ranks
+
+
+class RowParallel(LinearOp):
+    """Inputs are spread: every rank has columns of the weight, and outputs are sums over the ranks."""
+
+    def __init__(self, op: LinearOp, ranks: Ranks) -> None:
+        super().__init__(op.layer)
+        self._op, self._ranks = op, ranks
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return self._op.sizes
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        return self._ranks.sum_rows(self._op(x, None), bias, residual)
+
+    def dense_weight(self) -> Tensor:
+        """This rank's columns."""
+        return self._op.dense_weight()
+
+
+class VocabParallel(LinearOp):
+    """Outputs are spread, and all of them are wanted: an embedding and a head. Ids are those of the whole."""
+
+    def __init__(self, op: LinearOp, ranks: Ranks, whole: int) -> None:
+        super().__init__(op.layer)
+        self._op, self._ranks, self._share = op, ranks, ranks.share(whole)
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return self._op.sizes
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        assert residual is None
+        return self._ranks.gather_columns(self._op(x, bias), self._share)
+
+    def dense_weight(self) -> Tensor:
+        """This rank's rows."""
+        return self._op.dense_weight()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        own, mine = self._own(ids)
+        return self._of_owners(torch.where(mine.unsqueeze(-1), self._op.rows(own), 0))
+
+    def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        own, mine = self._own(ids)
+        return self._of_owners(torch.where(mine, self._op.exact_logits(hidden, own, ops), 0))
+
+    def _own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of this rank's weight, and whether `ids` are there."""
+        start, size, _ = self._share
+        own = ids - start
+        return own.clamp(0, size - 1), (own >= 0) & (own < size)
+
+    def _of_owners(self, x: Tensor) -> Tensor:
+        """x [...], 0 but on the one rank that has it -> the same on all, to the bit but for the sign of 0."""
+        return self._ranks.sum_rows(x.reshape(-1, x.shape[-1])).view(x.shape)

@@ -1,0 +1,70 @@
+"""Ranks as processes of one machine, joined by torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from draftwing.errors import ConfigError
+from draftwing.parallel.ranks import Ranks
+
+HOST = "127.0.0.1"
+# Who watches the ranks notices one that hangs long before; this bounds a start on a slow disk.
+PATIENCE = timedelta(minutes=30)
+JOINING = timedelta(minutes=5)
+
+
+class Rendezvous:
+    """Where ranks find each other: a port of this machine that the system picks."""
+
+    def __init__(self) -> None:
+        """Raises ConfigError where there is none to be had."""
+        try:
+            self._store = dist.TCPStore(HOST, 0, None, True, JOINING, wait_for_workers=False)
+        except (RuntimeError, dist.DistError) as error:
+            raise ConfigError(f"--tp-size: no port of {HOST} is free for the ranks to meet at: {error}") from None
+        self.port: int = self._store.port
+
+    def join(self, size: int, device: torch.device) -> Group:
+        """Rank 0 of so many; waits for the others."""
+        return Group(self._store, size, 0, device)
+
+
+def join(port: int, size: int, rank: int, device: torch.device) -> Group:
+    """A rank from 1 on; waits for the others."""
+    return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device)
+
+
+class Group(Ranks):
+    """gloo on a CPU, NCCL on GPUs."""
+
+    def __init__(self, store: dist.Store, size: int, rank: int, device: torch.device) -> None:
+        self.size, self.rank, self.device = size, rank, device
+        self._group = make_group(store, size, rank, device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        if x.numel():
+            self._group._allgather_base(out, x).wait()
+        return out.view(self.size, *x.shape)
+
+    def scalar(self, value: int) -> Tensor:
+        return torch.tensor([value], device=self.device)
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+def make_group(store: dist.Store, size: int, rank: int, device: torch.device) -> Any:
+    """The process group, which is not torch's default one: a process may have several engines."""
+    if device.type == "cuda":
+        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = PATIENCE
+    return dist.ProcessGroupGloo(store, rank, size, options)

@@ -1,0 +1,92 @@
+"""The processes that run one model together, seen from one of them, and what passes between them on a step's path.
+
+Every rank runs the same steps on its share of each weight. Two things need all of them: sums of what each has computed
+of its share, and columns that each has some of. Both are made of one gather, and sums are taken in the order of the
+ranks, so all ranks hold the same bits and none of them has to be told what another one decided.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Share(NamedTuple):
+    """`[start, start + size)` of `whole`: what one rank has."""
+
+    start: int
+    size: int
+    whole: int
+
+
+class Ranks(ABC):
+    """size: how many there are; rank: which one this is, from 0."""
+
+    size: int
+    rank: int
+
+    @abstractmethod
+    def gather(self, x: Tensor) -> Tensor:
+        """x [...], of the same shape on every rank -> [size, ...], in the order of the ranks."""
+
+    def sum_rows(self, partial: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """partial [M, n] of each rank, bias [n] and residual [M, n], the same on all -> their sum [M, n], taken in
+        float32 and rounded once."""
+        first, *others = self.gather(partial).unbind()
+        total = first.float()
+        for other in others:
+            total = total + other
+        if bias is not None:
+            total = total + bias
+        if residual is not None:
+            total = total + residual
+        return total.to(partial.dtype)
+
+    def gather_columns(self, x: Tensor, share: Share) -> Tensor:
+        """x [M, share.size] of each rank -> [M, share.whole]"""
+        most = -(-share.whole // self.size)  # the last ranks may have fewer
+        every = self.gather(F.pad(x, (0, most - share.size)))  # [size, M, most]
+        return every.transpose(0, 1).flatten(1)[:, : share.whole].contiguous()
+
+    def share(self, whole: int) -> Share:
+        """This rank's of so many rows or columns, which need not be a multiple of the ranks."""
+        most = -(-whole // self.size)
+        start = min(self.rank * most, whole)
+        return Share(start, min(most, whole - start), whole)
+
+    def least(self, value: int) -> int:
+        """The least of all ranks' values, on the host. Not for the path of a step."""
+        return int(self.gather(self.scalar(value)).min())
+
+    def scalar(self, value: int) -> Tensor:
+        """[1] int64, where `gather` wants its tensors."""
+        return torch.tensor([value])
+
+    def close(self) -> None:  # noqa: B027
+        """Leaves the others."""
+
+
+class Alone(Ranks):
+    """The one rank of an engine without others."""
+
+    size, rank = 1, 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+
+ALONE = Alone()
+
+
+class Absent(Ranks):
+    """One of several ranks whose others are not there: shapes are right, and data is this rank's own."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.stack([x] * self.size)

@@ -1,0 +1,109 @@
+"""Two ranks as processes, joined by gloo: the same texts as one, whoever drafts, and what becomes of a rank that dies,
+hangs or cannot start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from draftwing import LLM
+from draftwing.engine.process.ranks import RankDied, RankProcesses
+from draftwing.errors import CheckpointError, ConfigError
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2000, "num_threads": 1, "random_seed": 1}
+PROMPTS = ["hello there", "ab" * 30, "x", [7, 8, 9, 7, 8, 9, 7]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("ranks") / "model", hidden=64, heads=4)
+
+
+def texts(llm: LLM) -> list[Any]:
+    """Of requests that ask for much: seeds, filters, grammars, log probabilities."""
+    params: list[dict[str, Any]] = [
+        {"max_new_tokens": 30, "temperature": 0.0},
+        {"max_new_tokens": 30, "temperature": 0.9, "sampling_seed": 5, "top_p": 0.8},
+        {"max_new_tokens": 20, "temperature": 0.7, "sampling_seed": 6, "regex": "[a-f]{4}( [0-9]{2})*", "top_k": 20},
+        {"max_new_tokens": 30, "temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {"65": 2.0}},
+    ]
+    answers = llm.generate(PROMPTS, params, return_logprob=True, top_logprobs_num=2)
+    found = [(answer.token_ids, answer.finish_reason) for answer in answers]
+    values = [[token[0] for token in answer.meta_info["output_token_logprobs"]] for answer in answers]
+    return [found, values]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Any]:
+    with LLM(str(folder), **SETTINGS) as llm:
+        return texts(llm)
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), tp_size=2, speculative_algorithm="NGRAM", chunked_prefill_size=16, **SETTINGS) as llm:
+        yield llm
+
+
+def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: list[Any]) -> None:
+    for _ in range(2):  # then from the radix cache, with drafts of what was answered
+        (found, values), (wanted, known) = texts(pair), expected
+        assert found == wanted
+        assert all(one == pytest.approx(other, abs=1e-5) for one, other in zip(values, known, strict=True))
+    assert pair.engine.accept_length > 1.0
+
+
+def processes(llm: LLM) -> RankProcesses:
+    mirror = llm.engine.parts.executor.mirror
+    assert isinstance(mirror, RankProcesses)
+    return mirror
+
+
+def gone(pid: int, seconds: float = 5.0) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None:
+    llm = LLM(str(folder), tp_size=2, **SETTINGS)
+    (pid,) = processes(llm).pids
+    assert llm.generate("a", {"max_new_tokens": 2})
+    os.kill(pid, number)
+    begun = time.monotonic()
+    with pytest.raises(RankDied, match="rank 1 of the engine (ended: killed by SIGKILL|hangs: nothing was heard)"):
+        llm.generate("hello", {"max_new_tokens": 500, "ignore_eos": True})
+    took = time.monotonic() - begun
+    llm.close()
+    assert gone(pid) and took < 30, took  # on a quiet machine less than 5 s, see docs/scaling.md
+
+
+def test_no_process_is_left_behind(folder: Path) -> None:
+    with LLM(str(folder), tp_size=2, **SETTINGS) as llm:
+        (pid,) = processes(llm).pids
+    assert gone(pid)
+
+
+def test_what_cannot_be_spread_is_said_before_anything_is_loaded(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="divides the model's 4 attention heads"):
+        LLM(str(folder), tp_size=3, **SETTINGS)
+
+
+def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    broken = write_checkpoint(tmp_path / "model", hidden=64, heads=4)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        LLM(str(broken), tp_size=2, **SETTINGS)

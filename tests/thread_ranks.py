@@ -1,0 +1,140 @@
+"""Two ranks as threads of the tests' process: the same models, executors and messages, without processes to start."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwing.engine.mirror import Follower, Told
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.loader import fill_parameters
+from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
+from draftwing.parallel.ranks import Ranks
+
+SECONDS = 60.0  # that a rank waits for another one
+
+
+class Meeting:
+    def __init__(self, size: int) -> None:
+        self.barrier, self.brought = threading.Barrier(size), [torch.empty(0)] * size
+
+
+class ThreadRanks(Ranks):
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.size, self.rank, self._meeting = len(meeting.brought), rank, meeting
+
+    def gather(self, x: Tensor) -> Tensor:
+        self._meeting.brought[self.rank] = x
+        self._meeting.barrier.wait(SECONDS)
+        found = torch.stack(self._meeting.brought)
+        self._meeting.barrier.wait(SECONDS)
+        return found
+
+
+def meet(size: int = 2) -> list[Ranks]:
+    meeting = Meeting(size)
+    return [ThreadRanks(meeting, rank) for rank in range(size)]
+
+
+def shares_of(model: DecoderModel, ops: Any, size: int = 2) -> list[DecoderModel]:
+    """A model's shares, packed: of every rank. Each knows the `whole`."""
+    shares = []
+    for ranks in meet(size):
+        share, table = DecoderModel(model.config, torch.float32, "cpu", ranks), checkpoint_names(model.config, ranks)
+        cuts = {name: part.cut for name, part in table.items()}
+        tensors = (
+            (name, tensor if cuts[name] is None else cuts[name].of(name, tensor))
+            for name, tensor in checkpoint_tensors(model, model.config)
+        )
+        fill_parameters(share, table, tensors, "cpu")
+        share.pack(ops)
+        shares.append(share.requires_grad_(False).eval())
+    return shares
+
+
+class Recorder(Follower):
+    """A rank from 1 on that keeps what its steps gave."""
+
+    def __init__(self, executor: Any, receive: Any) -> None:
+        super().__init__(executor, receive)
+        self.landings: list[Any] = []
+
+    def landed(self, flying: Any) -> None:
+        self.landings.append(flying.wait())
+
+
+class Threads(Told):
+    """The other ranks of a rig, each turned by a thread."""
+
+    def __init__(self, executors: list[Any]) -> None:
+        self._inboxes: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in executors]
+        self.failed: list[BaseException] = []
+        self.others = [
+            Recorder(executor, lambda inbox=inbox: self._next(inbox))
+            for executor, inbox in zip(executors, self._inboxes, strict=True)
+        ]
+        for other in self.others:
+            threading.Thread(target=_turn, args=(weakref.ref(other), self.failed), daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        assert not self.failed, self.failed
+        packed = pickle.dumps(message)
+        for inbox in self._inboxes:
+            inbox.put(packed)
+
+    @staticmethod
+    def _next(inbox: queue.SimpleQueue[bytes | None]) -> Any:
+        packed = inbox.get()
+        if packed is None:
+            raise EOFError
+        return pickle.loads(packed)
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+
+def _turn(follower: Any, failed: list[BaseException]) -> None:
+    other = follower()
+    try:
+        while True:
+            other.obey()
+    except EOFError:
+        pass
+    except BaseException as error:
+        failed.append(error)
+        other.executor.model.ranks._meeting.barrier.abort()
+        raise
+
+
+def lead(rig: Any, others: list[Any]) -> Any:
+    """Has the executors of other ranks' rigs do what that of `rig` does. `rig.agree()` compares all results so far."""
+    threads = rig.executor.mirror = Threads([other.executor for other in others])
+    own: list[Any] = []
+    commit = rig.executor.commit
+
+    def committed(pending: Any) -> Any:
+        own.append(commit(pending))
+        return own[-1]
+
+    def agree() -> int:
+        (other,) = threads.others
+        known = min(len(own), len(other.landings))
+        for flying, theirs in zip(own[:known], other.landings[:known], strict=True):
+            mine = flying.wait()
+            for part in ("tokens", "count", "order", "mark", "confidence"):
+                assert np.array_equal(getattr(mine, part), getattr(theirs, part)), part
+            assert mine.logprobs == theirs.logprobs and mine.prompt_logprobs == theirs.prompt_logprobs
+        del own[:known], other.landings[:known]
+        return known
+
+    rig.executor.commit, rig.agree = committed, agree
+    weakref.finalize(rig, threads.close)
+    return rig
