@@ -91,7 +91,7 @@ def test_what_asks_for_one_device_is_silent(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         options("--tp 1 --dp-size 1 --page-size 1 --quantization none")
     assert not caplog.records
-    with pytest.raises(ConfigError, match=r"--dp-size is not supported: .* one device"):
+    with pytest.raises(ConfigError, match=r"--dp-size is not supported: .* one replica"):
         options("--dp_size 2")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from draftwing.engine.mirror import NO_OTHERS, Mirror
 from draftwing.engine.precision import Precision, pick_precision
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.row_table import RowTable
+from draftwing.engine.startup.capability import capability, in_words
 from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.memory import row_length
 from draftwing.engine.startup.precompile import Job, precompile
@@ -63,6 +65,7 @@ class Parts:
     pool: KVPool
     prices: Prices | None = None  # of steps, where the engine chooses by them
     price_file: PriceFile | None = None
+    capability: Mapping[str, Any] = field(default_factory=dict)  # see `engine.startup.capability`
 
     def measure_prices(self, batches: Sequence[int], seconds: float) -> None:
         """Measures prices for so long, which is more than a start does, for these batch sizes. Nothing may run."""
@@ -120,13 +123,16 @@ def build(
     ahead = None
     mirror: Mirror = NO_OTHERS
     ranks: Ranks = ALONE
-    capability = device.ops.compute_capability
-    if capability is not None:
-        ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, capability))
+    compute = device.ops.compute_capability
+    if compute is not None:
+        ahead = precompile(Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute))
     try:
         if options.tp_size > 1:
             mirror = others = RankProcesses(Setup(options, path, draft_path, 0, 0), device.device, rank_failed)
             ranks = others.ranks
+        found = capability(device, ranks)
+        if ranks.size > 1:
+            log.info("%s", in_words(found))
         model = load_with_progress(path, precision, device, options, ranks)
         mirror.wait_loaded()
         drafter, policy = make_drafter(options, draft_path or path, token_ids, model, precision, device)
@@ -137,7 +143,7 @@ def build(
             file = price_file(options, policy.menu, path, draft_path, precision, device)
         parts = assemble(options, model, precision, device, drafter, policy, file, mirror)
         mirror.watch()
-        return parts
+        return replace(parts, capability=found)
     except BaseException as error:
         if ahead is not None:
             ahead.stop()

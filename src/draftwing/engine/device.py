@@ -156,6 +156,16 @@ class Device:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph.replay, out
 
+    def names(self, count: int) -> list[str]:
+        """What makers call the devices of so many ranks."""
+        if self.is_cuda and count > 1:
+            return [torch.cuda.get_device_name(i) for i in range(count)]
+        return [self.name] * count
+
+    def links(self, count: int) -> str | None:
+        """What is between the devices of so many ranks; None: ask the driver's own program."""
+        return None if self.is_cuda else "this machine's memory, by its loopback interface"
+
     @property
     def count(self) -> int:
         """How many there are for ranks: any number on a CPU."""

@@ -79,6 +79,7 @@ class Engine:
             weight_bytes=parts.model.weight_bytes(),
             processors=tuple(self._processors),
             defaults=dict(defaults or {}),
+            capability=parts.capability,
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:

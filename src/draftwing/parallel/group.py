@@ -44,6 +44,8 @@ class Group(Ranks):
 
     def __init__(self, store: dist.Store, size: int, rank: int, device: torch.device) -> None:
         self.size, self.rank, self.device = size, rank, device
+        backend = "NCCL" if device.type == "cuda" else "gloo"
+        self.title = f"gathered by {backend}, added in the order of the ranks, so that all of them hold the same bits"
         self._group = make_group(store, size, rank, device)
 
     def gather(self, x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Ranks(ABC):
 
     size: int
     rank: int
+    title = "none"  # how sums are taken, for people
 
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:

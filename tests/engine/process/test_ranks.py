@@ -84,7 +84,7 @@ def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None
     assert llm.generate("a", {"max_new_tokens": 2})
     os.kill(pid, number)
     begun = time.monotonic()
-    with pytest.raises(RankDied, match="rank 1 of the engine (ended: killed by SIGKILL|hangs: nothing was heard)"):
+    with pytest.raises(RankDied, match=r"rank 1 of the engine (ended: killed by SIGKILL|hangs: nothing was heard)"):
         llm.generate("hello", {"max_new_tokens": 500, "ignore_eos": True})
     took = time.monotonic() - begun
     llm.close()

@@ -126,6 +126,7 @@ async def _server_info(service: Service) -> dict[str, Any]:
         "launch_command": shlex.join(words),
         "dtype": info.dtype,
         "device": info.device,
+        "capability": dict(info.capability),
         "weight_bytes": dict(info.weight_bytes),
         "floor": _floor(info.read_rate, info.floor, stats["plain_step"]),
         "context_length": info.context_length,
