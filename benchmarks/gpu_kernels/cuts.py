@@ -1,6 +1,6 @@
 """Ways to cut the GEMMs of few rows: many shapes of each kernel, their bits and their times, the best of each.
 
-    python benchmarks/gpu_kernels/cuts.py [most]          # at most so many of a kind for a product and a tile
+    python benchmarks/gpu_kernels/cuts.py [share] [seconds]    # try this share of all, and no more from then on
 
 Shapes are those of an 8B Llama model (quantised.py). A shape whose bits differ from those of the kernels that are there
 is said to be WRONG and is not taken. The last tables are those of quantised.py with the best. With $OUT, all results
@@ -9,6 +9,7 @@ are written to `cuts.json` there.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -22,18 +23,19 @@ from typing import Any, NamedTuple
 
 import torch
 from quantised import PRODUCTS, READ_RATE, WIDTHS, Product, call, check, each_us, inputs, table, weights_of
+from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_groups
-from draftwing.ops.cuda.gemm import PART, Shape, Shapes, SmallMGemm, ring, wide
+from draftwing.ops.cuda.gemm import PART, Shape, Shapes, SmallMGemm, ring, small_m_gemm, wide
 from draftwing.ops.cuda.gemm_groups import GroupGemm
 
 CAPABILITY = (9, 0)
 SHARED_BYTES = 227 << 10  # of a multiprocessor
-TILES = (8, 16, 32, 64, 128)
+TILES = (2, 64, 8, 32, 16, 128)  # in the order in which they are tried
 LABELS = {16: "bfloat16", 8: "fp8", 4: "int4"}
 BITS = (8, 4, 16)
 GRAPH = 160  # microseconds that a measurement takes at least: less than what processes have in turn
-MOST = {"ring": 32, "wide": 20}
+MOST = {2: 32, 8: 16, 16: 16, 32: 16, 64: 32, 128: 12}  # by tile
 
 
 class Job(NamedTuple):
@@ -56,35 +58,35 @@ def width_of(bits: int) -> gemm_groups.Width:
 
 def rings(bits: int, product: Product, tile: int) -> Iterator[Shape]:
     tiles = (2, 4) if product.kind == "silu" else (1, 2)
-    for row_tiles, ahead, blocks, x_ahead in itertools.product(tiles, (2, 3, 4, 6, 8, 12), (1, 2, 3, 4), (2, 1)):
+    for row_tiles, ahead, blocks in itertools.product(tiles, (2, 3, 4, 5, 6, 8, 10, 12, 16), (1, 2, 3, 4)):
         flying = 8 * blocks * ahead * row_tiles * bits * 128  # bytes
-        if not 40 << 10 <= flying <= 136 << 10 or (x_ahead == 1 and tile == 8 and blocks != 2):
-            continue
-        yield ring(tile, row_tiles, ahead, x_ahead, blocks)
-        if blocks == 2 and x_ahead == 2 and ahead == 4:
-            yield ring(tile, row_tiles, ahead, x_ahead, blocks, room=blocks)
+        if 32 << 10 <= flying <= 140 << 10:
+            yield ring(tile, row_tiles, ahead, blocks)
+            if blocks == 2 and ahead in (4, 8):
+                yield ring(tile, row_tiles, ahead, blocks, room=blocks)
 
 
 def wides(bits: int, product: Product, tile: int) -> Iterator[Shape]:
     for warps, row_tiles, ahead, panel, blocks, cluster in itertools.product(
-        ((4, 1), (8, 1), (4, 2)), (1, 2, 4), (2, 3, 4, 6, 8), (1, 2, 4), (1, 2, 3), (8, 1, 4)
+        ((4, 1), (8, 1), (4, 2)), (1, 2, 4), (3, 4, 5, 6, 8), (1, 2), (1, 2, 3), (8, 1, 4)
     ):
         parts, threads = warps[1] * cluster, 32 * warps[0] * warps[1]
         if parts not in (1, 8) or (product.kind == "silu" and row_tiles == 1) or (bits == 16 and panel > 1):
             continue
-        sums = row_tiles * tile // 2 * (2 if parts == 1 else 1)
-        registers = sums + 24 * row_tiles + warps[1] * tile * 8 // threads * 4 + 60
-        flying = threads // 32 * blocks * ahead * row_tiles * bits * 128
-        if registers > min(255, 65536 // (threads * blocks)) or not 24 << 10 <= flying <= 128 << 10:
+        if (parts == 1) != (product.kind == "silu"):  # as measured
             continue
-        yield wide(tile, warps, row_tiles, ahead, panel, blocks, cluster)
+        sums = row_tiles * tile // 2 * (2 if parts == 1 else 1)
+        registers = sums + 24 * row_tiles + 60
+        flying = threads // 32 * blocks * ahead * row_tiles * bits * 128
+        if registers <= min(255, 65536 // (threads * blocks)) and 32 << 10 <= flying <= 140 << 10:
+            yield wide(tile, warps, row_tiles, ahead, panel, blocks, cluster)
 
 
 def to_try(bits: int, product: Product, tile: int, most: float) -> list[Shape]:
     """Those with room and work enough, evenly spread."""
     found: list[Shape] = []
     for name, kind in (("ring", rings), ("wide", wides)):
-        if (name == "ring" and tile > 16) or (name == "wide" and tile < 16):
+        if (name == "ring") != (tile <= 16):
             continue
         fit = []
         for shape in kind(bits, product, tile):
@@ -92,9 +94,21 @@ def to_try(bits: int, product: Product, tile: int, most: float) -> list[Shape]:
             blocks, each = shape.grid(product.kind, tile, width, 132)[0], shape.shared_bytes(part_of(bits))
             if shape.blocks * (each + 1024) <= SHARED_BYTES and blocks * shape.warps >= 132 * 4:
                 fit.append(shape)
-        count = min(len(fit), int(MOST[name] * most))
+        count = min(len(fit), int(MOST[tile] * most))
         found += [fit[i * len(fit) // count] for i in range(count)]
     return found
+
+
+def compile_all(bits: int, width: gemm_groups.Width | None, shapes: Shapes) -> None:
+    """As `quantised.kernels` makes them; in a process without a GPU."""
+    if width is None:
+        gemm.compile_ahead(torch.bfloat16, CAPABILITY, shapes)
+    else:
+        gemm_groups.compile_ahead(torch.bfloat16, width, CAPABILITY, shapes)
+
+
+def whole(shapes: dict[int, Shapes]) -> list[tuple[int, gemm_groups.Width | None, Shapes]]:
+    return [(16, None, shapes[16]), *((width.bits, width, shapes[width.bits]) for width in WIDTHS.values())]
 
 
 def compile_one(job: Job) -> str | None:
@@ -122,11 +136,28 @@ def kernels_of(bits: int, device: torch.device, shapes: Shapes | None = None) ->
     return GroupGemm(device, torch.bfloat16, width_of(bits), shapes)
 
 
+@functools.cache
+def known_kernels(bits: int, device: torch.device) -> GroupGemm | SmallMGemm:
+    return kernels_of(bits, device)
+
+
+@functools.cache
+def by_rows(bits: int, product: Product, device: torch.device) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """A weight, x and what is added to 128 rows of results, and those by the bfloat16 kernel, one row at a time."""
+    weight, (x, extra) = weights_of(product, LABELS[bits])[0], inputs(product, 128)
+    known = known_kernels(bits, device)
+    matrix = known.dense(weight) if isinstance(known, GroupGemm) else weight
+    dense = small_m_gemm(device, torch.bfloat16)
+    each = [call(dense, product, x[i : i + 1], extra[i : i + 1], matrix) for i in range(len(x))]
+    return weight, x, extra, torch.cat(each)
+
+
 def timed(job: Job, weights: list[Any], known: GroupGemm | SmallMGemm) -> Iterator[tuple[float, float, Shape, bool]]:
-    """Microseconds with as many rows as a block takes, and with one where that is up to 8; whether the bits are right.
+    """Microseconds with as many rows as a block takes, and with one where that is 8; whether the bits are right.
     The first is what there is."""
-    few, many = inputs(job.product, max(1, job.tile - 3)), inputs(job.product, job.tile)
-    expected, one = call(known, job.product, *few, weights[0]), inputs(job.product, 1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    weight, x, extra, expected = by_rows(job.bits, job.product, device)
+    some, many, one = max(1, job.tile - 3), inputs(job.product, job.tile), inputs(job.product, 1)
 
     def times(ours: GroupGemm | SmallMGemm) -> tuple[float, float]:
         took = each_us(lambda w: call(ours, job.product, *many, w), weights, 25)
@@ -134,11 +165,12 @@ def timed(job: Job, weights: list[Any], known: GroupGemm | SmallMGemm) -> Iterat
 
     yield *times(known), Shape(job.tile, 0, 0, 0, 0, 0, "as it is"), True
     for part in parts_of(job):
-        ours = kernels_of(job.bits, torch.device("cuda", torch.cuda.current_device()), named(part))
+        ours = kernels_of(job.bits, device, named(part))
         for i, shape in enumerate(part.shapes):
             ours.only = job.product.kind, i
             try:
-                same = all(torch.equal(call(ours, job.product, *few, weights[0]), expected) for _ in range(2))
+                got = [call(ours, job.product, x[:rows], extra[:rows], weight) for rows in (some, job.tile)]
+                same = all(torch.equal(part, expected[: len(part)]) for part in got)
                 yield *times(ours), shape, same
             except RuntimeError as error:  # there is no room for it
                 print(shape.call, shape.blocks, error)
@@ -149,26 +181,32 @@ def parts_of(job: Job) -> list[Job]:
     return [job._replace(shapes=job.shapes[at : at + 4]) for at in range(0, len(job.shapes), 4)]
 
 
-def sweep(most: float) -> dict[int, Shapes]:
+def sweep(workers: ProcessPoolExecutor, most: float, until: float) -> dict[int, Shapes]:
     """The best shapes by bits."""
     jobs = []
-    for bits, product, tile in itertools.product(BITS, PRODUCTS, TILES):
-        if bits < 16 or tile < 128:
+    for tile, bits, product in itertools.product(TILES, BITS, PRODUCTS):
+        if bits < 16 or tile == 64:
             jobs.append(Job(bits, product, tile, to_try(bits, product, tile, most / (2 if bits == 16 else 1))))
     begin = time.monotonic()
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        failed = list(filter(None, pool.map(compile_one, [part for job in jobs for part in parts_of(job)])))
+    base = workers.map(compile_all, *zip(*whole(SHAPES), strict=True))
+    failed = list(filter(None, workers.map(compile_one, [part for job in jobs for part in parts_of(job)])))
+    list(base)
     print(f"{sum(len(job.shapes) for job in jobs)} kernels, {time.monotonic() - begin:.0f} s to compile; failed: "
           f"{failed[:3]}", flush=True)  # fmt: skip
     device, results = torch.device("cuda", torch.cuda.current_device()), []
     best: dict[int, Shapes] = {bits: {} for bits in BITS}
-    for bits, product in itertools.product(BITS, PRODUCTS):
-        weights, known = weights_of(product, LABELS[bits]), kernels_of(bits, device)
+    made: dict[tuple[int, Product], Any] = {}
+    for job in jobs:
+        bits, product = job.bits, job.product
+        if time.monotonic() > until:
+            print(f"no time for {bits} {product.name} {job.tile}")
+            continue
+        if (bits, product) not in made:
+            weights = weights_of(product, LABELS[bits])
+            made[bits, product] = weights[: max(2, int(GRAPH * READ_RATE / weights[0].nbytes))]
+        weights, known = made[bits, product], known_kernels(bits, device)
         floor = weights[0].nbytes / READ_RATE
-        weights = weights[: max(2, int(GRAPH / floor))]
-        for job in jobs:
-            if job.bits != bits or job.product != product:
-                continue
+        if job.shapes:
             found = list(timed(job, weights, known))
             wrong = [shape.call for _, _, shape, same in found if not same]
             if wrong:
@@ -186,11 +224,16 @@ def sweep(most: float) -> dict[int, Shapes]:
     return best
 
 
+SHAPES = {
+    bits: gemm.shapes_for(CAPABILITY) if bits == 16 else gemm_groups.shapes_for(bits, CAPABILITY) for bits in BITS
+}
+
 if __name__ == "__main__":
-    best = sweep(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0)
-    merged = {
-        bits: (gemm.shapes_for(CAPABILITY) if bits == 16 else gemm_groups.shapes_for(bits, CAPABILITY)) | shapes
-        for bits, shapes in best.items()
-    }
+    start = time.monotonic()
+    share, seconds = [*map(float, sys.argv[1:]), *(1.0, 1e9)[len(sys.argv) - 1 :]]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
+        best = sweep(workers, share, start + seconds)
+        merged = {bits: SHAPES[bits] | shapes for bits, shapes in best.items()}
+        list(workers.map(compile_all, *zip(*whole(merged), strict=True)))
     check(merged)
-    table(merged, (1, 8, 16, 32, 64, 128))
+    table(merged, (1, 8, 16, 32, 64, 128), ("bfloat16", "fp8", "int4"))

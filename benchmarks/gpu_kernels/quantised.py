@@ -47,7 +47,15 @@ PRODUCTS = (
     Product("gate_up", 28672, 4096, "silu"),
     Product("down", 4096, 14336, "add_long"),
 )
-WIDTHS = {"fp8": Width(8, False, WHOLE), "int4": Width(4, False, 1), "int4 with zeros": Width(4, True, 1)}
+WIDTHS = {
+    "fp8": Width(8, False, WHOLE, True),
+    "int4": Width(4, False, 1),
+    "int8": Width(8, False, WHOLE),
+    "int4 with zeros": Width(4, True, 1),
+}
+
+
+LABELS = ("bfloat16", *WIDTHS)
 
 
 def each_us(fn: Callable[[Any], object], weights: Sequence[Any], repeats: int = 30) -> float:
@@ -56,9 +64,13 @@ def each_us(fn: Callable[[Any], object], weights: Sequence[Any], repeats: int = 
 
 
 def packed(product: Product, width: Width) -> PackedGroups:
-    """A random weight: fp8 with a scale for each row, 4 bits in groups of 128."""
+    """A random weight: 8 bits with a scale for each row, 4 bits in groups of 128."""
     rows, columns = product.features, product.depth
-    if width.bits == 8:
+    if width.bits == 8 and not width.fp8:
+        codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, device="cuda")
+        scales = torch.full((rows, 1), columns**-0.5 / 64, device="cuda")
+        return pack(QuantizedRows(codes, 8, scales, None, 1, columns, None), torch.bfloat16, "cuda")
+    if width.fp8:
         codes = torch.randint(0, 0x7F, (rows, columns), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
         scales = torch.full((rows, 1), columns**-0.5 / 128, device="cuda")
         return pack(QuantizedRows(codes, 8, scales, None, 1, columns, None), torch.bfloat16, "cuda")
@@ -106,17 +118,21 @@ def check(chosen: dict[int, Shapes]) -> None:
         matrix = weight if isinstance(weight, Tensor) else ours.dense(weight)
         x, extra = inputs(product, 128)
         each = [call(dense, product, x[i : i + 1], extra[i : i + 1], matrix) for i in range(len(x))]
-        for rows in (1, 7, 8, 16, 17, 32, 33, 64, 100, 128):
+        for rows in (1, 2, 3, 7, 8, 16, 17, 32, 33, 64, 100, 128):
             got, expected = call(ours, product, x[:rows], extra[:rows], weight), torch.cat(each[:rows])
             assert torch.equal(got, expected), (label, product.name, rows)
     print("all bits are those of the matrices multiplied out, one row at a time")
 
 
-def table(chosen: dict[int, Shapes], row_counts: tuple[int, ...] = (1, 8, 16, 32, 64)) -> None:
+def table(
+    chosen: dict[int, Shapes], row_counts: tuple[int, ...] = (1, 8, 16, 32, 64), labels: tuple[str, ...] = LABELS
+) -> None:
     """chosen: as for `kernels`. Each product, and 32 layers of them."""
     chains: list[tuple[str, list[tuple[float, int]]]] = []
     print(f"{'':28s}{'floor':>8s}  " + "".join(f"{rows:>4d} rows: us, GB/s, share" for rows in row_counts))
     for label, ours in kernels(chosen).items():
+        if label not in labels:
+            continue
         every = []
         for product in PRODUCTS:
             weights = weights_of(product, label)
@@ -131,10 +147,12 @@ def table(chosen: dict[int, Shapes], row_counts: tuple[int, ...] = (1, 8, 16, 32
                         for rows in row_counts]  # fmt: skip
                 show(f"{product.name}, cuBLAS", line)
         size = LAYERS * sum(each[0].nbytes for each in every)
-        took = [replay_us(functools.partial(chain, ours, every, rows), 50, least=True) for rows in row_counts]
-        chains.append((label, [(each, size) for each in took]))
+        for least in (True, False):
+            took = [replay_us(functools.partial(chain, ours, every, rows), 30, least) for rows in row_counts]
+            name = f"{label}, {'least' if least else 'median'}"
+            chains.append((name, [(each, size) for each in took]))
     for label, line in chains:
-        show(f"chain of {LAYERS} layers, {label}", line)
+        show(f"{LAYERS} layers, {label}", line)
 
 
 def mm(x: Tensor, w: Tensor) -> Tensor:

@@ -57,10 +57,15 @@ def test_weights_that_stay_quantised() -> None:
     half = {"dtype": "bfloat16"}
     for options, scheme in (({}, None), ({"quantization": "fp8"}, "fp8"), ({"quantization": "w4a16"}, "w4a16")):
         found = pick_precision(Options(**options, **half), GROUPS, None)
-        assert found.weights == GroupFormat(scheme) and found.head_weights == DENSE
+        assert found.weights == GroupFormat(scheme)
+        assert found.head_weights == (DENSE if scheme is None else GroupFormat("int8"))
         assert isinstance(found.weights, GroupFormat) and found.weights.ops is GROUPS.ops
         assert found.dtype == found.kv_dtype == torch.bfloat16
-    assert pick_precision(Options(quantization="none", **half), GROUPS, None).weights == DENSE
+    assert pick_precision(Options(**half), GROUPS, None, quantised=True).head_weights == GroupFormat("int8")
+    assert pick_precision(Options(dtype="float16"), GROUPS, None, quantised=True).head_weights == DENSE
+    for quantised in (False, True):
+        found = pick_precision(Options(quantization="none", **half), GROUPS, None, quantised)
+        assert found.weights == found.head_weights == DENSE
     for kind, dtype, expected in (("fp8", "float16", "bfloat16"), ("w4a16", "float32", "bfloat16 or float16")):
         with pytest.raises(ConfigError, match=rf"--quantization {kind} beside --dtype {dtype}: expected {expected}$"):
             pick_precision(Options(quantization=kind, dtype=dtype), GROUPS, None)

@@ -89,7 +89,7 @@ def test_parts_of_one_matrix(parts: tuple[QuantizedRows, ...]) -> None:
     assert ops.gemm.rows == [5, 5, 5]
     bits = 8 if parts[0].bits == 8 else 4
     (kind,) = layer.op.sizes
-    assert kind == ("fp8" if bits == 8 else "int4")
+    assert kind == ("fp8" if parts[0].codes.is_floating_point() else f"int{bits}")
     assert layer.op.sizes[kind] >= expected.numel() * bits // 8
 
 
@@ -107,7 +107,7 @@ def test_parts_that_no_kernel_reads_at_once_are_multiplied_out(parts: tuple[Quan
 def test_what_has_no_kernel_is_refused_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     odd = QuantizedRows(torch.zeros(32, COLUMNS, dtype=torch.int8), 8, torch.ones(32, 1), None, 1, COLUMNS, None)
     reasons = {
-        "integers of 8 bits": odd,
+        "integers of 8 bits with zeros": odd._replace(zeros=torch.ones(32, 1, dtype=torch.int16)),
         "groups of 16 columns": int4(32, wide=16),
         "a shape of 24 x 128": int4(24),
         "a scale beyond 128": fp8(32)._replace(scales=torch.full((32, 1), 1000.0)),

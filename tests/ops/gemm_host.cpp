@@ -167,12 +167,13 @@ static void wait_wide() {
 
 #ifdef GROUPS
 // As in gemm_groups.cu, for bfloat16.
+#define TYPE_BF16 1
 #define WHOLE 20
 #define ONE 0x3f803f80
-#define CODES 0x00780078
-#define MINUS_EIGHT 0x80408040
-#define LESS 12
-#define TWO_TO_LESS 0x45804580
+#define MINUS_EIGHT 0x80088008
+#define MINUS_128 0x80808080
+#define LESS 15
+#define TWO_TO_LESS 0x47004700
 
 static u32 fma_pair(u32 a, u32 b, u32 c) {  // what it is given here fits into a float
     u32 d = 0;
@@ -184,7 +185,6 @@ static u32 load_word(const u32* p) { return *p; }
 static u32 low_twice(u32 pair) { return (pair & 0xffff) * 0x10001; }
 static u32 high_twice(u32 pair) { return (pair >> 16) * 0x10001; }
 static u32 rotate_right(u32 word, int bits) { return bits ? word >> bits | word << (32 - bits) : word; }
-static int of_warp(int value) { return value; }
 static u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 #endif
 

@@ -19,13 +19,14 @@ CASES = [  # a width, and rows, columns and columns of a group
     (Width(4, False, 0), 96, 128, 64), (Width(4, False, 0), 224, 576, 192), (Width(4, False, 1), 320, 4096, 128),
     (Width(4, False, -1), 96, 8256, 32), (Width(4, False, WHOLE), 96, 8256, 8256), (Width(4, True, 0), 224, 576, 64),
     (Width(4, True, 1), 320, 4096, 128), (Width(4, True, -1), 96, 704, 32), (Width(8, False, WHOLE), 224, 576, 576),
-    (Width(8, False, 1), 320, 4096, 128), (Width(8, False, WHOLE), 96, 8256, 8256),
+    (Width(8, False, WHOLE, True), 224, 576, 576), (Width(8, False, 1, True), 320, 4096, 128),
+    (Width(8, False, WHOLE, True), 96, 8256, 8256),
 ]  # fmt: skip
 
 
 def test_tiles() -> None:
-    assert [tile_of(rows) for rows in (1, 8, 9, 17, 33, 64, 65, 300)] == [8, 8, 16, 32, 64, 64, 64, 64]
-    assert [tile_of(rows, 128) for rows in (1, 64, 65, 300)] == [8, 64, 128, 128]
+    assert [tile_of(rows, TILES) for rows in (1, 8, 9, 17, 33, 64, 65, 300)] == [8, 8, 16, 32, 64, 64, 64, 64]
+    assert [tile_of(rows, (2, 64, 128)) for rows in (1, 3, 65, 300)] == [2, 64, 128, 128]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
@@ -54,7 +55,10 @@ def quantized(width: Width, rows: int, columns: int, wide: int) -> QuantizedRows
     made = torch.Generator().manual_seed(1)
     wide = min(wide, columns)
     scales = (torch.rand(rows, -(-columns // wide), generator=made) + 0.5) * columns**-0.5
-    if width.bits == 8:
+    if width.bits == 8 and not width.fp8:
+        codes = torch.randint(-128, 128, (rows, columns), generator=made).to(torch.int8)
+        return QuantizedRows(codes, 8, scales / 64, None, 1, wide, None)
+    if width.fp8:
         codes = torch.randint(0, 255, (rows, columns), generator=made).to(torch.uint8)
         codes[codes == 127] = 0  # not a number
         return QuantizedRows(codes.view(torch.float8_e4m3fn), 8, scales / 64, None, 1, wide, None)

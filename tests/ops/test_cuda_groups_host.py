@@ -28,8 +28,10 @@ LAYOUTS = {  # groups of rows and columns, 0: all of them
     Width(4, False, WHOLE): [(1, 0)],
     Width(4, True, 1): [(1, 128)],
     Width(4, True, -1): [(1, 32)],
-    Width(8, False, WHOLE): [(1, 0), (0, 0)],
-    Width(8, False, 1): [(128, 128), (16, 256)],
+    Width(8, False, WHOLE, True): [(1, 0), (0, 0)],
+    Width(8, False, 1, True): [(128, 128), (16, 256)],
+    Width(8, False, WHOLE): [(1, 0)],
+    Width(8, False, -1): [(1, 32), (1, 96)],
 }
 
 
@@ -94,7 +96,9 @@ def shapes_of(width: Width) -> dict[tuple[str, int], Shape]:
 
 
 @pytest.fixture(
-    scope="module", params=LAYOUTS, ids=lambda width: f"{width.bits}{'z' if width.zeros else ''}{width.shift}"
+    scope="module",
+    params=LAYOUTS,
+    ids=lambda width: f"{'fp' * width.fp8}{width.bits}{'z' if width.zeros else ''}{width.shift}",
 )
 def width(request: pytest.FixtureRequest) -> Width:
     return request.param
@@ -110,7 +114,10 @@ def quantized(width: Width, rows: int, columns: int, tall: int, wide: int, seed:
     tall, wide = tall or rows, wide or columns
     down, across = -(-rows // tall), -(-columns // wide)
     scales = (torch.rand(down, across, generator=made) + 0.5) * columns**-0.5
-    if width.bits == 8:
+    if width.bits == 8 and not width.fp8:
+        codes = torch.randint(-128, 128, (rows, columns), generator=made).to(torch.int8)
+        return QuantizedRows(codes, 8, scales / 64, None, tall, wide, None)
+    if width.fp8:
         codes = torch.randint(0, 127, (rows, columns), generator=made) + 128 * torch.randint(
             0, 2, (rows, columns), generator=made
         )

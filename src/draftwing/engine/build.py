@@ -117,7 +117,7 @@ def build(
             "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
             "order that depends on the batch. Leave one of them out"
         )
-    precision = pick_precision(options, device, config.dtype)
+    precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     tokens = options.speculative_token_map
     token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
     ahead = None

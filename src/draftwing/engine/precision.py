@@ -16,8 +16,9 @@ from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.ops.groups import SCHEMES
 
 _AS_BLOCKS = {"fp8": "Q8_0", "w4a16": "Q4_0"}  # on a CPU, by the name that they have on a GPU
+_OF_HEADS = "int8"  # the scheme of draft heads beside a quantised target
 # Types of activations that a GPU has kernels for.
-_TAKEN = {"fp8": (torch.bfloat16,), "w4a16": (torch.bfloat16, torch.float16)}
+_TAKEN = {"fp8": (torch.bfloat16,), "w4a16": (torch.bfloat16, torch.float16), "int8": (torch.bfloat16,)}
 
 
 class Precision(NamedTuple):
@@ -29,13 +30,21 @@ class Precision(NamedTuple):
     head_weights: WeightFormat = DENSE  # of draft heads, whose errors cost acceptance, never text
 
 
-def pick_precision(options: Options, device: Device, checkpoint: torch.dtype | None) -> Precision:
+def pick_precision(
+    options: Options, device: Device, checkpoint: torch.dtype | None, quantised: bool = False
+) -> Precision:
     """What `--dtype`, `--quantization` and `--kv-cache-dtype` come to on this device. checkpoint: what the weights were
-    saved in, None where it does not say. Raises ConfigError for what the device cannot do."""
+    saved in, None where it does not say; quantised: as the config says. Raises ConfigError for what the device cannot
+    do."""
     kind = _block_kind(options, device)
     if kind is None:
         dtype = pick_dtype(options.dtype, device, checkpoint)
-        return Precision(dtype, _kv_dtype(options, device, dtype, dtype), _unblocked(options, device, dtype))
+        weights = _unblocked(options, device, dtype)
+        heads: WeightFormat = DENSE
+        few_bits = isinstance(weights, GroupFormat) and (quantised or weights.scheme is not None)
+        if few_bits and dtype in _TAKEN[_OF_HEADS]:
+            heads = GroupFormat(_OF_HEADS, device.ops)  # a step of the target is shorter, and drafts must be as well
+        return Precision(dtype, _kv_dtype(options, device, dtype, dtype), weights, heads)
     # Activations are rounded to 8 bits in blocks before each product; what lies between products stays in float32.
     kv_dtype = _kv_dtype(options, device, torch.float32, torch.bfloat16)
     return Precision(torch.float32, kv_dtype, BlockFormat(kind, device.ops), BlockFormat(SAFE_KIND, device.ops))

@@ -149,7 +149,7 @@ def open_checkpoint(
     stored = folder_tensors(path, progress, _cuts(config, ranks))
     own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
     others = own if kv_scales is None else kv_scales.taken(own)
-    return config, assembled(config.quantization, others)
+    return config, assembled(config.quantization, others, weight_format.reads_on)
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:

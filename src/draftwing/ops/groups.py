@@ -1,7 +1,8 @@
 """Quantised weights as kernels of a GPU read them: codes in tiles, scales and zeros by group (`gemm_groups.cu`).
 
-The one layout for each width: 4 bits, or fp8 (e4m3). A weight is (code - zero) * scale, where the scale is rounded to
-the type of activations, and then the product: `unpacked` is the matrix that kernels multiply with, bit for bit.
+The one layout for each width: integers of 4 and of 8 bits, and fp8 (e4m3). A weight is (code - zero) * scale, where the
+scale is rounded to the type of activations, and then the product: `unpacked` is the matrix that kernels multiply with,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ TALL, CHUNK = 16, 64  # features and columns of a tile
 SMALLEST = 32  # columns of a group
 WHOLE = 20  # shift of groups that are whole rows
 _FP8_UNIT = 120  # bfloat16's offset of exponents over that of e4m3
-# Of codes of 4 bits, as mantissas: the exponent of 1, and the bit of a word that they begin at.
-_UNITS = {torch.bfloat16: 130, torch.float16: 18}
-_FIRST = {torch.bfloat16: 3, torch.float16: 6}
-_LESS = {torch.bfloat16: 12, torch.float16: 0}  # exponents that their scales are less by (LESS of gemm_groups.cu)
-_LARGEST_FP8_SCALE, _LARGEST_SCALE = 128.0, 0.249  # the latter without _LESS; beyond all numbers in these units
+# Of integers, as mantissas: what 1 is, 2^-unit; the bit of a word that 4 bits begin at; and the power of 2 by which
+# their scales are less than codes ask for (LESS of gemm_groups.cu).
+_UNITS = {torch.bfloat16: 133, torch.float16: 18}
+_FIRST = {torch.bfloat16: 0, torch.float16: 6}
+_LESS = {torch.bfloat16: 15, torch.float16: 0}
+# Scales from these on are beyond all numbers in these units.
+_LARGEST_FP8_SCALE, _LARGEST_SCALES = 128.0, {torch.bfloat16: 1019.0, torch.float16: 0.249}
 
 
 class PackedGroups(NamedTuple):
@@ -30,10 +33,11 @@ class PackedGroups(NamedTuple):
 
     codes: Tensor  # [rows / 16, columns * 8 * bits / 4] uint8: tiles along the columns, each as gemm_groups.cu has it
     scales: Tensor  # [rows / 16, groups, 8, 2] bfloat16 or float16: of features g and g + 8, in the kernels' units
-    zeros: Tensor | None  # as scales: what is added to a code from 0; None: -8
-    bits: int  # 4 or 8
+    zeros: Tensor | None  # as scales: what is added to a code of 4 bits from 0; None: -8
+    bits: int  # of a code, 4 or 8
     shift: int  # chunk c, 64 columns, is of group c >> shift: 1, 0 or WHOLE; -1: it has two groups
     order: Tensor | None  # [columns] int64: column i of these is order[i] of the matrix; None: i
+    fp8: bool  # of 8 bits, no integers
 
     @property
     def rows(self) -> int:
@@ -53,8 +57,8 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
     fp8, (height, width) = rows.codes.is_floating_point(), rows.codes.shape
     if dtype not in (torch.bfloat16, torch.float16) or (fp8 and dtype != torch.bfloat16):
         return f"activations in {str(dtype).removeprefix('torch.')}"
-    if not fp8 and rows.bits > 4:
-        return f"integers of {rows.bits} bits"
+    if not fp8 and rows.bits > 4 and (rows.bits != 8 or rows.zeros is not None or dtype != torch.bfloat16):
+        return f"integers of {rows.bits} bits{'' if rows.zeros is None else ' with zeros'}"
     if height % TALL or width % CHUNK:
         return f"a shape of {height} x {width}, no multiple of {TALL} x {CHUNK}"
     if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
@@ -63,7 +67,7 @@ def why_not(rows: QuantizedRows, dtype: torch.dtype) -> str | None:
         return "groups of different sizes"
     if fp8 and rows.zeros is not None:
         return "fp8 with zeros"
-    largest = _LARGEST_FP8_SCALE if fp8 else _LARGEST_SCALE * 2 ** _LESS[dtype]
+    largest = _LARGEST_FP8_SCALE if fp8 else _LARGEST_SCALES[dtype]
     if not rows.scales.float().abs().max() < largest:
         return f"a scale beyond {largest:g}"
     return None
@@ -76,20 +80,23 @@ def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) ->
         order = torch.argsort(rows.group_of, stable=True).to(device)
         codes = codes.view(torch.uint8)[:, order].view(codes.dtype)
     shift = shift_of(rows.wide if rows.scales.shape[1] > 1 else 0)
-    of_row = torch.arange(len(codes)) // rows.tall
-    across = torch.arange(_groups(rows.codes.shape[1], shift)) * int(CHUNK * 2.0**shift) // rows.wide
+    of_row = torch.arange(len(codes), device=device) // rows.tall
+    groups = torch.arange(_groups(rows.codes.shape[1], shift), device=device)
+    across = groups * int(CHUNK * 2.0**shift) // rows.wide
 
     def by_tile(values: Tensor) -> Tensor:  # [groups down, groups across] -> [tiles, groups, 8, 2]
-        spread = values.to(device)[of_row.to(device)][:, across.to(device)]
+        spread = values.to(device)[of_row][:, across]
         return spread.unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1).contiguous()
 
     unit = _FP8_UNIT if fp8 else _UNITS[dtype] - _LESS[dtype]
     scales = by_tile(_times_power(rows.scales.to(dtype), unit).to(dtype))
     if fp8:
-        return PackedGroups(_fp8_tiles(codes), scales, None, 8, shift, order)
+        return PackedGroups(_fp8_tiles(codes), scales, None, 8, shift, order, True)
+    if rows.bits == 8:
+        return PackedGroups(_byte_tiles(codes), scales, None, 8, shift, order, False)
     if zeros is not None:
         zeros = by_tile(_times_power(-8 - zeros.cpu(), -_UNITS[dtype]).to(dtype))
-    return PackedGroups(_nibble_tiles(codes, _FIRST[dtype]), scales, zeros, 4, shift, order)
+    return PackedGroups(_nibble_tiles(codes, _FIRST[dtype]), scales, zeros, 4, shift, order, False)
 
 
 def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
@@ -97,7 +104,8 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if any(part.bits != first.bits or not _same(part.order, first.order) for part in parts):
+    kind = first.bits, first.fp8
+    if any((part.bits, part.fp8) != kind or not _same(part.order, first.order) for part in parts):
         return None
     shift = min(part.shift for part in parts)
     groups = _groups(first.columns, shift)
@@ -118,14 +126,14 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     return PackedGroups(
         torch.cat([part.codes for part in parts]), torch.cat([spread(part.scales, part) for part in parts]),
         torch.cat([spread(zeros(part), part) for part in parts]) if with_zeros else None,
-        first.bits, shift, first.order,
+        first.bits, shift, first.order, first.fp8,
     )  # fmt: skip
 
 
 def unpacked(weight: PackedGroups) -> Tensor:
     """[rows, columns] in the type of activations: the values that kernels compute, columns in the matrix's order."""
     chunks, dtype = weight.columns // CHUNK, weight.scales.dtype
-    unit = _FP8_UNIT if weight.bits == 8 else _UNITS[dtype] - _LESS[dtype]
+    unit = _FP8_UNIT if weight.fp8 else _UNITS[dtype] - _LESS[dtype]
     group = torch.arange(2 * chunks, device=weight.codes.device) * SMALLEST // int(CHUNK * 2.0**weight.shift)
 
     def by_half_chunk(values: Tensor, power: int) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 2, 1]
@@ -137,7 +145,7 @@ def unpacked(weight: PackedGroups) -> Tensor:
         codes = _from_nibble_tiles(weight.codes, chunks, _FIRST[dtype]).float()
         codes += -8 if weight.zeros is None else by_half_chunk(weight.zeros, _UNITS[dtype])
     else:
-        codes = _from_fp8_tiles(weight.codes, chunks).float()
+        codes = (_from_fp8_tiles if weight.fp8 else _from_byte_tiles)(weight.codes, chunks).float()
     values = (codes * scales).to(dtype).view(weight.rows, weight.columns)
     return values if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
 
@@ -192,6 +200,17 @@ def _rotated(words: Tensor, bits: int) -> Tensor:
     return words << bits | (words >> (32 - bits)) & ((1 << bits) - 1)
 
 
+def _byte_tiles(codes: Tensor) -> Tensor:
+    """codes [rows, columns] int8 -> [tiles, bytes]"""
+    value = (codes.view(torch.uint8) ^ 128).view(-1, 2, 8, codes.shape[1] // CHUNK, 2, 4, 2, 2, 2)
+    return value.permute(0, 3, 4, 2, 5, 1, 6, 8, 7).flatten(1).contiguous()
+
+
+def _from_byte_tiles(tiles: Tensor, chunks: int) -> Tensor:
+    value = (tiles ^ 128).view(-1, chunks, 2, 8, 4, 2, 2, 2, 2).permute(0, 5, 3, 1, 2, 4, 6, 8, 7)
+    return value.flatten(5).contiguous().view(torch.int8)  # [tiles, half, g, chunks, j, 32]
+
+
 def _fp8_tiles(codes: Tensor) -> Tensor:
     """codes [rows, columns] float8_e4m3fn -> [tiles, bytes]"""
     columns = codes.shape[1]
@@ -222,16 +241,21 @@ _ROWS = 1024  # that are quantised at a time
 
 def quantized(weight: Tensor, scheme: str) -> QuantizedRows:
     """weight [rows, columns] floating point -> the same, on its device, as one of `SCHEMES` has it: `fp8`, with a scale
-    for each row; `w4a16`, 4 bits in groups of 128 columns. Scales are bfloat16."""
+    for each row; `w4a16`, 4 bits in groups of 128 columns; or `int8`, by row as well. Scales are bfloat16."""
     parts = [_ROUNDED[scheme](part.float()) for part in weight.split(_ROWS)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    wide = weight.shape[1] if scheme == "fp8" else _GROUP
-    return QuantizedRows(codes, 8 if scheme == "fp8" else 4, scales, None, 1, wide, None)
+    wide = _GROUP if scheme == "w4a16" else weight.shape[1]
+    return QuantizedRows(codes, 4 if scheme == "w4a16" else 8, scales, None, 1, wide, None)
 
 
 def _to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = (weight.abs().amax(1, keepdim=True) / _LARGEST_FP8).clamp_min(1e-30).bfloat16()
     return (weight / scales.float()).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn), scales
+
+
+def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(1e-30).bfloat16()
+    return (weight / scales.float()).round().clamp(-128, 127).to(torch.int8), scales
 
 
 def _to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,4 +278,4 @@ def _to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return best.flatten(1)[:, :columns].to(torch.int8), best_scales.squeeze(2)
 
 
-_ROUNDED = {"fp8": _to_fp8, "w4a16": _to_int4}
+_ROUNDED = {"fp8": _to_fp8, "w4a16": _to_int4, "int8": _to_int8}

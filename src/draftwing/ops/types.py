@@ -28,7 +28,7 @@ class QuantizedRows(NamedTuple):
     """Rows of a matrix as the quantisers of checkpoints have them: a value is (code - zero) * scale, with the zero and
     the scale of its group."""
 
-    codes: Tensor  # [rows, columns] int8 or float8_e4m3fn, on the CPU
+    codes: Tensor  # [rows, columns] int8 or float8_e4m3fn; all are on one device
     bits: int  # of a code; integers lie in [-2^(bits - 1), 2^(bits - 1))
     scales: Tensor  # [ceil(rows / tall), groups] floating point
     zeros: Tensor | None  # as scales, int16; None: all are 0
@@ -66,11 +66,11 @@ class QuantizedRows(NamedTuple):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[rows, columns]: the values, computed in float32."""
         rows, columns = self.codes.shape
-        out = torch.empty(rows, columns, dtype=dtype)
+        out = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
         step = max(1, _SLICE // max(1, columns))
         for start in range(0, rows, step):
             part = self.codes[start : start + step].float()
-            group = torch.arange(start, start + len(part)) // self.tall
+            group = torch.arange(start, start + len(part), device=out.device) // self.tall
             if self.zeros is not None:
                 part -= self.by_column(self.zeros[group].float())
             out[start : start + step] = part.mul_(self.by_column(self.scales[group].float()))

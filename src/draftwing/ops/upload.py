@@ -21,6 +21,17 @@ from torch import Tensor
 CHUNK_BYTES = 16 << 20
 THREADS = 8
 WAITING_BYTES = 256 << 20  # of chunks that no thread has taken yet
+_LARGE = 4 << 20  # bytes from which on threads are worth starting
+
+
+def uploaded(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device; large ones by several threads where that is a GPU."""
+    if torch.device(device).type != "cuda" or tensor.is_cuda or tensor.nbytes < _LARGE:
+        return tensor.to(device)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    with Uploader(device) as uploader:
+        uploader.copy(out, tensor)
+    return out
 
 
 class _Chunk(NamedTuple):
@@ -79,10 +90,10 @@ class Uploader:
             self._raise()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """target, on the device, becomes `source` in its dtype; source, on the CPU, must not change before the context
-        is left."""
+        """target, on the device, becomes `source` in its dtype; source, mostly on the CPU, must not change before the
+        context is left."""
         assert target.shape == source.shape
-        if not self._threads or not target.is_contiguous():
+        if not self._threads or not target.is_contiguous() or source.device.type != "cpu":
             with torch.no_grad():
                 target.copy_(source)
             return

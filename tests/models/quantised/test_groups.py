@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from draftwing import LLM, SamplingParams
 from draftwing.layers.linear import operations
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.loader import load_model
+from draftwing.models.heads.eagle import EagleHead
+from draftwing.models.loader import fill_parameters, load_model
 from draftwing.ops.attention import FunctionAttend
 
 CPU = torch.device("cpu")
@@ -107,6 +109,33 @@ def test_drafts_change_no_token(tmp_path: Path, name: str, monkeypatch: pytest.M
     plain = texts(folder, kind, 4, speculative_algorithm="none", **options)
     assert texts(folder, kind, 4, speculative_algorithm="NGRAM", **options) == plain
     assert all(len(set(ids)) > 4 for ids in plain[1:])
+
+
+@torch.inference_mode()
+def test_a_draft_head_beside_a_quantised_target(tmp_path: Path) -> None:
+    """Its matrices and the rows of the target's head that it reads are in 8 bits; its embedding is as it was."""
+    ops = GroupTorchOps(CPU)
+    target = load_model(llama_target(3, **SIZES).write(tmp_path), torch.bfloat16, "cpu")
+    config = replace(target.config, num_layers=1)
+    dense = EagleHead(config, target, False, torch.bfloat16, "cpu")
+    for i, parameter in enumerate(dense.parameters()):
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) / 12)
+    form = GroupFormat("int8", ops)
+    head = EagleHead(replace(config, weight_format=form, vocab_format=form), target, False, torch.bfloat16, "meta")
+    fill_parameters(head, head.names(), dense.stored_tensors(), "cpu")
+    ids = torch.tensor([1, 2, 3, 30, 39, 12, 7, 8, 9, 10, 11, 13, 14, 15, 16, 17])
+    outputs = []
+    for each in (dense, head):
+        each.restrict(ids)
+        each.pack(ops)
+        each.set_max_positions(32)
+        features = torch.randn(9, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
+        hidden = each.run(torch.arange(9), torch.arange(9), features, 0, FunctionAttend(causal))
+        outputs.append((hidden.float(), each.logits(hidden).float()))
+    assert isinstance(head.output_layer()[1].op, PackedLinear)
+    assert all(isinstance(op, PackedLinear) for op in operations(head))
+    for expected, found in zip(*outputs, strict=True):
+        assert 0 < float((found - expected).std() / expected.std()) < 0.03
 
 
 @pytest.mark.gpu

@@ -205,12 +205,13 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     if asked == "none":
         return set()
     schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
-    made = {"fp8": Width(8, False, WHOLE), "w4a16": Width(4, False, 1)}
-    found = {
-        Width(8 if scheme.real else 4, not scheme.symmetric and not scheme.real, shift_of(scheme.wide))
-        for scheme in schemes
-    }
-    return found | ({made[asked]} if asked in made else set())
+    made = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1)}
+    found = {made[asked]} if asked in made else set()
+    for scheme in schemes:
+        zeros = not scheme.symmetric and not scheme.real
+        if scheme.bits <= 4 or not zeros:
+            found.add(Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real))
+    return found | ({Width(8, False, WHOLE)} if found else set())  # of draft heads
 
 
 class _Driver:

@@ -108,8 +108,18 @@ class WeightFormat:
     takes_blocks: ClassVar[bool] = False  # whether operations keep `BlockRows`
 
     @property
+    def reads_on(self) -> torch.device | None:
+        """Where quantised matrices are put together from a checkpoint's tensors; None: where those come to, the CPU."""
+        return None
+
+    @property
     def of_vocabulary(self) -> WeightFormat:
         """The format of a model's embedding and head, where this is that of its layers."""
+        return self
+
+    @property
+    def of_rows(self) -> WeightFormat:
+        """The format of a matrix of which single rows are read, and nothing else."""
         return self
 
     def least_bytes(self, dtype: torch.dtype, quantized: bool) -> float:

@@ -31,13 +31,22 @@ _FEW = 128
 @dataclass(frozen=True)
 class GroupFormat(WeightFormat):
     """Quantised rows as they come, as far as there are kernels for them. Others are quantised as `scheme` says, or stay
-    dense. So do embeddings and the head."""
+    dense. So do embeddings, and the head of a language model."""
 
     scheme: str | None = None  # of `draftwing.ops.groups.SCHEMES`
     ops: LayerOps = field(default_factory=LayerOps, compare=False, repr=False)  # of the device that will multiply
 
     @property
+    def reads_on(self) -> torch.device | None:
+        device: torch.device | None = getattr(self.ops, "device", None)
+        return device if self.ops.keeps_groups else None  # a CPU takes seconds for what are milliseconds there
+
+    @property
     def of_vocabulary(self) -> WeightFormat:
+        return DenseFormat()
+
+    @property
+    def of_rows(self) -> WeightFormat:
         return DenseFormat()
 
     def least_bytes(self, dtype: torch.dtype, quantized: bool) -> float:
@@ -155,7 +164,7 @@ class PackedLinear(LinearOp):
 
 def sizes_of(weight: PackedGroups) -> Counter[str]:
     """Bytes, by type."""
-    return Counter({"fp8" if weight.bits == 8 else "int4": weight.nbytes})
+    return Counter({"fp8" if weight.fp8 else f"int{weight.bits}": weight.nbytes})
 
 
 def log_groups(module: nn.Module) -> None:

@@ -110,7 +110,8 @@ class Eagle3Head(FeatureHead):
             self.lm_head = Linear(hidden, eagle.draft_vocab, False, dtype, device, config.vocab_format)
             self.vocab = eagle.draft_vocab
         if eagle.own_embedding:
-            self.embed = Embedding(Linear(hidden, config.vocab_size, False, dtype, device, config.vocab_format))
+            rows = config.vocab_format.of_rows
+            self.embed = Embedding(Linear(hidden, config.vocab_size, False, dtype, device, rows))
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]"""
@@ -164,7 +165,7 @@ class Eagle3Head(FeatureHead):
         if eagle.draft_vocab:
             table |= named(config.vocab_format, "lm_head", "lm_head", 0, eagle.draft_vocab)
         if eagle.own_embedding:
-            table |= named(config.vocab_format, "embed_tokens", "embed.table", 0, config.vocab_size)
+            table |= named(config.vocab_format.of_rows, "embed_tokens", "embed.table", 0, config.vocab_size)
         first = first_layer_name(config.num_layers)
         table |= layer_names(config, first, "fusion")
         table[f"{first}.hidden_norm.weight"] = ParamSlice("fusion.hidden_norm.weight", 0, hidden)

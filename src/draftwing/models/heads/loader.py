@@ -23,6 +23,7 @@ from draftwing.layers.linear import operations
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
@@ -329,4 +330,5 @@ def _finish(head: Head, token_ids: Tensor | None, started: float, dummy: bool) -
         head.vocab,
     )
     log_blocks(head)
+    log_groups(head)
     return head.requires_grad_(False)

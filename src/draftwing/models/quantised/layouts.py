@@ -180,7 +180,7 @@ def _order(module: str, suffix: str, parts: Parts, columns: int, groups: int, wi
             f"{module}.{suffix}: expected groups from 0 to {groups - 1}, found {int(found.min())} to {int(found.max())}"
         )
     group_of = found.long()
-    return None if torch.equal(group_of, torch.arange(columns) // wide) else group_of
+    return None if torch.equal(group_of, torch.arange(columns, device=group_of.device) // wide) else group_of
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.layouts import read_matrix
 from draftwing.ops.types import QuantizedRows
+from draftwing.ops.upload import uploaded
 
 # Suffixes that only tensors of a quantised matrix have; `weight` may be one.
 PARTS = frozenset(
@@ -26,10 +27,13 @@ NOT_READ = frozenset(
 
 
 def assembled(
-    quantization: Quantization | None, tensors: Iterable[tuple[str, Tensor]]
+    quantization: Quantization | None, tensors: Iterable[tuple[str, Tensor]], device: torch.device | None = None
 ) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
     """(name, value) of every tensor, with the `model.` prefix; those of a quantised matrix become one value, named
-    `weight`. Raises CheckpointError for what does not fit together, or to the config."""
+    `weight`. Raises CheckpointError for what does not fit together, or to the config.
+
+    device: where matrices are put together; None: where their tensors are.
+    """
     if quantization is None:
         yield from tensors
         return
@@ -54,7 +58,7 @@ def assembled(
         parts = waiting.setdefault(module, {})
         if suffix in parts:
             raise CheckpointError(f"{name} is in the checkpoint twice")
-        parts[suffix] = tensor
+        parts[suffix] = tensor if device is None else uploaded(tensor, device)
         if len(parts) == len(scheme.parts):
             yield f"{module}.weight", read_matrix(module, waiting.pop(module), scheme)
     missing = sorted(

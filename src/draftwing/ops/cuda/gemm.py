@@ -78,14 +78,13 @@ def shared(
     return Shape(tokens, features, by_features * by_k, blocks, blocks, shared, call, cluster)
 
 
-def ring(tokens: int, row_tiles: int, ahead: int, x_ahead: int, blocks: int, room: int | None = None) -> Shape:
+def ring(tokens: int, row_tiles: int, ahead: int, blocks: int, room: int | None = None) -> Shape:
     """room: None: for the blocks of the next kernel, too, as far as there is any."""
     features = row_tiles * 16
-    call = f"ring_gemm, {tokens // 8}, {row_tiles}, {ahead}, {x_ahead}"
-    sums = 2 * _SHARES * _sums(tokens, features)
-    return Shape(
-        tokens, features, _SHARES, blocks, room or 2 * blocks, sums, call, parts=_SHARES * ahead * row_tiles, stays=True
-    )
+    call = f"ring_gemm, {tokens}, {row_tiles}, {ahead}"
+    shared = 2 * _SHARES * _sums(max(tokens, 8), features) + _SHARES * ahead * tokens * _CHUNK * 2
+    parts = _SHARES * ahead * row_tiles
+    return Shape(tokens, features, _SHARES, blocks, room or 2 * blocks, shared, call, parts=parts, stays=True)
 
 
 def wide(
@@ -93,11 +92,14 @@ def wide(
 ) -> Shape:
     """warps: by features, a multiple of 4, and by K."""
     by_features, by_k = warps
-    features = by_features * row_tiles * 16
+    features, count = by_features * row_tiles * 16, by_features * by_k
     call = f"wide_gemm, {tokens // 8}, {by_features}, {by_k}, {row_tiles}, {ahead}, {panel}, {cluster}"
-    stages, parts = 2 * panel * by_k * tokens * _CHUNK * 2, by_features * by_k * row_tiles * ahead
+    x_units = -(-by_k * tokens // 4 // count)  # of 512 bytes, of a warp and a chunk
+    shared = 2 * panel * by_k * tokens * _CHUNK * 2 + ahead * count * x_units * 512
     sums = by_k * _sums(tokens, features)
-    return Shape(tokens, features, by_features * by_k, blocks, blocks, stages, call, cluster, parts=parts, sums=sums)
+    return Shape(
+        tokens, features, count, blocks, blocks, shared, call, cluster, parts=count * row_tiles * ahead, sums=sums
+    )
 
 
 def _tiled_gemm() -> Shape:
@@ -139,8 +141,8 @@ _WITH_CLUSTERS = _ANYWHERE | {
     ("plain", 64): shared(64, (4, 1), row_tiles=2, ahead=3, stages=4, blocks=2, cluster=8),
 }
 _HOPPER = _WITH_CLUSTERS | {
-    ("plain", 64): wide(64, (4, 1), row_tiles=2, ahead=3, panel=1, blocks=2, cluster=8),
-    ("silu", 64): wide(64, (4, 1), row_tiles=2, ahead=3, panel=1, blocks=2),
+    ("plain", 64): wide(64, (8, 1), row_tiles=1, ahead=3, panel=1, blocks=2, cluster=8),
+    ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=3, panel=1, blocks=1),
 }
 
 

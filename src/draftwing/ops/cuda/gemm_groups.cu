@@ -1,20 +1,23 @@
-// Follows gemm.cu and gemm_shared.cu: their GEMMs for weights that are stored in 4 bits or as fp8 (e4m3), with a scale for each group of
-// columns of a row. A weight is (code - zero) * scale, rounded to the type of x: the bits of the result are those that
-// the kernels of gemm.cu give for a matrix of these values.
+// Follows gemm.cu: its GEMMs for weights that are stored in 4 or 8 bits, as integers or as fp8 (e4m3), with a scale for
+// each group of columns of a row. A weight is (code - zero) * scale, rounded to the type of x: the bits of the result are
+// those that the kernels of gemm.cu give for a matrix of these values.
 //
 // Weights lie in tiles of 16 features x 64 columns, one after the other along K, so that a lane finds its part of a tile
-// in 16 contiguous bytes (fp8: twice 16) and a warp reads 512. Lane g * 4 + t has of features g and g + 8 ("top" and
+// in 16 contiguous bytes (8 bits: twice 16) and a warp reads 512. Lane g * 4 + t has of features g and g + 8 ("top" and
 // "bottom") columns j * 32 + t * 8 + 0 .. 7 for j = 0 and 1, as the lanes of gemm.cu do.
 //
 // - 4 bits: words (top, j = 0), (bottom, j = 0), (top, j = 1), (bottom, j = 1); of a word, column 2 * n is at bit
 //   FIRST + 4 * n and column 2 * n + 1 16 bits further, around its end.
-// - fp8: for each j words top, top, bottom, bottom of four columns each. Half word h has columns h and 2 + h; the first
-//   where bfloat16 has sign, exponent and mantissa, the second in the bits between.
+// - Integers of 8 bits: for each j words top, top, bottom, bottom of four columns each. Column 2 * n is byte n, and column
+//   2 * n + 1 byte n + 2. Codes count from 0.
+// - fp8: the same words. Half word h has columns h and 2 + h; the first where bfloat16 has sign, exponent and mantissa,
+//   the second in the bits between.
 //
-// A code becomes a number by its place alone: as a mantissa without exponent, or with that of fp8, whose offset is
-// another. Scales are as much larger, 2^UNIT and 2^120 times what they mean, and zeros in units of codes. In bfloat16
-// scales of 4 bits are less by 2^LESS, so that those beyond 1/4 have room, and with them all weights, exactly: sums have
-// the same bits but for their exponents, and are multiplied with 2^LESS when they are complete.
+// A code becomes a number by its place alone: as a mantissa without exponent (8 bits of bfloat16: the least exponent has
+// steps as small), or with that of fp8, whose offset is another. Scales are as much larger, 2^UNIT and 2^120 times what
+// they mean, and zeros in units of codes. In bfloat16 scales of integers are less by 2^LESS, so that those beyond 1 have
+// room, and with them all weights, exactly: sums have the same bits but for their exponents, and are multiplied with
+// 2^LESS when they are complete.
 //
 // Scales and zeros: [N / 16][groups][8] pairs (of feature g and of g + 8) in the type of x. Of chunk c that is group
 // c >> SHIFT, all with SHIFT = WHOLE; with SHIFT = -1 a chunk has two groups, one for each j.
@@ -24,17 +27,17 @@
 #if TYPE_BF16
 #define PAIR "bf16x2"
 #define ONE 0x3f803f80
-#define FIRST 3  // UNIT is 130
-#define CODES 0x00780078
-#define MINUS_EIGHT 0x80408040  // -8 * 2^-UNIT
-#define LESS 12
-#define TWO_TO_LESS 0x45804580
+#define FIRST 0  // UNIT is 133
+#define MINUS_EIGHT 0x80088008  // -8 * 2^-UNIT
+#define MINUS_128 0x80808080
+#define LESS 15
+#define TWO_TO_LESS 0x47004700
 #else
 #define PAIR "f16x2"
 #define ONE 0x3c003c00
 #define FIRST 6  // UNIT is 18
-#define CODES 0x03c003c0
 #define MINUS_EIGHT 0x82008200
+#define MINUS_128 0  // the mantissa has room, but scales have none
 #define LESS 0  // there are no exponents for it
 #define TWO_TO_LESS ONE
 #endif
@@ -60,10 +63,10 @@ __device__ __forceinline__ u32 rotate_right(u32 word, int bits) { return __funne
 __device__ __forceinline__ u32 times(u32 a, u32 b) { return fma_pair(a, b, 0x80008000); }
 
 // Weights as these are, for `gemm` and `shared_gemm` with N a multiple of 16.
-template <int BITS, bool ZEROS, int SHIFT>
+template <int BITS, bool ZEROS, int SHIFT, bool INT8>
 struct Groups {
     static constexpr bool TAKE_TURNS = true, GO_ON = true;
-    static constexpr int POWER = BITS == 4 ? LESS : 0;
+    static constexpr int POWER = BITS == 4 || INT8 ? LESS : 0;
     static constexpr int HERE = SHIFT < 0 ? 2 : 1;  // groups of a chunk
     static constexpr int UNITS = BITS / 4, WORDS = ZEROS ? 2 * HERE : HERE;
     const u16* codes;
@@ -84,6 +87,9 @@ struct Groups {
             if constexpr (BITS == 4) {
                 expand_codes(j ? codes[0].z : codes[0].x, low_twice(scale), low_twice(zero), top);
                 expand_codes(j ? codes[0].w : codes[0].y, high_twice(scale), high_twice(zero), bottom);
+            } else if constexpr (INT8) {
+                expand_bytes(codes[j].x, codes[j].y, low_twice(scale), top);
+                expand_bytes(codes[j].z, codes[j].w, high_twice(scale), bottom);
             } else {
                 expand_fp8(codes[j].x, codes[j].y, low_twice(scale), top);
                 expand_fp8(codes[j].z, codes[j].w, high_twice(scale), bottom);
@@ -94,10 +100,23 @@ struct Groups {
             const u32 offset = ZEROS ? 0 : times(scale, MINUS_EIGHT);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u32 code = rotate_right(word, 4 * i) & CODES;
+#if TYPE_BF16  // the codes of every other pair are 16 times as large where they are
+                const u32 code = (i < 2 ? word : word >> 8) & (i % 2 ? 0x00f000f0 : 0x000f000f);
+                const u32 its_scale = i % 2 ? times(scale, 0x3d803d80) : scale;
+                const u32 its_zero = ZEROS && i % 2 ? times(zero, 0x41804180) : zero;
+#else
+                const u32 code = rotate_right(word, 4 * i) & 0x03c003c0, its_scale = scale, its_zero = zero;
+#endif
                 // 8 * scale is exact, so the one rounding is that of the product.
-                out[i] = ZEROS ? times(fma_pair(code, ONE, zero), scale) : fma_pair(code, scale, offset);
+                out[i] = ZEROS ? times(fma_pair(code, ONE, its_zero), its_scale) : fma_pair(code, its_scale, offset);
             }
+        }
+
+        __device__ __forceinline__ static void expand_bytes(u32 first, u32 second, u32 scale, u32 (&out)[4]) {
+            const u32 words[2] = {first, second}, offset = times(scale, MINUS_128);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                out[i] = fma_pair((i % 2 ? words[i / 2] >> 8 : words[i / 2]) & 0x00ff00ff, scale, offset);
         }
 
         __device__ __forceinline__ static void expand_fp8(u32 first, u32 second, u32 scale, u32 (&out)[4]) {

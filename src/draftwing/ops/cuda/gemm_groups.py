@@ -6,6 +6,7 @@ The bits of a result are those that `SmallMGemm` gives for the matrix that `dens
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,17 +30,17 @@ from draftwing.ops.cuda.gemm import (
 from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 
-TILES = (8, 16, 32, 64)  # rows of x that a block takes
-LARGE = 128  # where there are warp groups
+TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
 _UNPACK_CHUNKS = 8  # that a block of `unpack` takes
 
 
 class Width(NamedTuple):
     """What a module of kernels is compiled for."""
 
-    bits: int  # of a code: 4, or 8 for fp8
+    bits: int  # of a code, as `PackedGroups` has them
     zeros: bool
-    shift: int  # as `PackedGroups` has it
+    shift: int
+    fp8: bool = False
 
     @property
     def part(self) -> int:
@@ -108,19 +109,27 @@ _WITH_CLUSTERS: dict[int, Shapes] = {
 _HOPPER: dict[int, Shapes] = {
     4: _WITH_CLUSTERS[4]
     | {
-        ("plain", 8): ring(8, row_tiles=1, ahead=4, x_ahead=2, blocks=3),
-        ("silu", 8): ring(8, row_tiles=4, ahead=3, x_ahead=2, blocks=2),
-        ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=8, panel=2, blocks=1),
-        ("plain", 128): wide(128, (8, 1), row_tiles=2, ahead=8, panel=2, blocks=1, cluster=8),
+        ("plain", 2): ring(2, row_tiles=2, ahead=3, blocks=2),
+        ("silu", 2): ring(2, row_tiles=4, ahead=3, blocks=2),
+        ("add_long", 2): ring(2, row_tiles=2, ahead=10, blocks=1),
+        ("plain", 8): ring(8, row_tiles=2, ahead=5, blocks=2),
+        ("silu", 8): ring(8, row_tiles=4, ahead=4, blocks=1),
+        ("add_long", 16): ring(16, row_tiles=2, ahead=4, blocks=1),
+        ("plain", 64): wide(64, (8, 1), row_tiles=2, ahead=4, panel=2, blocks=1, cluster=8),
+        ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=5, panel=2, blocks=1),
+        ("plain", 128): wide(128, (8, 1), row_tiles=2, ahead=4, panel=2, blocks=1, cluster=8),
     },
     8: _WITH_CLUSTERS[8]
     | {
-        ("plain", 8): ring(8, row_tiles=1, ahead=2, x_ahead=2, blocks=3),
-        ("add", 8): ring(8, row_tiles=1, ahead=3, x_ahead=2, blocks=2),
-        ("add_long", 8): ring(8, row_tiles=1, ahead=4, x_ahead=2, blocks=2, room=2),
-        ("silu", 8): ring(8, row_tiles=4, ahead=2, x_ahead=1, blocks=2),
-        ("silu", 64): wide(64, (4, 1), row_tiles=2, ahead=3, panel=2, blocks=2),
-        ("plain", 128): wide(128, (8, 1), row_tiles=2, ahead=8, panel=1, blocks=1, cluster=8),
+        ("plain", 2): ring(2, row_tiles=2, ahead=2, blocks=2),
+        ("add", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
+        ("silu", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
+        ("add_long", 2): ring(2, row_tiles=2, ahead=5, blocks=1),
+        ("add", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
+        ("silu", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
+        ("add_long", 8): ring(8, row_tiles=2, ahead=4, blocks=1),
+        ("silu", 64): wide(64, (8, 1), row_tiles=2, ahead=5, panel=1, blocks=1),
+        ("plain", 128): wide(128, (8, 1), row_tiles=2, ahead=4, panel=1, blocks=1, cluster=8),
     },
 }
 
@@ -145,9 +154,11 @@ class GroupGemm:
         self._kernels: dict[tuple[str, int], tuple[Kernel, Shape]] = {
             key: (kernel_of(module, key, shape, width.part), shape) for key, shape in shapes.items()
         }
-        for tile in (*TILES, LARGE):
-            if ("add", tile) in self._kernels:
+        self._tiles = {kind: sorted(tile for name, tile in self._kernels if name == kind) for kind, _ in self._kernels}
+        if "add" in self._tiles:
+            for tile in self._tiles["add"]:
                 self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
+            self._tiles["add_long"] = sorted({*self._tiles["add"], *self._tiles.get("add_long", ())})
         self._unpack = module.kernel("unpack_all", 256, programmatic=False)
 
     def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
@@ -173,8 +184,7 @@ class GroupGemm:
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())
-        largest = LARGE if (kind, LARGE) in self._kernels else TILES[-1]
-        kernel, shape = self._kernels[self.only or (kind, tile_of(rows, largest))]
+        kernel, shape = self._kernels[self.only or (kind, tile_of(rows, self._tiles[kind]))]
         out = x.new_empty(rows, width)
         kernel(
             shape.grid(kind, rows, width, self._processors), x, weight.codes, weight.scales, weight.zeros, bias,
@@ -183,9 +193,9 @@ class GroupGemm:
         return out
 
 
-def tile_of(rows: int, largest: int = TILES[-1]) -> int:
-    """Rows of x that a block takes. largest: that there is a kernel for."""
-    return next((tile for tile in (*TILES, LARGE) if rows <= tile <= largest), largest)
+def tile_of(rows: int, tiles: Sequence[int]) -> int:
+    """Rows of x that a block takes, of `tiles`, which are in order."""
+    return next((tile for tile in tiles if rows <= tile), tiles[-1])
 
 
 def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int], shapes: Shapes | None = None) -> None:
@@ -197,7 +207,10 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 def read_source(width: Width, shapes: Shapes) -> str:
     """What is compiled."""
     parts = read_files((*FILES, "gemm_groups.cu"))
-    parts.append(f"using Weights = Groups<{width.bits}, {str(width.zeros).lower()}, {width.shift}>;\n")
+    parts.append(
+        f"using Weights = Groups<{width.bits}, {str(width.zeros).lower()}, {width.shift}, "
+        f"{str(width.bits == 8 and not width.fp8).lower()}>;\n"
+    )
     parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
     parts.append("UNPACK_KERNEL(unpack_all)\n")
     return "".join(parts)

@@ -3,75 +3,82 @@
 // As `gemm`, with the same bits. A block takes one tile of features after the other, and each of its lanes asks for what
 // it will need AHEAD chunks ahead, across the borders of tiles, into a ring in shared memory of its own: how much is on
 // its way does not depend on registers, and memory does not rest while sums are stored. Few registers also leave room
-// for blocks of the next kernel, which fill their rings meanwhile. X_AHEAD chunks of x are in flight, in registers.
-template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
+// for blocks of the next kernel, which fill their rings meanwhile. x comes as far ahead, since it queues behind weights.
+// X_ROWS rows of x a block: less than 8 take less room.
+template <class WEIGHTS, int X_ROWS, int ROW_TILES, int AHEAD, int KIND>
 __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
                                           u16* __restrict__ y, int M, int N, int K) {
-    constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
+    constexpr int TOKEN_TILES = (X_ROWS + 7) / 8, TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
     constexpr int OUT = KIND == SILU_MUL ? ROWS / 2 : ROWS, SUMS = SHARES * TOKENS * PITCH;
-    constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
+    // Of a warp, in u16 and u32.
+    constexpr int HALF_X = X_ROWS < 8 ? X_ROWS * 32 : 256, X_UNITS = TOKEN_TILES * 2 * HALF_X, UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;
     extern __shared__ float sums[];  // [2][SHARES][TOKENS][PITCH], then rings
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
-    u16* const rings = (u16*)(sums + 2 * SUMS);
+    u16* const x_rings = (u16*)(sums + 2 * SUMS);
+    u16* const rings = x_rings + SHARES * AHEAD * X_UNITS;
     u32* const ring_words = (u32*)(rings + SHARES * AHEAD * ROW_TILES * UNITS);
     // Of this lane: where the next chunk is, and goes to behind it.
+    const int first_x = held(warp * (AHEAD * X_UNITS) + lane * 8);
     const int first_unit = held(warp * (AHEAD * ROW_TILES * UNITS) + lane * 8);
     const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
-    int slot = 0, unit = first_unit, word = first_word;
+    int slot = 0, x_unit = first_x, unit = first_unit, word = first_word;
+    auto go_on = [&] {
+        end_copies();
+        const bool more = ++slot < AHEAD;
+        slot = more ? slot : 0;
+        x_unit = more ? x_unit + X_UNITS : first_x;
+        unit = more ? unit + ROW_TILES * UNITS : first_unit;
+        word = more ? word + ROW_TILES * WORDS : first_word;
+    };
     const int chunks = K / CHUNK, count = (chunks - warp + SHARES - 1) / SHARES;  // of the warp's share
-    const int tiles = (N + OUT - 1) / OUT, token0 = blockIdx.y * TOKENS;
+    const int tiles = (N + OUT - 1) / OUT, token0 = blockIdx.y * X_ROWS;
+    M = min(M, token0 + X_ROWS);
 
-    int tile_ahead = count > 0 ? blockIdx.x : tiles, ahead = 0;  // what to ask for next
+    int tile_ahead = count > 0 ? blockIdx.x : tiles, ahead = 0;  // what weights to ask for next
     typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
     auto find = [&] {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, tile_ahead * OUT, r * 16, warp, N, K);
     };
-    auto copy_next = [&] {
-        if (tile_ahead < tiles) {
+    auto copy_weights = [&] {
+        if (tile_ahead >= tiles) return;
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-                rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, ahead * SHARES);
-            if (++ahead == count) {
-                ahead = 0;
-                tile_ahead += gridDim.x;
-                if (tile_ahead < tiles) find();
-            }
-        }
-        end_copies();
-        const bool more = ++slot < AHEAD;
-        slot = more ? slot : 0;
-        unit = more ? unit + ROW_TILES * UNITS : first_unit;
-        word = more ? word + ROW_TILES * WORDS : first_word;
+        for (int r = 0; r < ROW_TILES; ++r)
+            rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, ahead * SHARES);
+        if (++ahead < count) return;
+        ahead = 0;
+        tile_ahead += gridDim.x;
+        if (tile_ahead < tiles) find();
     };
     if (count > 0) find();
 #pragma unroll
-    for (int s = 0; s < AHEAD; ++s) copy_next();
+    for (int s = 0; s < AHEAD; ++s, go_on()) copy_weights();
 
     wait_for_earlier_kernels();
-    int token[TOKEN_TILES], live[TOKEN_TILES];  // a row of x, and how many chunks it has
+    int token[TOKEN_TILES], live[TOKEN_TILES];  // a row of x, and whether there is one
 #pragma unroll
     for (int m = 0; m < TOKEN_TILES; ++m) {
         const int row = token0 + m * 8 + g;
-        live[m] = held(row < M ? count : 0);
+        live[m] = held(row < M && count > 0);
         token[m] = held(min(row, M - 1) * K + warp * CHUNK + t * 8);
     }
-    uint4 b[X_AHEAD][TOKEN_TILES][2];
-    auto load_chunk = [&](uint4(&into)[TOKEN_TILES][2], int c) {
+    int x_ahead = 0;
+    auto copy_x = [&] {
 #pragma unroll
         for (int m = 0; m < TOKEN_TILES; ++m)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                if (c < live[m]) into[m][j] = load_x(x + token[m] + c * STEP + j * 32);
+                if (live[m])
+                    copy_async(x_rings + x_unit + (m * 2 + j) * HALF_X, x + token[m] + x_ahead * STEP + j * 32);
+        x_ahead = x_ahead + 1 < count ? x_ahead + 1 : 0;
     };
 #pragma unroll
-    for (int p = 0; p < X_AHEAD; ++p) {
+    for (int s = 0; s < AHEAD; ++s, go_on()) copy_x();
+    uint4 b[TOKEN_TILES][2];
 #pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m) b[p][m][0] = b[p][m][1] = make_uint4(0, 0, 0, 0);
-        load_chunk(b[p], p);
-    }
+    for (int m = 0; m < TOKEN_TILES; ++m) b[m][0] = b[m][1] = make_uint4(0, 0, 0, 0);
 
     int half = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, half ^= 1) {
@@ -80,33 +87,34 @@ __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGH
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
             for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
-        for (int c = 0; c < count; c += X_AHEAD)
+        for (int c = 0; c < count; ++c) {
+            wait_for_copies<AHEAD - 1>();
+            typename WEIGHTS::Part a[ROW_TILES];
 #pragma unroll
-            for (int p = 0; p < X_AHEAD; ++p) {
-                if (c + p >= count) break;
-                wait_for_copies<AHEAD - 1>();
-                typename WEIGHTS::Part a[ROW_TILES];
+            for (int r = 0; r < ROW_TILES; ++r)
+                rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-                    rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
+            for (int m = 0; m < TOKEN_TILES; ++m)
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
+                    if (live[m]) b[m][j] = load_shared(x_rings + x_unit + (m * 2 + j) * HALF_X);
 #pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r) {
-                        u32 top[4], bottom[4];
-                        a[r].expand(j, top, bottom);
+            for (int j = 0; j < 2; ++j)
 #pragma unroll
-                        for (int m = 0; m < TOKEN_TILES; ++m) {
-                            const uint4 in = b[p][m][j];
-                            mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
-                            mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
-                        }
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    u32 top[4], bottom[4];
+                    a[r].expand(j, top, bottom);
+#pragma unroll
+                    for (int m = 0; m < TOKEN_TILES; ++m) {
+                        const uint4 in = b[m][j];
+                        mma(d[r][m], top[0], bottom[0], top[1], bottom[1], in.x, in.y);
+                        mma(d[r][m], top[2], bottom[2], top[3], bottom[3], in.z, in.w);
                     }
-                copy_next();
-                load_chunk(b[p], c + p + X_AHEAD);
-            }
-#pragma unroll
-        for (int p = 0; p < X_AHEAD; ++p) load_chunk(b[p], p);  // of the next tile
+                }
+            copy_weights();
+            copy_x();
+            go_on();
+        }
         float* const here = sums + half * SUMS;  // the other half may still be read
         keep_sums<ROW_TILES, TOKEN_TILES, PITCH, WEIGHTS::TAKE_TURNS && KIND == SILU_MUL>(d, here + warp * TOKENS * PITCH);
         __syncthreads();

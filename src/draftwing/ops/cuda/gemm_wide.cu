@@ -57,8 +57,8 @@ __device__ __forceinline__ void show_wide() { asm volatile("fence.proxy.async.sh
 
 // As `gemm`, with the same bits, for more rows: WARPS_F * ROW_TILES * 16 features a block, for each of WARPS_K parts of K,
 // which are shares or all of K as in `shared_gemm`. AHEAD chunks of weights in flight, in rings in shared memory that each
-// lane has for its own. Of x there are two panels of PANEL chunks in shared memory, one to read and one to write, and one
-// chunk on its way in registers.
+// lane has for its own, and as many of x, which queues behind weights. From there x goes to one of two panels of PANEL
+// chunks, the one that is not read.
 template <class WEIGHTS, int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int PANEL, int CLUSTER,
           int KIND>
 __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGHTS weights,
@@ -75,12 +75,15 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     u16* const stages = (u16*)sums;
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
-    u16* const rings = stages + 2 * PANEL * STAGE;
+    constexpr int BLOCKS = WARPS_K * TOKEN_TILES * 2, COPIES = (BLOCKS + WARPS - 1) / WARPS;
+    u16* const x_rings = stages + 2 * PANEL * STAGE;
+    u16* const rings = x_rings + WARPS * AHEAD * COPIES * 256;
     u32* const ring_words = (u32*)(rings + WARPS * AHEAD * ROW_TILES * UNITS);
-    // Of this lane: where the next chunk of weights is, and goes to behind it.
+    // Of this lane: where the next chunks of x and of weights are, and go to behind them.
+    const int first_x = held(warp * (AHEAD * COPIES * 256) + lane * 8);
     const int first_unit = held(warp * (AHEAD * ROW_TILES * UNITS) + lane * 8);
     const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
-    int slot = 0, unit = first_unit, word = first_word;
+    int x_slot = 0, x_unit = first_x, slot = 0, unit = first_unit, word = first_word;
     const int part = WARPS_K > 1 ? warp / WARPS_F : 0, warp_row = warp % WARPS_F * (ROW_TILES * 16);
     const int row0 = blockIdx.x / CLUSTER * (KIND == SILU_MUL ? ROWS / 2 : ROWS), token0 = blockIdx.y * TOKENS;
     const int chunks = K / CHUNK, first = blockIdx.x % CLUSTER * WARPS_K;
@@ -102,17 +105,18 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
                 rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, chunk);
         }
         weights_ahead = after(weights_ahead);
-        end_copies();
         const bool more = ++slot < AHEAD;
         slot = more ? slot : 0;
         unit = more ? unit + ROW_TILES * UNITS : first_unit;
         word = more ? word + ROW_TILES * WORDS : first_word;
     };
 #pragma unroll
-    for (int s = 0; s < AHEAD; ++s) copy_weights();
+    for (int s = 0; s < AHEAD; ++s) {
+        copy_weights();
+        end_copies();
+    }
 
     wait_for_earlier_kernels();
-    constexpr int BLOCKS = WARPS_K * TOKEN_TILES * 2, COPIES = (BLOCKS + WARPS - 1) / WARPS;
     const u16* from[COPIES];
     bool live[COPIES];
 #pragma unroll
@@ -122,35 +126,43 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
         from[q] = x + (size_t)row * K + u / 2 / TOKEN_TILES * CHUNK + u % 2 * 32 + t * 8;
     }
     int x_ahead = first;
-    uint4 on_way[COPIES];
-    auto load = [&] {
+    auto copy_x = [&] {
 #pragma unroll
         for (int q = 0; q < COPIES; ++q) {
-            const int u = warp + q * WARPS;
-            on_way[q] = make_uint4(0, 0, 0, 0);
-            if (live[q] && x_ahead + u / 2 / TOKEN_TILES < chunks) on_way[q] = load_x(from[q] + x_ahead * CHUNK);
+            const bool there = live[q] && x_ahead + (warp + q * WARPS) / 2 / TOKEN_TILES < chunks;
+            copy_async(x_rings + x_unit + q * 256, there ? from[q] + x_ahead * CHUNK : x, there);
         }
         x_ahead = after(x_ahead);
+        const bool more = ++x_slot < AHEAD;
+        x_slot = more ? x_slot : 0;
+        x_unit = more ? x_unit + COPIES * 256 : first_x;
     };
     const int word_of_x = held(lane);
-    auto store = [&](u16* stage) {
+    auto place_x = [&](u16* stage) {
 #pragma unroll
         for (int q = 0; q < COPIES; ++q) {
             const int u = warp + q * WARPS, m = u / 2 % TOKEN_TILES, matrix = u / 2 / TOKEN_TILES * 8 + u % 2 * 4;
             u32* const to = (u32*)stage + (matrix * TOKEN_TILES + m) * 32 + word_of_x;
             if (BLOCKS % WARPS == 0 || u < BLOCKS) {
-                to[0] = on_way[q].x;
-                to[TOKEN_TILES * 32] = on_way[q].y;
-                to[TOKEN_TILES * 64] = on_way[q].z;
-                to[TOKEN_TILES * 96] = on_way[q].w;
+                const uint4 in = load_shared(x_rings + x_unit + q * 256);
+                to[0] = in.x;
+                to[TOKEN_TILES * 32] = in.y;
+                to[TOKEN_TILES * 64] = in.z;
+                to[TOKEN_TILES * 96] = in.w;
             }
         }
     };
-    load();
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s) {
+        copy_x();
+        end_copies();
+    }
 #pragma unroll
     for (int p = 0; p < PANEL; ++p) {
-        store(stages + p * STAGE);
-        load();
+        wait_for_copies<AHEAD - 1>();
+        place_x(stages + p * STAGE);
+        copy_x();
+        end_copies();
     }
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
@@ -192,8 +204,9 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
                 end_wide();
             }
             copy_weights();
-            store(written + p * STAGE);
-            load();
+            place_x(written + p * STAGE);
+            copy_x();
+            end_copies();
             if (ONE_PART && c + SHARES >= chunks) {  // a share ends here
                 wait_wide<0>();
 #pragma unroll

@@ -11,6 +11,7 @@ from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, SmallMGemm
 from draftwing.ops.triton import layers
 from draftwing.ops.types import QuantizedRows
+from draftwing.ops.upload import uploaded
 
 
 class TritonLayerOps(LayerOps):
@@ -39,11 +40,11 @@ class TritonLayerOps(LayerOps):
         return self.device.type == "cuda"
 
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
-        width = gemm_groups.Width(weight.bits, weight.zeros is not None, weight.shift)
+        width = gemm_groups.Width(weight.bits, weight.zeros is not None, weight.shift, weight.fp8)
         return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, width)
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         return groups.pack(rows, dtype, self.device)
 
     def quantize_groups(self, weight: Tensor, scheme: str) -> QuantizedRows:
-        return groups.quantized(weight.to(self.device), scheme)
+        return groups.quantized(uploaded(weight, self.device), scheme)
