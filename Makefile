@@ -13,8 +13,10 @@ NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
 
-# torch and OpenMP with one thread each: there is a process for every core.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+# torch and OpenMP with one thread each: there is a process for every core. They begin files in the order of
+# tests/conftest.py. Bytecode is kept even where the environment is not for it: to compile the tests takes a process 8 s.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) \
+  --dist loadfile --no-loadscope-reorder
 
 test: static
 	$(PYTEST) $(ARGS)

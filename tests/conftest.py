@@ -24,14 +24,15 @@ LONGEST = "tests/test_soak.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves. What takes
-    minutes begins first, so that one of several processes does not come to it when the others have ended."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves. Files that take
+    long begin first, so that none of several processes comes to them when the others have ended."""
     interpreted = "TRITON_INTERPRET" in os.environ
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & SLOW_FIXTURES or (interpreted and "triton" in item.nodeid):
             item.add_marker(pytest.mark.slow)
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), item.path not in slow))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,7 @@
 // Runs the kernels of gemm.cu on the CPU: a thread of a cluster is a fiber, and what is PTX there is a function here.
 // SOURCE, given on the command line, is what gemm.py compiles from where its PTX ends.
+#undef _FORTIFY_SOURCE  // it takes a jump to another stack for an error
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -30,9 +32,10 @@ struct Index { int x, y; };
 struct Copy { void* to; const void* from; int bytes; };
 struct Lane { u32 a[4], b[2]; float* d; };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    jmp_buf rest;  // where it goes on: swapcontext() would ask the system for signals each time
     std::vector<char> stack;
-    bool done = false;
+    bool begun = false, done = false;
     std::deque<std::vector<Copy>> groups;
     std::vector<Copy> open;
 };
@@ -45,13 +48,25 @@ static std::vector<Lane> lanes;
 static std::vector<int> warp_arrived, block_arrived;  // at barriers, in all
 static int cluster_arrived, threads, first_block, me;
 static long steps;  // barriers that somebody has come to
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static bool early;  // copies happen as early as they can; else as late
 
 static void enter(int fiber) {
     me = fiber;
     threadIdx.x = fiber % threads;
     blockIdx.x = first_block + fiber / threads;
+}
+
+static void leave(int fiber) {
+    if (!_setjmp(fibers[fiber].rest)) _longjmp(scheduler, 1);
+}
+
+static void go_on(int fiber) {
+    enter(fiber);
+    if (_setjmp(scheduler)) return;
+    if (fibers[fiber].begun) _longjmp(fibers[fiber].rest, 1);
+    fibers[fiber].begun = true;
+    setcontext(&fibers[fiber].context);
 }
 
 static float* shared_memory() { return memory[me / threads].data(); }
@@ -108,7 +123,7 @@ static void meet(int& arrived, int count) {
     const int fiber = me, all = (arrived / count + 1) * count;
     ++arrived, ++steps;
     while (arrived < all) {
-        swapcontext(&fibers[fiber].context, &scheduler);
+        leave(fiber);
         enter(fiber);
     }
 }
@@ -211,13 +226,13 @@ static void body() {
     else job.kernel(job.x, job.w, job.bias, job.extra, job.y, job.M, job.N, job.K);
     fibers[fiber].done = true;
     ++steps;
-    swapcontext(&fibers[fiber].context, &scheduler);
+    leave(fiber);
 }
 
 static void run_cluster() {
     for (Fiber& fiber : fibers) {
         fiber.stack.resize(64 << 10);
-        fiber.done = false;
+        fiber.begun = fiber.done = false;
         fiber.groups.clear();
         fiber.open.clear();
         getcontext(&fiber.context);
@@ -232,8 +247,7 @@ static void run_cluster() {
                 const long before = steps;
                 for (size_t i = first; i < first + 32; ++i)
                     if (!fibers[i].done) {
-                        enter(i);
-                        swapcontext(&scheduler, &fibers[i].context);
+                        go_on(i);
                         left |= !fibers[i].done;
                     }
                 moved = steps != before;

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from fastapi import FastAPI
@@ -152,6 +153,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, bug)
 
 
+@cache  # to make them takes most of the time that an application does
 def schema(model: type[BaseModel]) -> dict[str, Any]:
     """The body's schema for /openapi.json: bodies are read by hand, so FastAPI does not know it."""
     body = model.model_json_schema(ref_template="#/components/schemas/{model}")
