@@ -254,7 +254,8 @@ def pick_device(name: str, rank: int = 0) -> Device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     if rank and name == "cuda":
-        torch.cuda.set_device(rank)  # what "cuda" means from now on
+        torch.cuda.set_device(rank)
+        return Device(torch.device(name, rank))  # for other threads, too
     return Device(torch.device(name))
 
 

@@ -31,7 +31,7 @@ from draftwing.layers.linear_ops.groups import log_groups
 from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.dummy import fill_random
+from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.gguf import Progress
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
@@ -103,7 +103,7 @@ def load_model(
     model = DecoderModel(config, dtype, "meta", ranks)
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     if dummy:
-        fill_random(model, device)
+        fill_random(model, device, SEED + ranks.rank)
     else:
         fill_parameters(model, checkpoint_names(config, ranks), tensors, device, harmless)
     model.kv_scales = kv_scales

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,12 +31,12 @@ class Rendezvous:
         self.port: int = self._store.port
 
     def join(self, size: int, device: torch.device) -> Group:
-        """Rank 0 of so many; waits for the others."""
+        """Rank 0 of so many."""
         return Group(self._store, size, 0, device)
 
 
 def join(port: int, size: int, rank: int, device: torch.device) -> Group:
-    """A rank from 1 on; waits for the others."""
+    """A rank from 1 on."""
     return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device)
 
 
@@ -46,7 +47,12 @@ class Group(Ranks):
         self.size, self.rank, self.device = size, rank, device
         backend = "NCCL" if device.type == "cuda" else "gloo"
         self.title = f"gathered by {backend}, added in the order of the ranks, so that all of them hold the same bits"
-        self._group = make_group(store, size, rank, device)
+        self._store = store
+
+    @cached_property
+    def _group(self) -> Any:
+        """Made with the first thing that passes, which waits for all ranks; until then each can load, or fail."""
+        return make_group(self._store, self.size, self.rank, self.device)
 
     def gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -59,7 +65,8 @@ class Group(Ranks):
         return torch.tensor([value], device=self.device)
 
     def close(self) -> None:
-        self._group.shutdown()
+        if "_group" in self.__dict__:
+            self._group.shutdown()
 
 
 def make_group(store: dist.Store, size: int, rank: int, device: torch.device) -> Any:

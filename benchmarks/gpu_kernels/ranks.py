@@ -1,0 +1,131 @@
+"""Steps of one model on several GPUs, and whether drafts leave its texts as they are there.
+
+    python benchmarks/gpu_kernels/ranks.py [--shape 8b|70b|tiny] [--sizes 1,16] [--texts N] [option=value ...]
+
+Random weights, from configs that are written here; options are the engine's, such as `tp_size=4` and
+`speculative_algorithm=EAGLE3`. Steps are replays of graphs on rows without context, run by all ranks. --texts: so many
+requests, some with a temperature, are answered, and a hash of their tokens is printed: it is the same for every drafter
+on the same number of ranks in deterministic mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import step
+import torch
+
+from draftwing.engine.executor import Executor
+from draftwing.engine.loop import Loop
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.req import Req
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {},
+    "70b": {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {},
+}  # fmt: skip
+REPLAYS = 20
+ROWS = (1, 8, 16, 64)  # of a sum that is timed alone
+
+
+def steps(executor: Executor, sizes: list[int]) -> None:
+    keys = sorted({key for stage, key in executor.graphs._graphs if stage == "verify"}, key=lambda key: key.size)
+    for key in keys:
+        if key.size in sizes:
+            executor.everywhere(Executor.replay, key)
+            seconds = executor.device.timed(partial(executor.everywhere, Executor.replay, key), REPLAYS)
+            print(f"{statistics.median(seconds) * 1e6:9.1f} us  step {tuple(key.shape)} x {key.size}", flush=True)
+
+
+def sums(executor: Executor) -> None:
+    import ranks  # this module, as the other ranks know it
+
+    for rows in ROWS:
+        seconds = executor.everywhere(ranks.time_sums, rows)
+        print(f"{seconds * 1e6:9.1f} us  sum of {rows} rows of {executor.model.config.hidden_size}", flush=True)
+
+
+@torch.inference_mode()
+def time_sums(executor: Executor, rows: int) -> float:
+    """Seconds of one sum over the ranks, from a graph where there are any."""
+    model, device = executor.model, executor.device
+    x = torch.ones(rows, model.config.hidden_size, dtype=model.norm.weight.dtype, device=device.device)
+
+    def many() -> Any:
+        y = x
+        for _ in range(100):
+            y = model.ranks.sum_rows(x, residual=y)
+        return y
+
+    run = device.record(many)[0] if executor.graphs.sizes else many
+    run()
+    return min(device.timed(run, 3)) / 100
+
+
+def texts(parts: Any, count: int, tokens: int) -> str:
+    """Answers so many requests together; returns a hash of all tokens."""
+    loop = Loop(parts.sched, parts.executor, parts.options.enable_overlap, lambda plan, result: None)
+    vocab = parts.model.config.vocab_size
+    for number in range(count):
+        prompt = [(number * 7919 + place * (number + 1) * 31) % vocab for place in range(10 + number % 40)]
+        params = SamplingParams(max_new_tokens=tokens, temperature=0.8 if number % 2 else 0.0)
+        request = GenerationRequest(f"{number:03}", prompt, params)
+        parts.sched.submit(Req(request, seed=number, max_total=len(prompt) + tokens, stop_ids=frozenset()))
+    found: dict[str, list[int]] = {}
+    while not loop.idle:
+        loop.turn()
+        for output in parts.sched.take_outputs():
+            found.setdefault(output.uid, []).extend(output.token_ids)
+    assert len(found) == count and all(len(ids) == tokens for ids in found.values())
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--sizes", default="1,16")
+    parser.add_argument("--texts", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=64, help="of each text")
+    parser.add_argument("options", nargs="*")
+    args = parser.parse_args()
+    given = {}
+    for option in args.options:
+        name, _, value = option.partition("=")
+        try:
+            given[name] = json.loads(value)
+        except json.JSONDecodeError:
+            given[name] = value
+    begin = time.monotonic()
+    step.LLAMA.update(SHAPES[args.shape])
+    with tempfile.TemporaryDirectory() as folder:
+        parts = step.build(Path(folder), given, args.shape == "tiny")
+    print(
+        f"{args.shape} {' '.join(args.options)}: built in {time.monotonic() - begin:.1f} s, {parts.pool_tokens} tokens"
+    )
+    print(json.dumps(parts.capability))
+    if parts.model.ranks.size > 1:
+        sums(parts.executor)
+    steps(parts.executor, [int(size) for size in args.sizes.split(",")])
+    if args.texts:
+        begin = time.monotonic()
+        found = texts(parts, args.texts, args.tokens)
+        took = time.monotonic() - begin
+        print(f"texts {found}: {args.texts * args.tokens / took:.0f} tokens/s, {args.texts} requests", flush=True)
+    parts.executor.mirror.close()
+
+
+if __name__ == "__main__":
+    main()
