@@ -399,5 +399,5 @@ def harness(request):
     return SimpleNamespace(
         Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, prompts_for=prompts_for,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
-        make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
+        one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
     )  # fmt: skip

@@ -9,8 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from reference import exact_heads
-from reference.checkpoints import Checkpoint, Maker
+from reference.exact_heads import MAKERS, disturbed
 from toy_grammar import ToyGrammar
 
 from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
@@ -26,22 +25,6 @@ from draftwing.spec.suffix_drafter import SuffixDrafter
 pytestmark = pytest.mark.slow
 
 CHAIN, TREE, COPIED = TreeShape(4, 1, 5), TreeShape(4, 3, 12), TreeShape(7, 3, 10)
-MAKERS = {
-    # the constructor, and how much effect the target's layers get back
-    "EAGLE": (exact_heads.exact_eagle2, 0.65),
-    "EAGLE3": (exact_heads.exact_eagle3, 0.65),
-    "NEXTN": (exact_heads.exact_mtp, 0.8),
-    "NEXTN 2 layers": (partial(exact_heads.exact_mtp, layers=2), 0.8),
-    "NEXTN 3 layers": (partial(exact_heads.exact_mtp, layers=3), 0.8),
-}
-
-
-def disturbed(target: Checkpoint, scale: float) -> Checkpoint:
-    make, tensors = Maker(99), dict(target.tensors)
-    for name, value in tensors.items():
-        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
-            tensors[name] = make.matrix(*value.shape, scale)
-    return Checkpoint(tensors, target.config)
 
 
 class Case:

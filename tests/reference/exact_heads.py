@@ -9,6 +9,7 @@ in the wrong place costs all of the accept length. Queries, keys and values stay
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -185,3 +186,21 @@ def exact_eagle3(
         head |= {"d2t": d2t, "t2d": t2d}
     head = {k: v.float().contiguous() if v.is_floating_point() else v for k, v in head.items()}
     return Exact(target, Checkpoint(head, config), successor, kept.tolist())
+
+
+MAKERS = {
+    # the constructor, and how much effect the target's layers get back
+    "EAGLE": (exact_eagle2, 0.65),
+    "EAGLE3": (exact_eagle3, 0.65),
+    "NEXTN": (exact_mtp, 0.8),
+    "NEXTN 2 layers": (partial(exact_mtp, layers=2), 0.8),
+    "NEXTN 3 layers": (partial(exact_mtp, layers=3), 0.8),
+}
+
+
+def disturbed(target: Checkpoint, scale: float) -> Checkpoint:
+    make, tensors = Maker(99), dict(target.tensors)
+    for name, value in tensors.items():
+        if name.startswith("model.layers.") and ("o_proj" in name or "down_proj" in name):
+            tensors[name] = make.matrix(*value.shape, scale)
+    return Checkpoint(tensors, target.config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,12 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
+from draftwing.config.options import Options
+from draftwing.engine.process.link import EngineLink, Listener
 from draftwing.engine.process.ranks import RankDied, RankProcesses
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2000, "num_threads": 1, "random_seed": 1}
 PROMPTS = ["hello there", "ab" * 30, "x", [7, 8, 9, 7, 8, 9, 7]]
@@ -89,6 +94,55 @@ def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None
     took = time.monotonic() - begun
     llm.close()
     assert gone(pid) and took < 30, took  # on a quiet machine less than 5 s, see docs/scaling.md
+
+
+class Heard:
+    """What an engine's process says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.link = EngineLink(Options.from_kwargs(model=str(folder), tp_size=2, **SETTINGS).resolve())
+        self.info = self.link.wait_ready()
+        self.outputs, self.over, self.why = threading.Event(), threading.Event(), ""
+        self.link.listen(Listener(lambda outputs: self.outputs.set(), lambda reply: None, self._died))
+        children = Path(f"/proc/{self.link.process.pid}/task/{self.link.process.pid}/children").read_text().split()
+        self.ranks = [pid for pid in map(int, children) if b"process.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def _died(self, why: str) -> None:
+        self.why = why
+        self.over.set()
+
+    def ask(self) -> None:
+        params = SamplingParams(max_new_tokens=900, ignore_eos=True)
+        self.link.send([self.info.admit(GenerationRequest("a", [1, 2, 3], params))])
+        assert self.outputs.wait(30)
+
+
+@pytest.fixture
+def heard(folder: Path) -> Iterator[Heard]:
+    found = Heard(folder)
+    yield found
+    found.link.close(0)
+    assert all(gone(pid) for pid in found.ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, number: signal.Signals) -> None:
+    assert heard.info.capability["ranks"] == 2 and len(heard.ranks) == 1
+    heard.ask()
+    os.kill(heard.ranks[0], number)
+    assert heard.over.wait(30)  # on a quiet machine 5 s
+    assert "rank 1 of the engine" in heard.why
+    assert heard.link.process.wait(10) == 1
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_does_not_outlive_a_killed_engine(heard: Heard) -> None:
+    heard.ask()
+    os.kill(heard.ranks[0], signal.SIGSTOP)
+    os.kill(heard.link.process.pid, signal.SIGKILL)
+    assert heard.over.wait(10)
+    assert "SIGKILL" in heard.why
 
 
 def test_no_process_is_left_behind(folder: Path) -> None:

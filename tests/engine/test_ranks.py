@@ -1,0 +1,104 @@
+"""Whoever drafts, on two ranks: the texts of one rank without drafts, and the same results on both ranks.
+
+(The suites of `test_exact.py` and `test_requests.py` run on two ranks, too, with drafters that need no model.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference.exact_heads import MAKERS, disturbed, exact_eagle3
+from thread_ranks import shares_of
+from toy_grammar import ToyGrammar
+
+from draftwing.core import PLAIN, TreeShape
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+from draftwing.requests.request import LogprobParams
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.mtp_drafter import make_model_drafter
+from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.pair_drafter import PairDrafter
+
+TREE, COPIED = TreeShape(4, 3, 12), TreeShape(7, 3, 10)
+KINDS = ["EAGLE", "EAGLE3", "NEXTN", "NEXTN 3 layers", "STANDALONE", "EAGLE3+NGRAM"]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.parametrize("harness", ["ranks"], indirect=True, scope="session")
+
+
+class Case:
+    """A target's shares on two ranks, and drafters for each of them."""
+
+    def __init__(self, kind: str, folder: Path, harness: Any) -> None:
+        self.kind, self.h = kind.partition("+")[0], harness
+        self.pair = "+" in kind
+        make, scale = MAKERS.get(self.kind, (exact_eagle3, 0.65))
+        exact = make()
+        self.target_path = disturbed(exact.target, scale).write(folder / "target")
+        self.head_path = exact.head.write(folder / "head") if exact.head is not None else None
+        whole = load_model(self.target_path, torch.float32, CPU)
+        self.target, *others = shares_of(whole, make_ops(CPU))
+        self.target.others, self.target.whole = others, (whole,)
+        self.prompts = harness.prompts_for(6, seed=3)
+        self.params = [harness.greedy(30) if i % 3 else harness.seeded(30, seed=i) for i in range(6)]
+        self.expected = harness.plain_answers(self.target, self.prompts, self.params)
+
+    def drafter(self, target: Any) -> Any:
+        ops, rows = make_ops(CPU), 6
+        if self.kind == "STANDALONE":
+            draft = load_model(self.target_path, torch.float32, CPU)
+            draft.pack(ops)
+            return ModelDrafter(DraftLM(draft, draft.config.vocab_size), rows, TREE.topk, torch.float32, ops)
+        if self.head_path is None:
+            head: Any = load_mtp_head(self.target_path, target, torch.float32, CPU)
+        else:
+            head = load_draft_head(self.head_path, target, self.kind, torch.float32, CPU)
+        head.pack(ops)
+        drafter = make_model_drafter(head, rows, TREE.topk, torch.float32, ops)
+        if self.pair:
+            return PairDrafter(drafter, NGramDrafter(rows=rows, ops=ops, capacity=4096), TREE, COPIED)
+        return drafter
+
+    def answer(self, **kw: Any) -> Any:
+        rig = self.h.Rig(self.target, shapes=(TREE,), drafter=self.drafter, rows=5, **kw)
+        for i, (prompt, param) in enumerate(zip(self.prompts, self.params, strict=True)):
+            rig.submit(str(i), prompt, param)
+        assert rig.run().tokens == self.expected.tokens
+        assert rig.accept_length > 1.4
+        return rig
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest, harness: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp("ranks"), harness)
+
+
+def test_speculation_changes_no_token(case: Case) -> None:
+    case.answer(lag=1)
+
+
+def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Case) -> None:
+    rig = case.answer(slots=130, chunk=5, policy=case.h.Cycle(TREE, PLAIN))
+    assert rig.sched.retractions > 0
+
+
+def test_grammars_and_log_probabilities(case: Case) -> None:
+    """The host's answers reach both ranks, in the order in which they are asked for."""
+    found = []
+    for model, drafter in ((case.target, case.drafter), (case.target.whole[0], None)):
+        rig = (case.h.Rig if drafter else case.h.one_rank)(model, shapes=(TREE if drafter else PLAIN,), drafter=drafter)
+        for i, prompt in enumerate(case.prompts[:3]):
+            grammar = ToyGrammar(i, case.h.VOCAB) if i else None
+            rig.submit(str(i), prompt, case.h.greedy(20), grammar=grammar, logprobs=LogprobParams(2, (3,), 0))
+        found.append(rig.run())
+    spread, whole = found
+    assert spread.tokens == whole.tokens
+    for uid, every in whole.logprobs.items():  # of logits up to 80, where float32 has steps of 8e-6
+        for mine, theirs in zip(spread.logprobs[uid], every, strict=True):
+            assert mine.value == pytest.approx(theirs.value, abs=1e-4)
+            assert mine.wanted == pytest.approx(theirs.wanted, abs=1e-4)

@@ -1,0 +1,169 @@
+"""What passes between ranks, and which part of a checkpoint each of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from reference.checkpoints import llama_target, qwen2_target
+from safetensors import safe_open
+from thread_ranks import meet
+from tiny_gguf import causal
+from tiny_gguf import write as write_gguf
+from torch import Tensor
+
+from draftwing.errors import CheckpointError, ConfigError
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.types import BlockRows
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
+
+CPU = torch.device("cpu")
+
+
+def on_all(function: Callable[[Ranks], Any], size: int = 2) -> list[Any]:
+    """What a function gives on each rank, each in a thread of its own."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, meet(size)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_taken_in_the_order_of_the_ranks_and_rounded_once(size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    parts = torch.randn(size, 5, 8, generator=generator).to(dtype)
+    bias, residual = torch.randn(8, generator=generator).to(dtype), torch.randn(5, 8, generator=generator).to(dtype)
+    found = on_all(lambda ranks: ranks.sum_rows(parts[ranks.rank], bias, residual), size)
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected = expected + part.float()
+    expected = (expected + bias.float() + residual.float()).to(dtype)
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize(("whole", "size"), [(12, 3), (13, 4), (10, 4), (7, 2)])
+def test_columns_are_joined_whatever_their_number(whole: int, size: int) -> None:
+    x = torch.arange(3 * whole).view(3, whole)
+
+    def join(ranks: Ranks) -> Tensor:
+        share = ranks.share(whole)
+        return ranks.gather_columns(x[:, share.start : share.start + share.size], share)
+
+    assert all(torch.equal(found, x) for found in on_all(join, size))
+
+
+def test_the_least_of_all() -> None:
+    assert on_all(lambda ranks: ranks.least(10 - ranks.rank), 3) == [8, 8, 8]
+    assert ALONE.least(5) == 5 and Absent(4).gather(torch.ones(2, 3)).shape == (4, 2, 3)
+
+
+def test_what_cannot_be_spread() -> None:
+    layer = LayerConfig(hidden=64, heads=6, kv_heads=2, head_dim=8, ffn=96)
+    assert layer.spread(ALONE) is layer
+    half = layer.spread(Absent(2))
+    assert (half.heads, half.kv_heads, half.ffn) == (3, 1, 48)
+    assert replace(layer, heads=8).spread(Absent(4)).kv_heads == 1  # a head on two ranks
+    for size in (4, 5):
+        with pytest.raises(ConfigError, match=f"--tp-size {size}: expected a number that divides the model's 6"):
+            layer.spread(Absent(size))
+    with pytest.raises(ConfigError, match="key/value heads"):
+        replace(layer, heads=12, kv_heads=4).spread(Absent(3))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("make", [llama_target, qwen2_target])
+def test_logits_of_shares_are_those_of_the_whole(make: Any, size: int, tmp_path: Path) -> None:
+    """With biases, a vocabulary that is no multiple of the ranks, and key/value heads on several of them."""
+    folder = make(3, vocab_size=61).write(tmp_path)
+    whole, ops = load_model(folder, torch.float32, CPU), make_ops(CPU)
+    whole.pack(ops)
+    ids, positions = torch.randint(0, 61, (9,)), torch.arange(9)
+
+    @torch.inference_mode()
+    def run(model: Any) -> Tensor:
+        hidden, _ = model(ids, positions, FunctionAttend(causal))
+        chosen = torch.tensor([[0, 60, 31]]).expand(9, 3)
+        return torch.cat((model.logits(hidden), model.exact_logits(hidden, chosen)), 1)
+
+    expected = run(whole)
+
+    def share(ranks: Ranks) -> Tensor:
+        model = load_model(folder, torch.float32, CPU, ranks=ranks)
+        model.pack(ops)
+        return run(model)
+
+    found = on_all(share, size)
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_reads_its_share_of_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = llama_target(1).write(tmp_path)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    read = []
+    real = Cut.read
+
+    def spy(self: Cut, name: str, stored: Any) -> Tensor:
+        read.append(real(self, name, stored))
+        return read[-1]
+
+    monkeypatch.setattr(Cut, "read", spy)
+    model = load_model(folder, torch.float32, CPU, ranks=Absent(4, 1))
+    assert sum(part.nbytes for part in read) < 0.3 * size  # one of two key/value heads is half of them
+    with safe_open(str(folder / "model.safetensors"), "pt") as file:
+        o = file.get_tensor("model.layers.1.self_attn.o_proj.weight")
+        k = file.get_tensor("model.layers.1.self_attn.k_proj.weight")
+    assert torch.equal(model.layers[1].attention.o.weight, o[:, 8:16])
+    assert torch.equal(model.layers[1].attention.qkv.weight[8:16], k[:8])  # the first head, of ranks 0 and 1
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_gguf_file_is_spread(arch: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", arch)
+    whole = load_model(file, torch.float32, CPU)
+    lower, upper = (load_model(file, torch.float32, CPU, ranks=Absent(2, rank)) for rank in range(2))
+    for part in ("attention.o", "mlp.down"):
+        shares = [model.get_submodule(f"layers.0.{part}").weight for model in (lower, upper)]
+        assert torch.equal(torch.cat(shares, 1), whole.get_submodule(f"layers.0.{part}").weight)
+    q, k, v = whole.layers[0].attention.qkv.weight.split([64, 32, 32])
+    assert torch.equal(upper.layers[0].attention.qkv.weight, torch.cat((q[32:], k[16:], v[16:])))
+    assert torch.equal(torch.cat((lower.lm_head.weight, upper.lm_head.weight)), whole.lm_head.weight)
+
+
+def test_a_gguf_file_in_blocks_that_are_too_large(tmp_path: Path) -> None:
+    ops = make_ops(CPU)
+    if "Q8_0" not in ops.block_kinds:
+        pytest.skip("there is no GEMM for blocks")
+    file = write_gguf(tmp_path / "model.gguf", "llama", Type.Q8_0)
+    with pytest.raises(CheckpointError, match="48 of its 96 columns in Q8_0"):
+        load_model(file, torch.float32, CPU, weight_format=BlockFormat("Q8_0", ops), ranks=Absent(2))
+
+
+def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    folder = llama_target(1, quantization_config=quantised).write(tmp_path)
+    with pytest.raises(ConfigError, match="quantization_config cannot be spread over ranks yet"):
+        load_model(folder, torch.float32, CPU, ranks=Absent(2))
+
+
+def test_blocks_are_cut_where_they_end() -> None:
+    data = torch.arange(4 * 2 * 34, dtype=torch.int64).to(torch.uint8).view(4, 68)  # 64 columns in Q8_0
+    rows = BlockRows("Q8_0", data, 64)
+    right = Cut(1, Share(32, 32, 64)).of("x", rows)
+    assert isinstance(right, BlockRows) and right.columns == 32 and torch.equal(right.data, data[:, 34:])
+    lower = Cut(0, Share(2, 2, 4)).of("x", rows)
+    assert isinstance(lower, BlockRows) and torch.equal(lower.data, data[2:])
+    with pytest.raises(CheckpointError, match="no whole number of blocks of 32"):
+        Cut(1, Share(0, 16, 64)).of("x", rows)
+    with pytest.raises(CheckpointError, match=r"x: expected 8 in axis 0, found shape \[4, 64\]"):
+        Cut(0, Share(0, 4, 8)).of("x", rows)
