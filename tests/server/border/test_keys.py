@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,28 @@ def test_the_scheme_may_be_written_in_any_case(headers: dict[str, str]) -> None:
         assert client.get("/v1/models", headers=headers).status_code == 200
         for scheme in ("Basic", "", "Bearer:", "Bearerx"):
             assert client.get("/v1/models", headers=bearer("secret", scheme)).status_code == 401
+
+
+def test_how_long_a_key_is_looked_for_tells_nothing(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is compared with all keys, whichever it is, in constant time, as values of one length."""
+    client, _ = keyed
+    compare, compared = hmac.compare_digest, list[bytes]()
+
+    def watched(sent: bytes, known: bytes) -> bool:
+        assert len(sent) == len(known) == 32
+        compared.append(known)
+        return compare(sent, known)
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    every = set()
+    for key in ("sk-alice", "sk-bob", "sk-eve", "sk-ali", "x" * 4000, ""):
+        for headers in (bearer(key), {"x-api-key": key}):
+            compared.clear()
+            expected = 200 if key in ("sk-alice", "sk-bob", "sk-eve") else 401
+            assert client.get("/v1/models", headers=headers).status_code == expected
+            assert len(set(compared)) == 3 and len(compared) == 6  # in either header
+            every |= set(compared)
+    assert len(every) == 3
 
 
 ADMIN = [("POST", "/abort_request", {"rid": "x"}), ("POST", "/flush_cache", None), ("GET", "/flush_cache", None)]
