@@ -78,7 +78,7 @@ def steady_step(harness, shape, drafter):
         return call
 
     model.forward, model.logits = unseen(model.forward), unseen(model.logits)
-    executor._sample = unseen(executor._sample)
+    executor.commit_stage._sample = unseen(executor.commit_stage._sample)
     with count:
         rig.loop.turn()
     plan = rig.loop._flying[0].plan

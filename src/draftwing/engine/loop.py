@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draftwing.core import Plan, StepResult
-from draftwing.engine.executor import Executor, InFlight
+from draftwing.engine.executor import Executor
+from draftwing.engine.steps import InFlight
 from draftwing.sched.guidance import Guidance
 from draftwing.sched.scheduler import Scheduler
 

@@ -19,7 +19,8 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.sched.guidance import BoolArray, Guides, Masks
 
 if TYPE_CHECKING:
-    from draftwing.engine.executor import Executor, InFlight
+    from draftwing.engine.executor import Executor
+    from draftwing.engine.steps import InFlight
 
 Send = Callable[[Any], None]
 Receive = Callable[[], Any]

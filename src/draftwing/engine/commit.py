@@ -1,0 +1,186 @@
+"""The last stage of a step: sample, accept, advance the rows, let the drafter extend or keep what it will need, and
+pack the result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.core import TOKEN, Plan
+from draftwing.engine.batches import Batches, Drafted
+from draftwing.engine.device import Download
+from draftwing.engine.lag import Lag
+from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows
+from draftwing.engine.row_table import RowTable, Upload
+from draftwing.engine.steps import Pending, TreeStep, Verified
+from draftwing.models.decoder import DecoderModel
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Drawing, Rescoring
+from draftwing.spec.drafter import Drafter
+from draftwing.spec.simulate import Simulation
+
+
+class CommitStage:
+    """Of each kind of step. Packed results are those of `Committed`, int64 [rows, 2 + max_commit + 2 * nodes]."""
+
+    def __init__(
+        self, model: DecoderModel, drafter: Drafter | None, table: RowTable, ops: TorchOps, batches: Batches,
+        special: SpecialRows, lag: Lag | None, calibration: Calibration, simulation: Simulation | None,
+    ) -> None:  # fmt: skip
+        """lag: of a drafter with KV.  calibration: learns of drafts.  simulation: decides what is accepted."""
+        self._model, self._drafter, self._table, self._ops = model, drafter, table, ops
+        self._batches, self._special, self._lag = batches, special, lag
+        self._calibration, self._simulation = calibration, simulation
+        # The confidence of every row, where nobody needs to ask for it.
+        self._confidence = drafter.initial_confidence if drafter is not None and drafter.fixed_confidence else 0
+
+    def tree(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Tensor:
+        """Of a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
+        if drafted.place is None:
+            target = self._sample(step.drawing, step.filtered, self._nodes(step, drafted, verified))
+        else:
+            target = self._sample(step.drawing, step.filtered, self._queries(drafted, verified))
+            target = self._ops.take_rows(target, drafted.place.flatten()).view_as(drafted.place)
+        return self._accept(step, drafted, verified, target)
+
+    def special(self, pending: Pending) -> tuple[Tensor, Logprobs]:
+        """Of a tree step in which rows ask for more."""
+        plan, step, drafted, verified = pending.plan, pending.step, pending.drafted, pending.verified
+        assert step is not None and drafted is not None and verified is not None
+        drawn = self._nodes(step, drafted, verified)
+        target = self._sample(step.drawing, step.filtered, drawn)
+        target = self._special.draw(plan, drawn, target, pending.guidance)
+        packed = self._accept(step, drafted, verified, target)
+        packed[:, CONFIDENCE] = self._special.confidence(plan, step.rows, packed[:, CONFIDENCE])
+        width = step.shape.max_commit
+        tokens, nodes = packed[:, HEAD : HEAD + width] & TOKEN, packed[:, HEAD + width : HEAD + 2 * width]
+        return packed, Logprobs(self._special.path_logprobs(plan, drawn, nodes, tokens), [])
+
+    def _nodes(self, step: TreeStep, drafted: Drafted, verified: Verified) -> Drawn:
+        draft, batch, tree, *_ = drafted
+        size = draft.tokens.shape
+        hidden = verified.hidden.view(*size, -1)  # [B, N, H]
+        return Drawn(
+            step.rows, self._logits(hidden), hidden, batch.positions.view(size), tree.depth, step.shape.depth,
+            draft.tokens, tree.path, tree.path_len,
+        )  # fmt: skip
+
+    def _queries(self, drafted: Drafted, verified: Verified) -> Drawn:
+        """Nodes of several rows, each as a row of its own; these rows ask for nothing special."""
+        batch, (_, tree) = drafted.batch, self._batches.roots(drafted.batch.ids.shape[0])
+        hidden = verified.hidden.unsqueeze(1)  # [R, 1, H]
+        return Drawn(
+            batch.rows, self._logits(hidden), hidden, batch.positions.unsqueeze(1), tree.depth, 0,
+            batch.ids.unsqueeze(1), tree.path, tree.path_len,
+        )  # fmt: skip
+
+    def _accept(self, step: TreeStep, drafted: Drafted, verified: Verified, target: Tensor) -> Tensor:
+        """target [B, N]: what was drawn at every node -> the packed result."""
+        draft, batch, tree, mark, place = drafted
+        trees = batch.ragged
+        prefix_len = batch.prefix_len if trees is None else trees.prefix_len[: len(step.rows)]
+        if self._simulation is not None:
+            target = self._simulation(self._ops, draft, tree, target, step.rows, prefix_len)
+        drafter, lags = self._drafter, self._drafter is not None and self._drafter.lags(step.shape)
+        with_path = drafter is not None and bool(drafter.kv_layers or drafter.aux_layers)
+        with_path &= not lags or step.shape.depth > 0  # else it is the root alone
+        done = self._ops.commit(
+            self._table, step.rows, draft, tree, target, prefix_len, self._confidence, with_path, mark,
+            None if mark is None else self._calibration,
+        )  # fmt: skip
+        if drafter is not None:
+            self._show(drafter, lags, step, done, prefix_len, verified.aux_hidden, place)
+        if drafter is not None and not drafter.fixed_confidence:
+            bound = step.bound + step.shape.max_commit
+            drafter.confidence(self._table, step.rows, bound, out=done.packed[:, CONFIDENCE])
+        return done.packed
+
+    def prefill(self, pending: Pending) -> tuple[Tensor, Logprobs | None]:
+        """Result rows: one token for each final chunk, none for the others, which come last. So the first rows draw,
+        and batch indices of the plan's rows are also those of the rows that draw."""
+        final = [chunk.final for chunk in pending.plan.chunks]
+        assert all(final[: sum(final)])
+        plan, upload, batch, verified = pending.plan, pending.upload, pending.batch, pending.verified
+        assert upload is not None and batch is not None and verified is not None
+        table = self._table
+        rows = upload.rows
+        table.kv_len.index_copy_(0, rows, upload.kv_len)
+        zero = torch.zeros_like(rows)
+        token, drawn, confidence = zero, zero, zero + self._confidence if self._confidence else zero
+        logprobs: Download | None = None
+        sent: Logprobs | None = None
+        if upload.final.numel():
+            picked, logprobs = self._draw_first(pending, plan, upload, verified)
+            token = zero.index_copy(0, upload.final, picked)
+            drawn = zero.index_fill(0, upload.final, 1)
+        if self._drafter is not None:
+            next_ids = table.tokens[upload.token_rows, upload.positions + 1]
+            self._drafter.extend(table, batch, verified.aux_hidden, next_ids, None, upload.drawing.noisy)
+            if self._lag is not None:
+                self._lag.reset(rows)
+            if upload.final.numel() and not self._drafter.fixed_confidence:
+                confidence = self._drafter.confidence(table, rows, plan.max_kv_len)
+        if plan.special:
+            confidence = self._special.confidence(plan, rows, confidence)
+            offsets = [chunk.offset for chunk in batch.chunks]
+            sent = Logprobs(logprobs, self._special.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
+        return torch.stack((confidence, drawn, token, zero, zero), 1), sent
+
+    def _draw_first(
+        self, pending: Pending, plan: Plan, upload: Upload, verified: Verified
+    ) -> tuple[Tensor, Download | None]:
+        """The token after each final chunk [F], and the log probabilities that are wanted of them."""
+        table = self._table
+        rows = upload.rows[: upload.final.numel()]
+        position = upload.positions[upload.last].unsqueeze(1)  # [F, 1]
+        hidden = verified.hidden[upload.last].unsqueeze(1)  # [F, 1, H]
+        _, tree = self._batches.roots(rows.shape[0])
+        tokens = table.tokens[rows.unsqueeze(1), position]
+        zero = torch.zeros_like(position)
+        nodes = Drawn(rows, self._logits(hidden), hidden, position, zero, 0, tokens, tree.path, tree.path_len)
+        drawn = self._sample(upload.drawing, len(plan.filtered) > 0, nodes)  # [F, 1]
+        logprobs = None
+        if plan.special:
+            drawn = self._special.draw(plan, nodes, drawn, pending.guidance)
+        picked = drawn & TOKEN
+        if plan.special:
+            logprobs = self._special.path_logprobs(plan, nodes, torch.zeros_like(picked), picked)
+        table.last.index_copy_(0, rows, picked.squeeze(1))
+        table.tokens.index_put_((rows, position.squeeze(1) + 1), picked.squeeze(1))
+        return drawn.squeeze(1), logprobs
+
+    # -- what these are made of --------------------------------------------------------------------------------------
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [B, N, H] -> [B, N, V]"""
+        return self._model.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+    def _sample(self, drawing: Drawing, filtered: bool, drawn: Drawn) -> Tensor:
+        """A token for every node, [B, N]."""
+        rows, logits, hidden, positions, depth, depth_max, *_ = drawn
+        rescoring = None
+        if logits.dtype.itemsize < 4:
+            rescoring = Rescoring(hidden, self._model.lm_head.op.stored, self._model.exact_logits)
+        return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, drawing, filtered, rescoring)
+
+    def _show(
+        self, drafter: Drafter, lags: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,
+        place: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Shows the drafter the accepted path of each row, as a chain of depth + 1 tokens, or keeps what it will need.
+        place [B, N]: which query of the target's forward a node was, None: all were, in their order."""
+        rows, path, width, noisy = step.rows, done.path, step.shape.max_commit, step.drawing.noisy
+        nodes = None if path is None else path.nodes
+        if nodes is not None and place is not None:
+            nodes = self._ops.take_rows(place.view(-1, 1), nodes).flatten()
+        if lags:
+            assert self._lag is not None
+            self._lag.keep(rows, before, done.count, aux_hidden, nodes)
+            path = None
+        elif nodes is not None and aux_hidden is not None:
+            aux_hidden = self._ops.take_rows(aux_hidden, nodes)  # [R, T] -> [B * (D + 1), T]
+        batch = self._batches.accepted(rows, before, path, width, step.bound + width)
+        if lags:
+            drafter.watch(self._table, batch, done.tokens.flatten(), done.count, noisy)
+        else:
+            drafter.extend(self._table, batch, aux_hidden, done.tokens.flatten(), done.count, noisy)
