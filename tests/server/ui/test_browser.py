@@ -156,6 +156,21 @@ def test_step_through_an_answer(url: str, open_page: Open) -> None:
     page.get_by_label("Pause").click()
 
 
+def test_an_answer_and_its_code_are_copied(url: str, open_page: Open) -> None:
+    page = open_page(url, permissions=["clipboard-read", "clipboard-write"])
+    ask(page, "Say *this*:\n```c\nint x;\n```\n")
+    wait_for_end(page)
+    copied = []
+    for button in page.locator(".assistant").get_by_role("button", name="Copy").all():
+        button.click()
+        page.wait_for_function(
+            "(before) => navigator.clipboard.readText().then((now) => now !== before)", arg="".join(copied[-1:])
+        )
+        copied.append(page.evaluate("navigator.clipboard.readText()"))
+    code, answer = copied
+    assert code.strip() == "int x;" and answer.startswith("user:Say *this*:\n```c\nint x;\n```")
+
+
 def test_side_by_side(url: str, open_page: Open, engine: FakeEngine) -> None:
     page = open_page(url)
     page.get_by_label("Side by side").check()
