@@ -100,7 +100,7 @@ def test_help_of_tools_leaves_out_what_concerns_a_server(command: str, capsys: p
         main([command, "--help"])
     text = capsys.readouterr().out
     assert "--api-key" in text and "--model" in text and "--speculative-algorithm" in text
-    for gone in ("--port", "--drain-timeout", "refused", "--tp-size"):
+    for gone in ("--port", "--drain-timeout", "refused", "--dp-size"):
         assert gone not in text
 
 
