@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
-.PHONY: serve check test static lint sanitize neon soak build setup clean
+.PHONY: serve check test test-cluster static lint sanitize neon soak build setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
@@ -19,7 +19,11 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --n
   --dist loadfile --no-loadscope-reorder
 
 test: static
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not cluster" $(ARGS)
+
+# Several servers behind Ray Serve and behind smg, on this machine: some minutes, and 600 MB of packages the first time.
+test-cluster: $(VENV)/.installed-cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 0 tests/cluster tests/test_kubernetes.py $(ARGS)
 
 check: static
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -73,6 +77,10 @@ $(VENV)/.installed-dev: pyproject.toml setup.py $(NATIVE) | $(BIN)/python
 	@echo "installing draftwing and its test tools into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-cluster: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e '.[dev,cluster]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV)

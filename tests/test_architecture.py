@@ -25,6 +25,7 @@ MAY_ASK = {
     "engine.startup.precompile": "compiles the GPU's kernels, in a process without tensors on it",
     "kv.pool": "a CPU's pool is of numpy's pages, which are taken as they are written",
     "parallel.group": "the process group's backend",
+    "serve.ray": "says what a replica needs of a machine, before there is one",
     "train.batches": "pins memory for a GPU",
     "train.capture": "pins memory for a GPU",
     "train.chain_attention": "training's own kernels, with gradients",

@@ -61,6 +61,20 @@ def _kind(hint: Any) -> Kind:
     return Kind(tuple(typing.get_origin(one) or one for one in singles), many, types.NoneType in hints)
 
 
+def from_text(name: str, kind: Kind, text: str) -> Any:
+    """Returns a field's value as it is typed where there is no parser of arguments. Raises ConfigError."""
+    single = kind.singles[0]
+    if single is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{name} must be true or false; found {text!r}")
+        return text.lower() == "true"
+    try:
+        values = tuple(single(word) for word in (text.split() if kind.many else [text]))
+    except ValueError:
+        raise ConfigError(f"{name} must be a {single.__name__}; found {text!r}") from None
+    return values if kind.many else values[0]
+
+
 def names_of(cls: type[Any]) -> dict[str, str]:
     """Returns every accepted name, aliases included, to its field's name."""
     fields = dataclasses.fields(cls)
