@@ -204,6 +204,10 @@ class Server:
             if pid is not None:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
     def text(self) -> str:
         self.log.seek(0)
         return self.log.read()
@@ -229,7 +233,7 @@ class Size:
 
     @classmethod
     def of(cls, pid: int | None) -> Size | None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # one that has ended has no VmRSS
             status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             resident = int(status["VmRSS"].split()[0]) * 1024
             return cls(int(str(pid)), resident, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
@@ -289,10 +293,10 @@ async def one_request(client: httpx.AsyncClient, asked: Asked, generator: random
     out.counts["left"] += 1
 
 
-async def one_client(url: str, seed: int, longest: int, tools: bool, end: float, out: Outcome) -> None:
+async def one_client(server: Server, seed: int, longest: int, tools: bool, end: float, out: Outcome) -> None:
     generator = random.Random(seed)
-    async with httpx.AsyncClient(base_url=url, timeout=180) as client:
-        while time.monotonic() < end:
+    async with httpx.AsyncClient(base_url=server.url, timeout=180) as client:
+        while time.monotonic() < end and not server.ended:
             try:
                 await one_request(client, request(generator, longest, tools), generator, out)
             except httpx.HTTPError as error:
@@ -324,7 +328,7 @@ Sizes = list[tuple[float, Size | None, Size | None]]  # time, engine, server
 
 async def sizes(server: Server, end: float) -> Sizes:
     found = []
-    while time.monotonic() < end:
+    while time.monotonic() < end and not server.ended:
         found.append((time.monotonic(), Size.of(server.engine), Size.of(server.process.pid)))
         await asyncio.sleep(min(5.0, max(end - time.monotonic(), 0.1)))
     return found
@@ -364,6 +368,15 @@ def judge_memory(found: Sizes, began: float, seconds: float, out: Outcome) -> No
             out.problems.append(f"the {name} has {min(threads)} to {max(threads)} threads")
 
 
+async def judge_pool(client: httpx.AsyncClient, out: Outcome) -> None:
+    state = await drained(client)
+    memory = state.get("memory_usage", {})
+    if not state or memory["free_tokens"] + memory["cached_tokens"] != memory["token_capacity"]:
+        out.problems.append(f"rows or slots are not back: {state}")
+    elif (await client.post("/flush_cache?timeout=20")).status_code != 200:
+        out.problems.append("the cache cannot be flushed")
+
+
 async def soak(args: argparse.Namespace) -> Outcome:
     out, seconds = Outcome(), args.minutes * 60
     server = Server(args.model, args.port, args.serve)
@@ -375,24 +388,27 @@ async def soak(args: argparse.Namespace) -> Outcome:
             began = time.monotonic()
             end = began + seconds
             seeds = [args.seed * 1000 + i for i in range(args.clients)]
-            clients = [one_client(server.url, seed, args.longest, tools, end, out) for seed in seeds]
+            clients = [one_client(server, seed, args.longest, tools, end, out) for seed in seeds]
             watching = asyncio.ensure_future(sizes(server, end))
             breaking = faults(server, args.seed, began + seconds / 3, out) if args.faults else asyncio.sleep(0)
             await asyncio.gather(*clients, breaking)
-            judge_memory(await watching, began, seconds, out)
-            state = await drained(client)
-            memory = state.get("memory_usage", {})
-            if not state or memory["free_tokens"] + memory["cached_tokens"] != memory["token_capacity"]:
-                out.problems.append(f"rows or slots are not back: {state}")
-            elif (await client.post("/flush_cache?timeout=20")).status_code != 200:
-                out.problems.append("the cache cannot be flushed")
+            found = await watching
+            if server.ended:
+                out.problems.append(
+                    f"the server ended after {found[-1][0] - began:.0f} s with {server.process.returncode}"
+                )
+            else:
+                judge_memory(found, began, seconds, out)
+                await judge_pool(client, out)
     finally:
+        ended = server.ended
         server.close()
     log = server.text()
     out.problems += [line for line in log.splitlines() if any(bug in line for bug in BUGS)][:20]
-    if args.log:
+    if args.log or ended:
         print(log)
-    await compare(args, out)
+    if not ended:
+        await compare(args, out)
     return out
 
 
