@@ -327,7 +327,9 @@ def load_with_progress(
     path: Path, precision: Precision, device: Device, options: Options, ranks: Ranks = ALONE, target: bool = True
 ) -> DecoderModel:
     """The model, packed. target: whether it is the one that options are of."""
-    with tqdm(unit="B", unit_scale=True, desc="loading weights", file=sys.stderr, leave=False) as bar:
+    with tqdm(
+        unit="B", unit_scale=True, desc="loading weights", file=sys.stderr, leave=False, disable=ranks.rank > 0
+    ) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total

@@ -167,7 +167,8 @@ class Executor:
         todo = [Key(s, size) for size in reversed(self.graphs.sizes) for s in menu if size * s.queries <= MOST_NODES]
         seconds = {}
         sizes = len(self.prefills.sizes) if self.prefills is not None else 0
-        with tqdm(total=len(todo) + sizes, desc="capturing graphs", file=sys.stderr, leave=False) as bar:
+        quiet = self.model.ranks.rank > 0
+        with tqdm(total=len(todo) + sizes, desc="capturing graphs", file=sys.stderr, leave=False, disable=quiet) as bar:
             if self.prefills is not None:
                 self.prefills.capture(bar)
             if self._lag is not None:

@@ -30,7 +30,8 @@ def main(argv: list[str]) -> NoReturn:
     try:
         setup = plans.recv()
         assert isinstance(setup, Setup)
-        configure_logging("warning" if setup.options.log_level == "info" else setup.options.log_level)
+        level = setup.options.log_level
+        configure_logging(level if level == "debug" else "error")  # what rank 0 says need not be said again
         _run(plans, setup)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
