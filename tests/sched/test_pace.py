@@ -67,6 +67,16 @@ def test_a_prefill_is_short_beside_those_who_decode() -> None:
     assert pace.most([9.0], False) == pytest.approx((ALONE - 1) * 0.004)
 
 
+def test_alone_it_is_worth_what_each_takes_at_least() -> None:
+    """As with quantised weights, where the shortest prefill takes several times as long as a step."""
+    pace = Pace()
+    for tokens in SIZES:
+        pace.record_step(0.0024)
+        pace.record(part(tokens), 0.0104 + 2.2e-5 * tokens)
+    tokens = pace.most([9.0], False) / pace.price(0)
+    assert 0.0104 < 0.06 * 2.2e-5 * tokens
+
+
 def test_of_long_prompts_it_is_shorter() -> None:
     pace = learnt(0.004, 2e-5, SIZES)
     one = 0.004  # as much again as the shortest one takes
