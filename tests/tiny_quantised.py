@@ -48,17 +48,17 @@ def coded(weight: Array, bits: int, wide: int, symmetric: bool, half: bool = Tru
     out = Coded(
         np.zeros((rows, columns), int), np.zeros((rows, groups)), np.zeros((rows, groups), int), np.zeros(weight.shape)
     )
-    for row in range(rows):
-        for group in range(groups):
-            mine = group_of == group
-            values = weight[row, mine].astype(np.float64)
-            low, high = min(values.min(), 0), max(values.max(), 0)
-            scale = max(abs(low), high) * 2 / top if symmetric else (high - low) / top
-            scale = float(torch.tensor(scale).to(torch.float16 if half else torch.bfloat16)) or 1.0
-            zero = 2 ** (bits - 1) if symmetric else int(np.clip(round(-low / scale), 0, top))
-            codes = np.clip(np.round(values / scale) + zero, 0, top).astype(int)
-            out.codes[row, mine], out.scales[row, group], out.zeros[row, group] = codes, scale, zero
-            out.exact[row, mine] = (codes - zero) * scale
+    for group in range(groups):
+        mine = group_of == group
+        values = weight[:, mine].astype(np.float64)  # [rows, wide]
+        low, high = np.minimum(values.min(1), 0), np.maximum(values.max(1), 0)
+        scale = np.maximum(abs(low), high) * 2 / top if symmetric else (high - low) / top
+        scale = torch.from_numpy(scale).float().to(torch.float16 if half else torch.bfloat16).double().numpy()
+        scale = np.where(scale == 0, 1.0, scale)
+        zero = np.full(rows, 2 ** (bits - 1)) if symmetric else np.clip(np.round(-low / scale), 0, top).astype(int)
+        codes = np.clip(np.round(values / scale[:, None]) + zero[:, None], 0, top).astype(int)
+        out.codes[:, mine], out.scales[:, group], out.zeros[:, group] = codes, scale, zero
+        out.exact[:, mine] = (codes - zero[:, None]) * scale[:, None]
     return out
 
 
