@@ -113,6 +113,22 @@ def test_rms_norm_rounds_as_its_device_does(ops: TorchOps) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_sum_parts(size: int, count: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    generator = torch.Generator().manual_seed(size)
+    parts = torch.randn(count, 3, size, generator=generator).to(ops.device, dtype)
+    bias, wide = (torch.randn(*shape, generator=generator).to(ops.device, dtype) for shape in ((size,), (3, 2 * size)))
+    for added in ((None, None), (bias, None), (None, wide[:, size:]), (bias, wide[:, size:])):
+        found, total = ops.sum_parts(parts, *added), parts[0].float()
+        for other in (*parts[1:], *(one for one in added if one is not None)):
+            total = total + other.float()
+        if CUTS and ops.name == "triton":
+            close(found, total.double(), ops)
+        else:
+            assert torch.equal(found, total.to(dtype))  # in this order
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_add_rms_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     wide = made(ops, dtype, 5, 2 * size)
     x, delta, weight = wide[:, :size], made(ops, dtype, 5, size, seed=1), made(ops, dtype, size, seed=2)

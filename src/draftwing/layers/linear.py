@@ -38,7 +38,7 @@ class Linear(nn.Module):
         self.out_features = out_features
         self.op: LinearOp = weight_format.create(self, dtype, device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
-        self.joined: Callable[[LinearOp], LinearOp] | None = None  # what several ranks make of the packed operation
+        self.joined: Callable[[LinearOp, LayerOps], LinearOp] | None = None  # what ranks make of the packed operation
         self._ops = PLAIN
         self._packed = False
 
@@ -50,7 +50,7 @@ class Linear(nn.Module):
             mode = mode or PackMode()
             self.op = self.op.packed(ops, mode) or pack_dense(self, ops, mode)
             if self.joined is not None:
-                self.op = self.joined(self.op)
+                self.op = self.joined(self.op, ops)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """x [M, in_features], residual [M, out_features] -> [M, out_features].
@@ -82,14 +82,14 @@ class Linear(nn.Module):
 def row_parallel(linear: Linear, ranks: Ranks) -> Linear:
     """The layer, whose inputs are this rank's share, with outputs that are sums over the ranks once it is packed."""
     if ranks.size > 1:
-        linear.joined = lambda op: RowParallel(op, ranks)
+        linear.joined = lambda op, ops: RowParallel(op, ops, ranks)
     return linear
 
 
 def vocab_parallel(linear: Linear, ranks: Ranks, whole: int) -> Linear:
     """The layer, whose outputs are this rank's share of `whole`, with all of them once it is packed."""
     if ranks.size > 1:
-        linear.joined = lambda op: VocabParallel(op, ranks, whole)
+        linear.joined = lambda op, ops: VocabParallel(op, ops, ranks, whole)
     return linear
 
 

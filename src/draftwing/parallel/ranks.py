@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+
 
 class Share(NamedTuple):
     """`[start, start + size)` of `whole`: what one rank has."""
@@ -34,18 +36,12 @@ class Ranks(ABC):
     def gather(self, x: Tensor) -> Tensor:
         """x [...], of the same shape on every rank -> [size, ...], in the order of the ranks."""
 
-    def sum_rows(self, partial: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def sum_rows(
+        self, partial: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, ops: LayerOps = PLAIN
+    ) -> Tensor:
         """partial [M, n] of each rank, bias [n] and residual [M, n], the same on all -> their sum [M, n], taken in
-        float32 and rounded once."""
-        first, *others = self.gather(partial).unbind()
-        total = first.float()
-        for other in others:
-            total = total + other
-        if bias is not None:
-            total = total + bias
-        if residual is not None:
-            total = total + residual
-        return total.to(partial.dtype)
+        float32 and rounded once. ops: of the device."""
+        return ops.sum_parts(self.gather(partial), bias, residual)
 
     def gather_columns(self, x: Tensor, share: Share) -> Tensor:
         """x [M, share.size] of each rank -> [M, share.whole]"""

@@ -19,9 +19,9 @@ from draftwing.parallel.ranks import Ranks
 class RowParallel(LinearOp):
     """Inputs are spread: every rank has columns of the weight, and outputs are sums over the ranks."""
 
-    def __init__(self, op: LinearOp, ranks: Ranks) -> None:
+    def __init__(self, op: LinearOp, ops: LayerOps, ranks: Ranks) -> None:
         super().__init__(op.layer)
-        self._op, self._ranks = op, ranks
+        self._op, self._ops, self._ranks = op, ops, ranks
 
     @property
     def sizes(self) -> Counter[str]:
@@ -30,7 +30,7 @@ class RowParallel(LinearOp):
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
-        return self._ranks.sum_rows(self._op(x, None), bias, residual)
+        return self._ranks.sum_rows(self._op(x, None), bias, residual, self._ops)
 
     def dense_weight(self) -> Tensor:
         """This rank's columns."""
@@ -40,9 +40,9 @@ class RowParallel(LinearOp):
 class VocabParallel(LinearOp):
     """Outputs are spread, and all of them are wanted: an embedding and a head. Ids are those of the whole."""
 
-    def __init__(self, op: LinearOp, ranks: Ranks, whole: int) -> None:
+    def __init__(self, op: LinearOp, ops: LayerOps, ranks: Ranks, whole: int) -> None:
         super().__init__(op.layer)
-        self._op, self._ranks, self._share = op, ranks, ranks.share(whole)
+        self._op, self._ops, self._ranks, self._share = op, ops, ranks, ranks.share(whole)
 
     @property
     def sizes(self) -> Counter[str]:
@@ -74,4 +74,4 @@ class VocabParallel(LinearOp):
 
     def _of_owners(self, x: Tensor) -> Tensor:
         """x [...], 0 but on the one rank that has it -> the same on all, to the bit but for the sign of 0."""
-        return self._ranks.sum_rows(x.reshape(-1, x.shape[-1])).view(x.shape)
+        return self._ranks.sum_rows(x.reshape(-1, x.shape[-1]), ops=self._ops).view(x.shape)

@@ -171,6 +171,14 @@ class LayerOps:
             token, feature = self.rms_norm(token, norms[0], eps), self.rms_norm(feature, norms[1], eps)
         return torch.cat((feature, token) if feature_first else (token, feature), -1)
 
+    def sum_parts(self, parts: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """parts [P, M, n] + bias [n] + residual [M, n] -> [M, n], in this order in float32, rounded once."""
+        first, *others = parts.unbind()
+        total = first.float()
+        for other in (*others, bias, residual):
+            total = total if other is None else total + other
+        return total.to(parts.dtype)
+
     def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
         """source [R, ...], index [M] int64 -> source[index], [M, ...]"""
         return source.index_select(0, index)

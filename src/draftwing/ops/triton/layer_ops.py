@@ -24,6 +24,7 @@ class TritonLayerOps(LayerOps):
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_mul = staticmethod(layers.silu_mul)
     fuse_inputs = staticmethod(layers.fuse_inputs)
+    sum_parts = staticmethod(layers.sum_parts)
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Torch's sum on a GPU takes another order when there are more rows."""

@@ -102,6 +102,28 @@ def _silu_mul_kernel(
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
+@triton.jit(do_not_specialize=["part_stride"])
+def _sum_parts_kernel(
+    out, parts, part_stride, bias, residual, residual_stride,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < SIZE
+    start(PDL)
+    source = parts + row * SIZE + col
+    total = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(PARTS - 1):
+        source += part_stride
+        total += tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + col, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + col, total.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _fuse_kernel(
     out,
@@ -232,6 +254,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     _silu_mul_kernel[(rows, triton.cdiv(ffn, _SHORT))](
         out, gate_up, gate_up.stride(0), FFN=ffn, BLOCK=_SHORT, num_warps=4, **launch_options(gate_up.device)
     )
+    return out
+
+
+def sum_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """parts [P, M, n] + bias [n] + residual [M, n] -> [M, n], in this order in float32, rounded once"""
+    count, rows, size = parts.shape
+    out = torch.empty(rows, size, dtype=parts.dtype, device=parts.device)
+    if out.numel() == 0:
+        return out
+    assert parts.is_contiguous() and (residual is None or residual.stride(1) == 1)
+    block = min(triton.next_power_of_2(size), _SHORT)
+    _sum_parts_kernel[(rows, triton.cdiv(size, block))](
+        out, parts, parts.stride(0), bias, residual, 0 if residual is None else residual.stride(0), SIZE=size,
+        PARTS=count, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=block, num_warps=4,
+        **launch_options(parts.device),
+    )  # fmt: skip
     return out
 
 
