@@ -15,6 +15,7 @@ from thread_ranks import shares_of
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.models.heads import base
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
@@ -85,6 +86,13 @@ def test_speculation_changes_no_token(case: Case) -> None:
 def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Case) -> None:
     rig = case.answer(slots=130, chunk=5, policy=case.h.Cycle(TREE, PLAIN))
     assert rig.sched.retractions > 0
+
+
+def test_a_large_head_is_spread(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "SPREAD", 0)
+    rig = case.answer(lag=1)
+    own = rig.drafter.kv_layers[0].kv_heads
+    assert own == (2 if case.kind == "STANDALONE" else 1), "of two key/value heads"
 
 
 def test_grammars_and_log_probabilities(case: Case) -> None:

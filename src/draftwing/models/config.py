@@ -72,12 +72,15 @@ class ModelConfig:
         )
 
     @property
+    def layer_weights(self) -> int:
+        """Values in the matrices of the layers."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.ffn_size)
+
+    @property
     def matrix_weights(self) -> int:
         """Values in all matrices: of the layers, the embedding and the head."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.ffn_size
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + tables
+        return self.layer_weights + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"):

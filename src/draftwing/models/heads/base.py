@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from draftwing.errors import ConfigError
 from draftwing.kv.pool import LayerSpec
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
@@ -17,6 +18,20 @@ from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.models.weight_map import stored_tensors
 from draftwing.ops.attention import Attend
 from draftwing.ops.torch.layer_ops import PLAIN, HeadTopK, LayerOps
+from draftwing.parallel.ranks import ALONE, Ranks
+
+SPREAD = 256 << 20  # bytes of a head's layers; to read fewer takes a rank less time than two sums a layer
+
+
+def ranks_for(config: ModelConfig, target: DecoderModel, dtype: torch.dtype) -> Ranks:
+    """Over which a head's layers are spread: the target's, where they are large and can be."""
+    if target.ranks.size == 1 or config.layer_weights * dtype.itemsize < SPREAD:
+        return ALONE
+    try:
+        config.layer().spread(target.ranks)
+    except ConfigError:
+        return ALONE
+    return target.ranks
 
 
 class FeatureHead(nn.Module):
@@ -29,13 +44,19 @@ class FeatureHead(nn.Module):
     forward_name = "run"  # see `DraftHead`
     rope: Tensor  # [positions, 2, head_dim]
 
-    def __init__(self, config: ModelConfig, target: DecoderModel, aux_layers: tuple[int, ...]) -> None:
-        """config: of the draft layers; its vocabulary is the target's."""
+    def __init__(
+        self, config: ModelConfig, target: DecoderModel, aux_layers: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """config: of the draft layers; its vocabulary is the target's. Of a target on several ranks large layers are
+        spread, too."""
         super().__init__()
         self.config, self.aux_layers = config, aux_layers
+        self.ranks = ranks_for(config, target, dtype)
+        self.layer_config = config.layer().spread(self.ranks)
         self.width = config.hidden_size
         self.vocab = target.config.vocab_size
-        self.kv_layers: Sequence[LayerSpec] = [LayerSpec(config.num_kv_heads, config.head_dim)] * config.num_layers
+        own = LayerSpec(self.layer_config.kv_heads, config.head_dim)
+        self.kv_layers: Sequence[LayerSpec] = [own] * config.num_layers
         self.target_ids: Tensor | None = None  # [vocab] int64
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self._head_rows: Linear | None = None

@@ -25,10 +25,10 @@ class EagleHead(FeatureHead):
     def __init__(
         self, config: ModelConfig, target: DecoderModel, fc_bias: bool, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__(config, target, (target.final_aux_layer,))
+        super().__init__(config, target, (target.final_aux_layer,), dtype)
         device, hidden = torch.device(device), config.hidden_size
         self.fc = Linear(2 * hidden, hidden, fc_bias, dtype, device, config.weight_format)
-        layer, count = config.layer(), config.num_layers
+        layer, count = self.layer_config, config.num_layers
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device, norms_input=i > 0) for i in range(count))
 
     def features(self, aux_hidden: Tensor) -> Tensor:
@@ -61,5 +61,6 @@ class EagleHead(FeatureHead):
         if self.fc.bias is not None:
             table["fc.bias"] = ParamSlice("fc.bias", 0, self.config.hidden_size)
         for i in range(self.config.num_layers):
-            table |= layer_names(self.config, f"layers.{i}", f"layers.{i}", "input_layernorm" if i else None)
+            norm = "input_layernorm" if i else None
+            table |= layer_names(self.config, f"layers.{i}", f"layers.{i}", norm, self.ranks)
         return table

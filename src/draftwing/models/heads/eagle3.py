@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
-from draftwing.layers.linear import Linear
+from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
@@ -22,6 +23,7 @@ from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
+from draftwing.parallel.cut import Cut
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class FusionLayer(DecoderLayer):
     """A decoder layer that attends with (embedding, feature), each under its own norm; its residual stream starts
     from the feature alone."""
 
-    def __init__(self, config: ModelConfig, from_normed: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config.layer(), 0, dtype, device, in_size=2 * config.hidden_size)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+    def __init__(self, config: LayerConfig, from_normed: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, 0, dtype, device, in_size=2 * config.hidden)
+        self.hidden_norm = RMSNorm(config.hidden, config.eps, dtype, device)
         self.from_normed = from_normed
 
     def join(self, ids: Tensor, embed: Embedding, feature: Tensor) -> Tensor:
@@ -93,21 +95,23 @@ class Eagle3Head(FeatureHead):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        super().__init__(config, target, eagle.aux_layers)
+        super().__init__(config, target, eagle.aux_layers, dtype)
         device, hidden, eps = torch.device(device), config.hidden_size, config.norm_eps
         self.eagle = eagle
         count, size = len(eagle.aux_layers), eagle.aux_size
         self.input_norm = RMSNorm(count * size, eps, dtype, device) if eagle.norm_before_fc else None
         self.fc_norm = ChunkNorm(count, size, eps, dtype, device) if eagle.fc_norm else None
         self.fc = Linear(count * size, hidden, eagle.fc_bias, dtype, device, config.weight_format)
-        self.fusion = FusionLayer(config, eagle.norm_before_residual, dtype, device)
-        layer = config.layer()
+        self.fusion = FusionLayer(self.layer_config, eagle.norm_before_residual, dtype, device)
+        layer = self.layer_config
         self.later = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(1, config.num_layers))
         self.norm = RMSNorm(hidden, eps, dtype, device)
         self.lm_head: Linear | None = None
         self.embed: Embedding | None = None
         if eagle.draft_vocab:
-            self.lm_head = Linear(hidden, eagle.draft_vocab, False, dtype, device, config.vocab_format)
+            share = self.ranks.share(eagle.draft_vocab)
+            lm_head = Linear(hidden, share.size, False, dtype, device, config.vocab_format)
+            self.lm_head = vocab_parallel(lm_head, self.ranks, eagle.draft_vocab)
             self.vocab = eagle.draft_vocab
         if eagle.own_embedding:
             rows = config.vocab_format.of_rows
@@ -163,14 +167,15 @@ class Eagle3Head(FeatureHead):
             for i in range(len(eagle.aux_layers)):
                 table[f"fc_norm.{i}.weight"] = ParamSlice("fc_norm.weight", i * eagle.aux_size, eagle.aux_size)
         if eagle.draft_vocab:
-            table |= named(config.vocab_format, "lm_head", "lm_head", 0, eagle.draft_vocab)
+            share = self.ranks.share(eagle.draft_vocab)
+            table |= named(config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
         if eagle.own_embedding:
             table |= named(config.vocab_format.of_rows, "embed_tokens", "embed.table", 0, config.vocab_size)
         first = first_layer_name(config.num_layers)
-        table |= layer_names(config, first, "fusion")
+        table |= layer_names(config, first, "fusion", ranks=self.ranks)
         table[f"{first}.hidden_norm.weight"] = ParamSlice("fusion.hidden_norm.weight", 0, hidden)
         for i in range(1, config.num_layers):
-            table |= layer_names(config, f"layers.{i}", f"later.{i - 1}", eagle.later_norm)
+            table |= layer_names(config, f"layers.{i}", f"later.{i - 1}", eagle.later_norm, self.ranks)
         return table
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 from draftwing.config.drafters import find_drafter, head_drafter
 from draftwing.errors import CheckpointError
 from draftwing.layers.linear import operations
-from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
@@ -40,9 +40,10 @@ from draftwing.models.heads.config import (
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.models.loader import Tensors, fill_parameters, folder_tensors, load_config, read_json
+from draftwing.models.loader import Stored, Tensors, fill_parameters, folder_tensors, load_config, read_json
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical
+from draftwing.ops.types import QuantizedRows
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,16 @@ def _fill(head: FeatureHead, tensors: Tensors, device: torch.device | str, dummy
     if dummy:
         fill_random(head, device)
     else:
-        fill_parameters(head, head.names(), tensors, device)
+        table = head.names()
+        fill_parameters(head, table, (_cut(name, value, table) for name, value in tensors), device)
+
+
+def _cut(name: str, value: Stored, table: Mapping[str, ParamSlice]) -> tuple[str, Stored]:
+    """What this rank has of a tensor, which is mapped from its file."""
+    part = table.get(name)
+    if part is None or part.cut is None or isinstance(value, QuantizedRows):
+        return name, value
+    return name, part.cut.of(name, value)
 
 
 def _eagle3(

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
@@ -28,13 +29,15 @@ from draftwing.ops.torch.layer_ops import LayerOps
 class MTPLayer(nn.Module):
     """input_proj [hidden, 2 * hidden] over (feature, embedding), each normed, then a decoder layer and a norm."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.norm_eps
         self.token_norm = RMSNorm(hidden, eps, dtype, device)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
         self.input_proj = Linear(2 * hidden, hidden, False, dtype, device, config.weight_format)
-        self.layer = DecoderLayer(config.layer(), index, dtype, device)
+        self.layer = DecoderLayer(layer, index, dtype, device)
         self.final_norm = RMSNorm(hidden, eps, dtype, device)
 
     def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
@@ -64,8 +67,9 @@ class MTPHead(FeatureHead):
     ) -> None:
         """weight_format: of the layers' matrices."""
         config = replace(target.config, num_layers=layers, weight_format=weight_format, vocab_format=weight_format)
-        super().__init__(config, target, (target.final_aux_layer,))
-        self.layers = nn.ModuleList(MTPLayer(self.config, i, dtype, torch.device(device)) for i in range(layers))
+        super().__init__(config, target, (target.final_aux_layer,), dtype)
+        where = torch.device(device)
+        self.layers = nn.ModuleList(MTPLayer(config, self.layer_config, i, dtype, where) for i in range(layers))
         self.lookahead = layers
 
     def features(self, aux_hidden: Tensor) -> Tensor:
@@ -109,5 +113,5 @@ class MTPHead(FeatureHead):
             ):
                 table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, hidden)
             table |= named(self.config.weight_format, f"{theirs}.input_proj", f"{ours}.input_proj", 0, hidden)
-            table |= layer_names(self.config, theirs, f"{ours}.layer")
+            table |= layer_names(self.config, theirs, f"{ours}.layer", ranks=self.ranks)
         return table
