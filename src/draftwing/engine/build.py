@@ -30,7 +30,7 @@ from draftwing.engine.startup.memory import row_length
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.price_file import PriceFile, price_file
 from draftwing.engine.startup.prices import GRAPH_SECONDS, measure_graphs, measure_steps
-from draftwing.engine.startup.warm_up import try_prompt, warm_up
+from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool
 from draftwing.models.config import ModelConfig
@@ -206,7 +206,7 @@ def assemble(
     if graph_size:
         capture(executor, pool, policy.menu, None if known else prices)
         if not options.drafter_spec.own:
-            try_prompt(executor)
+            try_prompts(executor)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
     if prices is not None and isinstance(policy, MostTokens):

@@ -8,6 +8,8 @@ seen of several rows, as over an accepted path (`catch_up`). The host knows boun
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from draftwing.ops.types import Unseen
 from draftwing.spec.drafter import Drafter
 
 ROOM = LAG + 1  # page-table entries past those of a step that a pass over unseen text may name
+COUNTS = (1, 2, 16)  # of rows: kernels are compiled for one, for a multiple of 16 and for others
 WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are compiled for each
 MOST_QUERIES = 4096  # of one pass
 
@@ -66,8 +69,8 @@ class Lag:
 
     def warm_up(self) -> None:
         """Runs everything that `catch_up` may run, on the dummy row."""
-        for width in WIDTHS:
-            self.catch_up(CatchUp(np.full(1, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
+        for count, width in product(COUNTS, WIDTHS):
+            self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
 
     def _extend(self, rows: Tensor, noisy: Tensor, width: int, bound: int, drafts: bool) -> None:
         table, drafter, (behind, hidden) = self._table, self._drafter, self._unseen

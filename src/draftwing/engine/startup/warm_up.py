@@ -22,6 +22,8 @@ log = logging.getLogger("draftwing")
 
 SECONDS = 0.6  # no step begins later; a large model is not kept from its first request
 PROMPT = 32  # tokens
+COUNTS = (1, 2, 16)  # of prompts: kernels are compiled for one, for a multiple of 16 and for others
+GREEDY = SamplingParams(temperature=0.0)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
 
@@ -62,11 +64,27 @@ def try_prompt(executor: Executor) -> None:
     executor.everywhere(Executor.flush)
 
 
-def _prompt(tokens: int) -> Plan:
-    """Of the first row, whose page table has nothing but the dummy slot."""
-    row, request = np.zeros(1, np.int64), GenerationRequest("", [1] * tokens, SamplingParams())
-    admits = (Admission(0, request.prompt_ids, NOBODY, request, seed=0),)
-    return Plan(0, "prefill", row, row, PLAIN, tokens, admits, (), (Chunk(0, 0, tokens, True),))
+def try_prompts(executor: Executor) -> None:
+    """The same of one and of several at once, drawn in every way: a GPU loads a kernel when it first runs with such
+    arguments, which takes 15 ms of a step."""
+    tokens = min(PROMPT, executor.table.length // 2)
+    for count in COUNTS:
+        if count <= executor.table.rows:
+            _run(executor, _prompt(tokens, count))
+            _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
+    executor.everywhere(Executor.flush)
+
+
+def _prompt(tokens: int, count: int = 1, params: SamplingParams = GREEDY) -> Plan:
+    """Of the first rows, whose page table has nothing but the dummy slot."""
+    rows, request = np.arange(count), GenerationRequest("", [1] * tokens, params)
+    admits = tuple(Admission(row, request.prompt_ids, NOBODY, request, seed=0) for row in range(count))
+    chunks = tuple(Chunk(row, 0, tokens, True) for row in range(count))
+    noisy = rows if params.temperature else NOBODY
+    return Plan(
+        0, "prefill", rows, rows, PLAIN, tokens, admits, (), chunks, noisy=noisy,
+        filtered=noisy if params.filtered else NOBODY,
+    )  # fmt: skip
 
 
 def _step(row: int, shape: TreeShape, bound: int) -> Plan:
