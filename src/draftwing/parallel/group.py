@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,7 @@ HOST = "127.0.0.1"
 # Who watches the ranks notices one that hangs long before; this bounds a start on a slow disk.
 PATIENCE = timedelta(minutes=30)
 JOINING = timedelta(minutes=5)
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class Rendezvous:
@@ -72,6 +74,8 @@ class Group(Ranks):
 def make_group(store: dist.Store, size: int, rank: int, device: torch.device) -> Any:
     """The process group, which is not torch's default one: a process may have several engines."""
     if device.type == "cuda":
+        for name, value in WITHOUT_MULTICAST.items():  # which adds in no order that is known
+            os.environ.setdefault(name, value)
         return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
