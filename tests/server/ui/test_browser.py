@@ -201,6 +201,7 @@ def test_the_keyboard_alone(url: str, open_page: Open) -> None:
     page.keyboard.type("second line " * 40)
     page.keyboard.press("Enter")
     page.wait_for_selector("#send[data-stops]")
+    assert page.locator(".answer-foot").is_hidden(), "there is nothing to copy yet"
     page.keyboard.press("Escape")
     wait_for_end(page, 10)
     assert "stopped" in page.locator(".figures").text_content()

@@ -216,6 +216,7 @@ export class Chat {
 
   async one(answer, message, i, body) {
     answer.running = true;
+    message.views?.[i].draw(); // as one that is waited for
     if (answer.trace) this.watch(answer);
     let begun = false;
     await run(answer, body, this.running.signal, () => {
