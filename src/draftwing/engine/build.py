@@ -107,16 +107,7 @@ def build(
     log.info("operations: %s", device.ops.title)
     if options.num_threads:
         device.set_threads(options.num_threads)
-    if options.deterministic and not device.ops.batch_invariant:
-        raise ConfigError(
-            "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "
-            "capability 8.0 on), and do not set the environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
-        )
-    if options.deterministic and options.enable_torch_compile:
-        raise ConfigError(
-            "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
-            "order that depends on the batch. Leave one of them out"
-        )
+    check_device(options, device)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     tokens = options.speculative_token_map
     token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)  # before anything large
@@ -154,16 +145,31 @@ def build(
         raise blamed from error
 
 
+def check_device(options: Options, device: Device) -> None:
+    """Raises ConfigError for what options ask for and the device cannot give."""
+    if options.deterministic and not device.ops.batch_invariant:
+        raise ConfigError(
+            "--enable-deterministic-inference needs our own kernels for the GPU: install triton (they run from compute "
+            "capability 8.0 on), and do not set the environment variable DRAFTWING_NATIVE to 0, or use --device cpu"
+        )
+    if options.deterministic and options.enable_torch_compile:
+        raise ConfigError(
+            "--enable-deterministic-inference and --enable-torch-compile exclude each other: compiled code sums in an "
+            "order that depends on the batch. Leave one of them out"
+        )
+
+
 def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     """The share of a rank from 1 on, in a process of its own. loaded: is called when the weights are there."""
     options, device = setup.options, pick_device(setup.options.device, setup.rank)
     device.set_threads(options.num_threads or 1)
-    precision = pick_precision(options, device, load_config(setup.path).dtype)
+    config = load_config(setup.path)
+    precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     ranks = join(setup.port, options.tp_size, setup.rank, device.device)
     model = load_with_progress(setup.path, precision, device, options, ranks)
     loaded()
     tokens = options.speculative_token_map
-    token_ids = None if tokens is None else load_token_map(tokens, model.config.vocab_size)
+    token_ids = None if tokens is None else load_token_map(tokens, config.vocab_size)
     drafter, policy = make_drafter(options, setup.draft_path or setup.path, token_ids, model, precision, device)
     return make_executor(options, model, precision, device, drafter, policy.menu).executor
 

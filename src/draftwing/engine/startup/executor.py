@@ -51,7 +51,7 @@ def make_executor(
     the same time. Raises ConfigError where there is no room."""
     config, rows, chunk = model.config, options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
-    graph_size = graph_size_of(options)
+    graph_size, kv_dtype = graph_size_of(options), precision.kv_dtype
     spans = {shape: shape.nodes if drafter is None else drafter.span(shape) for shape in menu}
     max_span, max_commit = max(spans.values()), max(shape.max_commit for shape in menu)
 
@@ -62,7 +62,7 @@ def make_executor(
         raise ConfigError(f"--context-length {wanted} exceeds the {config.max_positions} positions of the model")
     # A step in flight may have committed max_commit tokens that the host does not know of when the next is planned.
     room = max_commit + max_span + 1 + (LAG_ROOM if draft_layers else 0)  # past the context, in a row of the row table
-    rig = Rig(model, drafter, [*layers, *draft_layers], menu, precision.kv_dtype, device)
+    rig = Rig(model, drafter, [*layers, *draft_layers], menu, kv_dtype, device)
     pool_tokens = size_pool(options, rig, row_length(wanted + room), graph_size)
     pool_tokens = model.ranks.least(pool_tokens)
     if not options.max_total_tokens:  # more could only ever cache prefixes
@@ -77,7 +77,6 @@ def make_executor(
             "or --speculative-num-steps times --speculative-eagle-topk"
         )
     length = row_length(context + room)
-    kv_dtype = precision.kv_dtype
     scales = model.kv_scales.of(len(layers)) if kv_dtype == FP8 else ()
     pool = KVPool([*layers, *draft_layers], pool_tokens, kv_dtype, device.device, scales)
     if model.kv_scales and kv_dtype != FP8 and device.ops.narrows_pool:

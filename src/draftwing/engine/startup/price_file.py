@@ -25,7 +25,7 @@ MOST_FILES = 100
 # Options that change what a step costs, beside those of speculation.
 _PRICED = (
     "quantization", "enable_deterministic_inference", "enable_overlap", "max_running_requests", "cuda_graph_max_bs",
-    "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs",
+    "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs", "tp_size",
 )  # fmt: skip
 _NOT_PRICED = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_fixed_shape", "speculative_explain",
@@ -97,8 +97,8 @@ def _bytes(path: Path) -> int:
 
 def _build() -> str:
     """Returns a hash of which code this is: another version of a kernel has other prices."""
-    root = Path(draftwing.__file__).parent
-    stats = [(str(file.relative_to(root)), file.stat()) for folder in ("ops", "layers", "engine", "spec", "models")
+    root, folders = Path(draftwing.__file__).parent, ("ops", "parallel", "layers", "engine", "spec", "models")
+    stats = [(str(file.relative_to(root)), file.stat()) for folder in folders
              for file in (root / folder).rglob("*") if file.suffix in (".py", ".so", ".cu")]  # fmt: skip
     found = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
