@@ -9,7 +9,8 @@ will do; the counts are read from the `/metrics` of the servers behind it.
     python benchmarks/replicas.py --url http://127.0.0.1:30000 --one http://127.0.0.1:30001 \
         --replicas http://127.0.0.1:30001 http://127.0.0.1:30002
 
-Prints a line of JSON for each run and a table. Cached prefixes are forgotten before a run.
+Prints a line of JSON for each run and a table. Cached prefixes are forgotten before a run, and then there is a question
+to each system prompt that does not count, since prompts of this kind have long been in use.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ class Counts(NamedTuple):
 
 
 def prompts(groups: int, each: int, words: int, rng: random.Random) -> list[list[dict[str, str]]]:
-    """Conversations: `each` questions to each of `groups` system prompts of so many words, in random order."""
-    every = []
+    """Conversations: a question to each of `groups` system prompts of so many words, then `each` more to all of them.
+    The latter are in random order."""
+    first, every = [], []
     for group in range(groups):
         facts = " ".join(f"{rng.choice(SUBJECTS)} of {rng.randrange(10**6)} stones," for _ in range(words // 5))
         system = {"role": "system", "content": f"Town {group} has {facts} and you know all of it."}
-        for number in range(each):
+        for number in range(each + 1):
             question = f"Tell a story, number {number}, of {rng.choice(SUBJECTS)}."
-            every.append([system, {"role": "user", "content": question}])
+            (every if number else first).append([system, {"role": "user", "content": question}])
     rng.shuffle(every)
-    return every
+    return first + every
 
 
 def ask(url: str, messages: list[dict[str, str]], tokens: int, key: str | None) -> int:
@@ -106,8 +108,11 @@ def run(name: str, url: str, replicas: Sequence[str], args: argparse.Namespace) 
     model_of(url)
     each = args.requests // args.groups
     waiting: queue.SimpleQueue[list[dict[str, str]]] = queue.SimpleQueue()
-    for messages in prompts(args.groups, each, args.prefix_words, random.Random(args.seed)):
-        waiting.put(messages)
+    for number, messages in enumerate(prompts(args.groups, each, args.prefix_words, random.Random(args.seed))):
+        if number < args.groups:
+            ask(url, messages, 1, args.api_key)
+        else:
+            waiting.put(messages)
     tokens, failed = [0] * args.concurrency, itertools.count()
 
     def work(worker: int) -> None:
