@@ -26,6 +26,7 @@ from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import BlockRows
 from draftwing.parallel.cut import Cut
+from draftwing.parallel.group import Rendezvous
 from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
 
 CPU = torch.device("cpu")
@@ -65,6 +66,30 @@ def test_columns_are_joined_whatever_their_number(whole: int, size: int) -> None
 def test_the_least_of_all() -> None:
     assert on_all(lambda ranks: ranks.least(10 - ranks.rank), 3) == [8, 8, 8]
     assert ALONE.least(5) == 5 and Absent(4).gather(torch.ones(2, 3)).shape == (4, 2, 3)
+
+
+def test_ranks_meet_where_no_other_machine_can_reach_them() -> None:
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    if not all(table.exists() for table in tables):
+        pytest.skip("Linux tells by which addresses a port is reached")
+    meeting = Rendezvous()
+    port = f":{meeting.port:04X}"
+    listening = [
+        words[1]
+        for table in tables
+        for words in map(str.split, table.read_text().splitlines())
+        if words[1].endswith(port) and words[3] == "0A"
+    ]
+    assert listening == [f"0100007F{port}"]
+
+
+def test_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*args: Any) -> None:
+        raise OSError("Address already in use")
+
+    monkeypatch.setattr("socket.create_server", taken)
+    with pytest.raises(ConfigError, match=r"no port of 127\.0\.0\.1 is free .*: Address already in use"):
+        Rendezvous()
 
 
 def test_what_cannot_be_spread() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -22,15 +23,18 @@ WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Rendezvous:
-    """Where ranks find each other: a port of this machine that the system picks."""
+    """Where ranks find each other: a port of this machine that the system picks, and that others cannot reach."""
 
     def __init__(self) -> None:
         """Raises ConfigError where there is none to be had."""
         try:
-            self._store = dist.TCPStore(HOST, 0, None, True, JOINING, wait_for_workers=False)
-        except (RuntimeError, dist.DistError) as error:
+            listening = socket.create_server((HOST, 0))  # left to itself the store listens on every interface
+            self.port: int = listening.getsockname()[1]
+            self._store = dist.TCPStore(
+                HOST, self.port, None, True, JOINING, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+        except (OSError, RuntimeError) as error:
             raise ConfigError(f"--tp-size: no port of {HOST} is free for the ranks to meet at: {error}") from None
-        self.port: int = self._store.port
 
     def join(self, size: int, device: torch.device) -> Group:
         """Rank 0 of so many."""
