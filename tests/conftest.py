@@ -67,14 +67,21 @@ def smollm2_path() -> Path:
     return fetch_default_model()
 
 
-@pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
-    """Commands configure the package's log, which other tests read."""
+@pytest.fixture(scope="session")
+def own_log() -> tuple[int, bool, list[logging.Handler]]:
+    """The package's log before any command configured it: its level, whether it propagates, its handlers."""
     logger = logging.getLogger("draftwing")
-    level, propagate, handlers = logger.level, logger.propagate, logger.handlers
+    return logger.level, logger.propagate, [*logger.handlers]
+
+
+@pytest.fixture(autouse=True)
+def log_level(own_log: tuple[int, bool, list[logging.Handler]]) -> Iterator[None]:
+    """Commands configure the package's log, which other tests read; fixtures of modules run some, too."""
     yield
+    logger = logging.getLogger("draftwing")
+    level, logger.propagate, handlers = own_log
     logger.setLevel(level)
-    logger.propagate, logger.handlers = propagate, handlers
+    logger.handlers = [*handlers]
 
 
 @pytest.fixture
