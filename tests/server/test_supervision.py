@@ -81,7 +81,8 @@ def test_a_request_that_was_alone_in_two_deaths_is_refused(caplog: pytest.LogCap
     with caplog.at_level(logging.ERROR):
         deaths.suspect(asking([1, 2, 3], "a", seed=1))
         deaths.check(asking([1, 2, 3], "b"))
-        deaths.suspect(asking([1, 2, 3], "c", seed=2))
+        (later,) = asking([1, 2, 3], "c", seed=2)
+        deaths.suspect([later._replace(arrived=5.0)])
     assert "request 'name-c' was alone in the engine when it stopped, twice" in caplog.text
     with pytest.raises(RequestError, match="the engine stopped 2 times while it ran this request alone"):
         deaths.check(asking([1, 2, 3], "d", seed=3))

@@ -106,7 +106,7 @@ def fingerprint(requests: Sequence[GenerationRequest]) -> bytes:
     """The same for requests that ask for the same: by what they ask, not by their ids and seeds."""
     digest = blake2b(digest_size=16)
     for one in requests:
-        asked = one._replace(uid="", name="", terms=None, params=one.params.replace(sampling_seed=None))
+        asked = one._replace(uid="", name="", terms=None, arrived=None, params=one.params.replace(sampling_seed=None))
         digest.update(repr(asked).encode())
     return digest.digest()
 
