@@ -205,6 +205,7 @@ def assemble(
     made = make_executor(options, model, precision, device, drafter, policy.menu)
     executor, pool, context, pool_tokens, spans, graph_size = made
     executor.mirror = mirror
+    executor.landed = None if mirror.digest is None else mirror.digest.add
     prices = Prices(policy.menu, graph_size > 0) if isinstance(policy, MostTokens) else None
     if prices is not None:
         prices = (file and file.read(policy.menu, prices.stepwise)) or prices

@@ -186,7 +186,9 @@ class Engine:
     def _turn(self) -> None:
         try:
             self._loop.turn()
-        except (RuntimeError, OSError) as error:
+            if self._loop.idle:
+                self.parts.executor.mirror.compare()
+        except (RuntimeError, OSError, EOFError) as error:
             blamed = self.parts.executor.mirror.blame(error)
             if blamed is error:
                 raise

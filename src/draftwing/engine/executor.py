@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.core import PLAIN, IntArray, Plan, TreeShape
+from draftwing.core import PLAIN, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.device import Device
@@ -91,6 +91,7 @@ class Executor:
             model, drafter, table, self.ops, self._batches, self._special, self._lag, self.calibration, simulation
         )
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
+        self.landed: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
         self.mirror: Mirror = NO_OTHERS  # tells the other ranks of `launch` and of what is done `everywhere`
 
     def everywhere(self, function: Callable[..., T], *args: Any) -> T:
@@ -130,7 +131,7 @@ class Executor:
             packed = self._finish(step, pending.drafted, pending.verified, self.run_stage)[: len(plan.rows)]
         download = self.device.download(packed)
         seconds = partial(self._seconds, *pending.started, download.done)
-        return InFlight(plan, download, seconds, logprobs, pending.drafts)
+        return InFlight(plan, download, seconds, logprobs, pending.drafts, self.landed)
 
     def _seconds(self, started: Any, begun: Any, done: Any) -> tuple[float, float]:
         """Between marks, all past: of a step, and of them those in which the drafter caught up."""

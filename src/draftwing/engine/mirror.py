@@ -7,14 +7,16 @@ call goes out to everybody and is then made here. Of requests only numbers go ou
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
-from draftwing.core import Admission, IntArray, Plan
+from draftwing.core import Admission, IntArray, Plan, StepResult
 from draftwing.requests.request import GenerationRequest
 from draftwing.sched.guidance import BoolArray, Guides, Masks
 
@@ -40,6 +42,8 @@ class Mirror:
     def wait_loaded(self) -> None:
         """Until every other rank has its weights. Raises what one of them has raised."""
 
+    digest: Digest | None = None  # of this rank, where ranks are compared
+
     def watch(self) -> None:
         """The engine is ready: from now on a rank that hangs is noticed."""
 
@@ -47,8 +51,23 @@ class Mirror:
         """What is to be raised in place of an error of this rank, which may be that another one is gone."""
         return error
 
+    def compare(self) -> None:
+        """Raises DraftwingError where ranks have not drawn the same tokens so far. Nothing may run."""
+
     def close(self) -> None:
         """Ends the other ranks."""
+
+
+class Digest:
+    """Of all tokens that a rank's steps have committed, in their order."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, result: StepResult) -> None:
+        there = np.arange(result.tokens.shape[1]) < result.count[:, None]
+        tokens = np.where(there, result.tokens, -1)  # what lies past the count means nothing
+        self.value = zlib.crc32(tokens.tobytes(), self.value)
 
 
 NO_OTHERS = Mirror()
@@ -135,21 +154,34 @@ class ReceivedGuidance:
 class Follower:
     """A rank from 1 on: runs what rank 0 sends."""
 
-    def __init__(self, executor: Executor, receive: Receive) -> None:
-        self.executor, self._receive = executor, receive
+    def __init__(self, executor: Executor, receive: Receive, answer: Send | None = None) -> None:
+        """answer: to `Mirror.compare`, the only question."""
+        self.executor, self._receive, self._answer = executor, receive, answer
         self._flying: InFlight | None = None
+        self._digest = Digest()
+        executor.landed = self._digest.add
 
     def obey(self) -> None:
         """Waits for one message and does what it says."""
         function, args = self._receive()
+        if function is Digest:
+            self._land()
+            assert self._answer is not None
+            self._answer(self._digest.value)
+            return
         if function is not None:
             function(self.executor, *args)
             return
         plan, processed = args
         guidance = None if processed is None else ReceivedGuidance(processed, self._receive)
-        flying, self._flying = self._flying, self.executor.commit(self.executor.launch(plan, guidance))
-        if flying is not None:
-            self.landed(flying)
+        flying = self.executor.commit(self.executor.launch(plan, guidance))
+        self._land()
+        self._flying = flying
+
+    def _land(self) -> None:
+        if self._flying is not None:
+            self.landed(self._flying)
+            self._flying = None
 
     def landed(self, flying: InFlight) -> None:
         """A step's result is nobody's here, but what it came in is used again."""

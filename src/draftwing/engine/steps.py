@@ -64,18 +64,24 @@ class InFlight:
         seconds: Callable[[], tuple[float, float]],
         logprobs: Logprobs | None = None,
         drafts: Download | None = None,
+        landed: Callable[[StepResult], None] | None = None,
     ) -> None:
         """seconds: that the device took, from the later of the launch and the end of the step before, and of them those
-        in which the drafter caught up; known once the result is there.  drafts: as `Traces.fetch` gives them."""
+        in which the drafter caught up; known once the result is there.  drafts: as `Traces.fetch` gives them.  landed:
+        is told the result."""
         self.plan = plan
         self._download = download
         self._seconds = seconds
         self._logprobs = logprobs
         self._drafts = drafts
+        self._landed = landed
 
     def wait(self) -> StepResult:
         packed = self._download.wait()
         rows, parts = unpacked(self.plan, self._logprobs) if self._logprobs is not None else ((), ())
         seconds, catching_up = self._seconds()
         rest = dict(logprobs=rows, prompt_logprobs=parts, drafts=fetched(self._drafts))
-        return unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, **rest)
+        result = unpack(packed, self.plan.shape, seconds=seconds, catching_up=catching_up, **rest)
+        if self._landed is not None and self.plan.step:  # before the first request rows may compute on the same slot
+            self._landed(result)
+        return result

@@ -50,7 +50,7 @@ def _run(plans: Connection, setup: Setup) -> NoReturn:
     from draftwing.engine.mirror import Follower
 
     executor = build_rank(setup, lambda: plans.send(Loaded()))
-    follower = Follower(executor, lambda: pickle.loads(plans.recv_bytes()))
+    follower = Follower(executor, lambda: pickle.loads(plans.recv_bytes()), plans.send)
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -1,8 +1,8 @@
 """The ranks from 1 on, as rank 0 sees them: it starts them, tells them what to run, and notices when one is gone.
 
-Each is a process of its own with two connections. One carries what is to be run; a process reads it in order and never
-answers once it is ready. The other carries a pulse, by threads on both ends: a rank that is stopped has none, one that
-has ended closes it. What the ranks compute together goes by neither, see `draftwing.parallel`.
+Each is a process of its own with two connections. One carries what is to be run; a process reads it in order, and once
+it is ready answers `compare` alone. The other carries a pulse, by threads on both ends: a rank that is stopped has
+none, one that has ended closes it. What the ranks compute together goes by neither, see `draftwing.parallel`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from draftwing.config.options import Options
-from draftwing.engine.mirror import Told
+from draftwing.engine.mirror import Digest, Told
 from draftwing.engine.process.spawn import end_all, how_it_ended, start_module
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.parallel.group import Rendezvous
@@ -65,6 +65,7 @@ class RankProcesses(Told):
         `watch` was called, by when all are killed. Raises ConfigError where ranks cannot meet."""
         self._failed, self._armed, self._closing, self._failure = failed, False, threading.Event(), ""
         self._over = threading.Event()  # a failure is known
+        self.digest = Digest()
         meeting, size = Rendezvous(), setup.options.tp_size
         self._processes, self._plans, self._pulses = [], list[Connection](), list[Connection]()
         for rank in range(1, size):
@@ -102,9 +103,16 @@ class RankProcesses(Told):
         for plans in self._plans:
             plans.send_bytes(packed)
 
+    def compare(self) -> None:
+        assert self.digest is not None
+        self.send((Digest, ()))
+        for rank, plans in enumerate(self._plans, 1):
+            if plans.recv() != self.digest.value:
+                raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
+
     def blame(self, error: BaseException) -> BaseException:
         """What is to be raised in place of an error of this rank, which may be that another one is gone."""
-        if isinstance(error, DraftwingError) or not isinstance(error, (RuntimeError, OSError)):
+        if isinstance(error, DraftwingError) or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
         for rank, plans in enumerate(self._plans, 1):
             with contextlib.suppress(EOFError, OSError):
