@@ -51,3 +51,18 @@ def test_what_is_drafted_after_a_pause_counts_for_more() -> None:
         gains.learn(0, [MAX_CONFIDENCE], world.step(menu[0], [0.99]), 99 + pause, tried)
         found.append(gains.expected(0, {MAX_CONFIDENCE: 1}) - before)
     assert found[1] > 3 * found[0] > 0 and found[2] == pytest.approx(found[1], rel=0.3)
+
+
+def test_what_is_well_known_is_looked_at_in_every_second_step() -> None:
+    """It costs the host time. A try, and what is not well known yet, is always looked at."""
+    menu = chain_menu(TreeShape(4, 1, 5))
+    gains, world = Gains(menu), World(menu, 1.0, 0.0, 0.0)
+
+    def told(steps: range, tried: bool) -> int:
+        for number in steps:
+            gains.learn(0, [MAX_CONFIDENCE], world.step(menu[0], [0.5]), number, tried)
+            numbers.add(gains.told(0, {MAX_CONFIDENCE}))
+        return len(numbers & {*steps})
+
+    numbers: set[int] = set()
+    assert [told(range(1, 61), False), told(range(101, 201), False), told(range(201, 221), True)] == [60, 52, 20]
