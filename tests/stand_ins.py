@@ -16,8 +16,9 @@ from typing import Any
 
 import httpx
 import torch
+from reference.block_heads import dflash_head
 from reference.checkpoints import Checkpoint
-from reference.exact_heads import exact_eagle2, exact_eagle3, exact_mtp
+from reference.exact_heads import exact_dspark, exact_eagle2, exact_eagle3, exact_mtp
 from tiny_checkpoint import VOCAB, write_checkpoint, write_tokenizer
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
@@ -67,6 +68,15 @@ def llama31(folder: Path) -> None:
     assert byte_id(":") in exact.starts
     write_model(folder / "meta-llama/Llama-3.1-8B-Instruct", exact.target)
     exact.head.write(folder / "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B", "pytorch_model.bin")
+
+
+def qwen3(folder: Path) -> None:
+    """DeepSpec's layout, and z-lab's: a constructed head, which knows what follows, and a random one."""
+    exact = exact_dspark(seed=6, layers=5, **SIZES, head_changes={"block_size": 7})
+    write_model(folder / "Qwen/Qwen3-8B", exact.target)
+    assert exact.head is not None
+    exact.head.write(folder / "deepseek-ai/dspark_qwen3_8b_block7")
+    dflash_head(exact.target, block_size=16).write(folder / "z-lab/Qwen3-8B-DFlash-b16")
 
 
 def mimo(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import test_page_commands
-from stand_ins import accept_length, chat, llama2, llama3, llama31, mimo, model_of, qwen25, served, write_all
+from stand_ins import accept_length, chat, llama2, llama3, llama31, mimo, model_of, qwen3, qwen25, served, write_all
 
 from draftwing.cli import main
 
@@ -74,7 +74,7 @@ def typed(command: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of the commands, with the files that they name."""
-    folder = write_all(tmp_path_factory.mktemp("docs"), llama2, llama3, llama31, mimo, qwen25)
+    folder = write_all(tmp_path_factory.mktemp("docs"), llama2, llama3, llama31, mimo, qwen3, qwen25)
     # Most bytes of UTF-8, and so most tokens
     (folder / "notes.txt").write_text("".join(map(chr, (*range(1, 0x800), *range(0x1000, 0x110000, 0x1000)))))
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
@@ -121,7 +121,7 @@ def send_requests(url: str) -> None:
 @pytest.mark.parametrize("command", OWN)
 def test_server(command: str, answers: dict[str, Future[float]]) -> None:
     accepted = answers[command].result()
-    if "EAGLE" in command or "NEXTN" in command:
+    if any(name in command for name in ("EAGLE", "NEXTN", "DSPARK")):
         assert accepted > 1.5, "the stand-in's head is right wherever it may be"
 
 

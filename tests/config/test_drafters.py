@@ -38,7 +38,8 @@ def test_rows_name_what_there_is() -> None:
 
 def test_each_kind_of_head_has_a_drafter_and_a_training() -> None:
     kinds = {kind for spec in DRAFTERS for kind in spec.heads}
-    assert {kind: head_drafter(kind).name for kind in kinds} == {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
+    names = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "mtp": "NEXTN"}
+    assert {kind: head_drafter(kind).name for kind in kinds} == names
     assert {name: spec.name for name, spec in TRAINED.items()} == {"EAGLE": "EAGLE", "EAGLE3": "EAGLE3", "MTP": "NEXTN"}
     assert [name for name in TRAINED if training(name).aux_hidden_states] == ["EAGLE3"]
     assert recipe("EAGLE").loss.steps == 1 and recipe("MTP").loss == recipe("EAGLE3").loss

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 HEADS = {
     "EAGLE": exact_heads.exact_eagle2,
     "EAGLE3": exact_heads.exact_eagle3,
+    "DSPARK": exact_heads.exact_dspark,
     "NEXTN": exact_heads.exact_mtp,
     "NEXTN 3": partial(exact_heads.exact_mtp, layers=3),
 }

@@ -9,11 +9,13 @@ in the wrong place costs all of the accept length. Queries, keys and values stay
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from reference import draft_heads
+from reference.block_heads import dspark_head
 from reference.checkpoints import Checkpoint, Maker, draft_vocabulary, llama_target, mimo, sizes
 from torch import Tensor
 
@@ -188,10 +190,26 @@ def exact_eagle3(
     return Exact(target, Checkpoint(head, config), successor, kept.tolist())
 
 
+def exact_dspark(
+    seed: int = 0, layers: int = 7, head_changes: Mapping[str, Any] | None = None, **changes: Any
+) -> Exact:
+    """The Markov head alone says what follows a token: the final norm is zero, so the block's own logits are, too."""
+    plain = llama_target(seed, num_hidden_layers=layers, **changes)
+    hidden, vocab = plain.config["hidden_size"], plain.config["vocab_size"]
+    codes = make_codes(vocab, hidden, hidden // 2, seed + 1)
+    successor = cycles(vocab, list(range(vocab)), seed + 2)
+    head = dspark_head(plain, seed + 3, markov_rank=hidden, **(head_changes or {}))
+    head.tensors["norm.weight"].zero_()
+    head.tensors["markov_head.markov_w1.weight"] = codes.embedding.float()
+    head.tensors["markov_head.markov_w2.weight"] = readout(codes, torch.ones(hidden), successor.argsort()).float()
+    return Exact(still_target(plain, codes, successor), head, successor, list(range(vocab)))
+
+
 MAKERS = {
     # the constructor, and how much effect the target's layers get back
     "EAGLE": (exact_eagle2, 0.65),
     "EAGLE3": (exact_eagle3, 0.65),
+    "DSPARK": (exact_dspark, 0.65),
     "NEXTN": (exact_mtp, 0.8),
     "NEXTN 2 layers": (partial(exact_mtp, layers=2), 0.8),
     "NEXTN 3 layers": (partial(exact_mtp, layers=3), 0.8),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from draftwing.config.trees import checked_shape, most_nodes
+from draftwing.config.trees import BLOCK, checked_shape, most_nodes
 from draftwing.core import SOURCES, TreeShape
 from draftwing.errors import ConfigError
 from draftwing.plugins import import_attribute
@@ -134,6 +134,20 @@ DRAFTERS = (
         llama_tree=LLAMA_TREE,
         heads=("eagle3",),
         training=Training("EAGLE3", "EAGLE-3 head", {}, aux_hidden_states=True),
+    ),
+    DrafterSpec(
+        "DFLASH",
+        "draftwing.spec.build:draft_head",
+        draft_model="required",
+        tree=BLOCK,
+        heads=("dflash", "dspark"),
+    ),
+    DrafterSpec(
+        "DSPARK",
+        "draftwing.spec.build:draft_head",
+        draft_model="required",
+        tree=BLOCK,
+        heads=("dspark", "dflash"),
     ),
     DrafterSpec(
         "NEXTN",

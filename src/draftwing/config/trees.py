@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from draftwing.requests.refusals import show
 logger = logging.getLogger(__name__)
 
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")  # fields of a `TreeShape`
+BLOCK = TreeShape(7, 1, 8)  # of heads that draft a block: what most of them have room for
 DEVICES = ("cpu", "cuda")  # classes of devices that a tree is measured for
 STEPS, TOPK, NODES = (1, 256), (1, 64), (2, 512)  # least and most steps, topk and draft tokens
 Given = tuple[int | None, int | None, int | None]  # steps, topk and draft tokens, None where not given
@@ -75,13 +77,15 @@ def _chain(steps: int, nodes: int) -> TreeShape:
 
 def carried_shape(folder: Path, device: str) -> TreeShape | None:
     """The tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1, 4]}}`, in
-    steps, topk and draft tokens. None where it says nothing, as most do.
+    steps, topk and draft tokens; else the chain of a block with fewer tokens than drafters of blocks ask for by
+    themselves. None where it says nothing, as most do.
 
     Raises ConfigError for shapes that no tree has, of any device.
     """
     file = folder / "config.json"
     try:
-        own = json.loads(file.read_text(encoding="utf-8")).get("draftwing", {})
+        config = json.loads(file.read_text(encoding="utf-8"))
+        own = config.get("draftwing", {})
     except (OSError, ValueError, AttributeError, RecursionError):
         return None  # what is wrong with the file says who loads the head
     shapes = _object(own, f"{file}: draftwing").get("shapes", {})
@@ -90,7 +94,24 @@ def carried_shape(folder: Path, device: str) -> TreeShape | None:
     unknown = next((name for name in found if name not in DEVICES), None)
     if unknown is not None:
         raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {show(unknown)}")
-    return found.get(device)
+    return found.get(device) or _short_block(config)
+
+
+def _short_block(config: dict[str, Any]) -> TreeShape | None:
+    inner = (config.get(name) for name in ("dflash_config", "dspark_config"))
+    flat = {key: value for part in (*inner, config) if isinstance(part, dict) for key, value in part.items()}
+    rows = flat.get("block_size")
+    if type(rows) is not int or not 2 <= rows <= BLOCK.depth:
+        return None  # long enough, or what is wrong with it says who loads the head
+    steps = rows if from_anchor(flat) else rows - 1
+    return TreeShape(steps, 1, steps + 1)
+
+
+def from_anchor(config: Mapping[str, Any]) -> bool:
+    """Whether the first row of a block, the newest token's, predicts the token after it, from flat keys. A missing key
+    means yes to DeepSpec, whose heads have a Markov head, and no to the others."""
+    said = [config[key] for key in ("sample_from_anchor", "shift_label") if config.get(key) is not None]
+    return bool(said[0]) if said else bool(config.get("markov_rank")) and "speculators_model_type" not in config
 
 
 def save_shape(folder: Path, device: str, shape: TreeShape) -> None:

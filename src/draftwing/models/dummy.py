@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ def draft_weights(
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    eagle3, vocab = kind == "eagle3", target.vocab_size
+    vocab = target.vocab_size
+    if kind in ("dflash", "dspark"):
+        return _block_weights(raw, kind == "dspark", hidden, layers, target, meta)
+    eagle3 = kind == "eagle3"
     first = "midlayer" if eagle3 and layers == 1 else "layers.0"
     weights = {f"{first}.self_attn.q_proj.weight": meta(1, 2 * hidden if eagle3 else hidden)}
     weights |= {f"layers.{i}.mlp.down_proj.weight": meta(1) for i in range(1, layers)}
@@ -85,6 +88,20 @@ def draft_weights(
             raise CheckpointError(f"draft model {path}: draft_vocab_size {rows} exceeds the target's {vocab}")
         place = torch.arange(rows)
         weights["d2t"] = place * vocab // rows - place  # spread over the target's vocabulary
+    return weights
+
+
+def _block_weights(
+    raw: Mapping[str, Any], markov: bool, hidden: int, layers: int, target: ModelConfig, meta: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    count = len(raw.get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids") or range(layers))
+    weights = {"fc.weight": meta(hidden, count * target.hidden_size), "hidden_norm.weight": meta(hidden)}
+    weights |= {f"layers.{i}.self_attn.q_norm.weight": meta(1) for i in range(layers)}
+    if markov:
+        rank = raw.get("markov_rank") or 256
+        weights |= {f"markov_head.markov_w{i}.weight": meta(target.vocab_size, rank) for i in (1, 2)}
+        if raw.get("markov_head_type") == "gated":
+            weights["markov_head.gate_proj.weight"] = meta(1)
     return weights
 
 

@@ -6,9 +6,12 @@ import logging
 from dataclasses import replace
 from typing import cast
 
+from draftwing.errors import ConfigError
 from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
+from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext
 from draftwing.spec.heads import DraftHead, DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
@@ -50,7 +53,7 @@ def suffix(context: DraftContext) -> SuffixDrafter:
     )
 
 
-def language_model(context: DraftContext) -> ModelDrafter:
+def language_model(context: DraftContext) -> ModelDrafter | BlockDrafter:
     """A small language model drafts."""
     model, target = context.load_model(context.draft_path), context.target.config
     known, used = model.config.max_positions, context.options.context_length or target.max_positions
@@ -59,7 +62,7 @@ def language_model(context: DraftContext) -> ModelDrafter:
     return _drafter(context, DraftLM(model, min(model.config.vocab_size, target.vocab_size)))
 
 
-def draft_head(context: DraftContext) -> ModelDrafter:
+def draft_head(context: DraftContext) -> ModelDrafter | BlockDrafter:
     """A head drafts: the one that is given, or the target's own prediction layers."""
     options, target, dtype, device = context.options, context.target, context.dtype, context.device
     head: FeatureHead
@@ -86,5 +89,11 @@ def pair(context: DraftContext) -> PairDrafter:
     )
 
 
-def _drafter(context: DraftContext, head: DraftHead) -> ModelDrafter:
+def _drafter(context: DraftContext, head: DraftHead | BlockHead) -> ModelDrafter | BlockDrafter:
+    steps = head.config_of_block.steps if isinstance(head, BlockHead) else context.shape.depth
+    if context.shape.depth > steps:
+        raise ConfigError(
+            f"--speculative-num-steps: expected at most {steps}, which is what a block of {context.draft_path} "
+            f"predicts; found {context.shape.depth}"
+        )
     return make_model_drafter(head, context.rows, context.shape.topk, context.dtype, context.ops)

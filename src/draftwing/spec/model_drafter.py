@@ -22,7 +22,7 @@ from draftwing.sched.policy import chain_menu, tree_menu
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead
 
-_BANNED = -1e30  # a logit that nothing legal has
+BANNED = -1e30  # a logit that nothing legal has
 
 
 class ModelDrafter(Drafter):
@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
         logits, ids = self.head.logits(self.ops.take_rows(self._newest_hidden, rows)), self.head.target_ids
         banned = banned[:, : self.head.vocab] if ids is None else banned[:, ids]
         # Not minus infinity: where everything is banned the scores must still be numbers.
-        logits = logits.float().masked_fill(banned, _BANNED)
+        logits = logits.float().masked_fill(banned, BANNED)
         self._constrained = rows, self.ops.continuations(logits, table, rows, 1, self.topk, ids, noisy)
 
     def unconstrain(self) -> None:

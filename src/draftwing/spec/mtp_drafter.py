@@ -25,17 +25,23 @@ import torch
 from torch import Tensor
 
 from draftwing.core import TreeShape
+from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops.attention import Batch, ChunkSpan
 from draftwing.ops.torch.expansion import of_parent
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Draft, RowTensors
+from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
 
 
-def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> ModelDrafter:
+def make_model_drafter(
+    head: DraftHead | BlockHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps
+) -> ModelDrafter | BlockDrafter:
     """The drafter for any head; arguments as for `ModelDrafter`."""
+    if isinstance(head, BlockHead):
+        return BlockDrafter(head, rows, topk, ops)
     if head.lookahead <= ModelDrafter.max_lookahead:
         return ModelDrafter(head, rows, topk, dtype, ops)
     assert isinstance(head, MTPHead), "only several MTP layers look further ahead than one token"

@@ -6,9 +6,11 @@ from torch import Tensor
 
 from draftwing.config.trees import most_nodes
 from draftwing.core import LAG, LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import AttnBackend, Batch
 from draftwing.ops.torch.assign import new_calibration
 from draftwing.ops.types import Draft, RowTensors
+from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.heads import DraftHead
 from draftwing.spec.model_drafter import ModelDrafter
@@ -21,7 +23,9 @@ class PairDrafter(Drafter):
     fixed_confidence = False
     initial_confidence = 1
 
-    def __init__(self, model: ModelDrafter, lookup: Drafter, grown: TreeShape, copied: TreeShape) -> None:
+    def __init__(
+        self, model: ModelDrafter | BlockDrafter, lookup: Drafter, grown: TreeShape, copied: TreeShape
+    ) -> None:
         """lookup: a drafter without KV layers, with a confidence of its own; grown, copied: the largest tree of the
         model and of the lookup."""
         assert not lookup.kv_layers and not lookup.aux_layers and not lookup.fixed_confidence
@@ -31,7 +35,7 @@ class PairDrafter(Drafter):
         self.calibration = new_calibration(model.ops.device)
 
     @property
-    def head(self) -> DraftHead:
+    def head(self) -> DraftHead | BlockHead:
         """The model's."""
         return self.model.head
 

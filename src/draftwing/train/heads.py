@@ -18,6 +18,7 @@ from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
@@ -124,6 +125,7 @@ def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> EagleHe
     algorithm: of `draftwing train`.  Raises CheckpointError, and ConfigError for several prediction layers.
     """
     head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device)
+    assert not isinstance(head, BlockHead), "these have no training"
     return trainable(head)
 
 

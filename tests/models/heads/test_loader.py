@@ -79,8 +79,8 @@ def test_folders_that_hold_no_head(drafts: SimpleNamespace, target: DecoderModel
     refused(drafts.write(tmp_path / "normed", normed), target, "EAGLE", "no draft head", "fc.weight [32, 64]")
     parallel = {**drafts.eagle3_weights(), "mask_hidden": torch.ones(32)}
     refused(drafts.write(tmp_path / "parallel", parallel), target, "EAGLE3", "parallel drafting")
-    other = drafts.write(tmp_path / "dflash", drafts.eagle3_weights("layers.0"), speculators_model_type="dflash")
-    refused(other, target, "EAGLE3", "expected 'eagle3', found 'dflash'")
+    other = drafts.write(tmp_path / "peagle", drafts.eagle3_weights("layers.0"), speculators_model_type="peagle")
+    refused(other, target, "EAGLE3", "expected eagle3, dflash, dspark, found 'peagle'")
     refused(tmp_path / "nothing", target, "EAGLE", "found none at")
 
 

@@ -21,27 +21,30 @@ logger = logging.getLogger(__name__)
 AuxLayerIds = Literal["auto", "output", "boundary"]
 Weights = Mapping[str, Tensor]
 
+_SPECULATORS = ("eagle3", "dflash", "dspark")  # of its kinds
+_INNER = ("eagle_config", "dflash_config", "dspark_config")  # objects whose keys are those of the head
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json on one level: those of `eagle_config`, and, in the speculators layout, of the one
-    layer's own config, which the outer keys overrule."""
-    flat = {key: value for key, value in raw.items() if key not in ("eagle_config", "transformer_layer_config")}
+    """The keys of a config.json on one level: those of `eagle_config` or `dflash_config`, and, in the speculators
+    layout, of the layers' own config, which the outer keys overrule."""
+    flat = {key: value for key, value in raw.items() if key not in (*_INNER, "transformer_layer_config")}
     if "transformer_layer_config" in raw or "speculators_model_type" in raw:
         kind = raw.get("speculators_model_type", "eagle3")
-        if kind != "eagle3":
-            raise CheckpointError(f"speculators_model_type: expected 'eagle3', found {show(kind)}")
+        if kind not in _SPECULATORS:
+            raise CheckpointError(f"speculators_model_type: expected {', '.join(_SPECULATORS)}, found {show(kind)}")
         inner = raw.get("transformer_layer_config") or {}
         if not isinstance(inner, dict):
             raise CheckpointError(f"transformer_layer_config: expected an object, found {show(inner)}")
         flat = {**inner, **{key: value for key, value in flat.items() if value is not None}}
         flat.setdefault("norm_before_residual", True)
-    eagle = raw.get("eagle_config") or {}
-    if not isinstance(eagle, dict):
-        raise CheckpointError(f"eagle_config: expected an object, found {show(eagle)}")
-    for key, value in eagle.items():
-        flat.setdefault(key, value)
+    for name in _INNER:
+        own = raw.get(name) or {}
+        if not isinstance(own, dict):
+            raise CheckpointError(f"{name}: expected an object, found {show(own)}")
+        for key, value in own.items():
+            flat.setdefault(key, value)
     for key in ("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states"):
         value = flat.get(key)
         if value is not None and (type(value) is not int or value < 1):

@@ -28,6 +28,8 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import draft_weights, fill_random, mtp_weights
 from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.block_config import BlockConfig, block_config
 from draftwing.models.heads.config import (
     AuxLayerIds,
     Weights,
@@ -48,12 +50,14 @@ from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["eagle", "eagle3", "mtp"]  # what `DrafterSpec.heads` names
+Kind = Literal["eagle", "eagle3", "dflash", "dspark", "mtp"]  # what `DrafterSpec.heads` names
 Head = TypeVar("Head", bound=FeatureHead)
 
 _WORDS: dict[Kind, str] = {
     "eagle": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
+    "dflash": "a DFlash head",
+    "dspark": "a DSpark head",
     "mtp": "multi-token prediction layers",
 }
 
@@ -62,6 +66,8 @@ _UNSERVED_MTP = re.compile(r"(^|\.)(eh_proj|shared_head)\.|^(model\.)?mtp\.")
 
 # EAGLE-3.1's first names for its norms before fc.
 _AUX_NORMS = {f"aux_norm_{part}": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
+# Other names of what a block head reads the target with.
+_BLOCK_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
 def load_draft_head(
@@ -76,7 +82,7 @@ def load_draft_head(
     context_length: int | None = None,
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
-) -> EagleHead | Eagle3Head | MTPHead:
+) -> EagleHead | Eagle3Head | BlockHead | MTPHead:
     """The head in the folder `path` for `target`; `algorithm` is that of a drafter that loads heads.
 
     aux_layer_ids: what ids of an EAGLE-3 config count: layers whose output is meant, boundaries between layers (0 the
@@ -102,12 +108,14 @@ def load_draft_head(
         )
     if kind == "mtp":
         return load_mtp_head(path, target, dtype, device, token_ids=token_ids, dummy=dummy, weight_format=weight_format)
-    head: EagleHead | Eagle3Head
+    head: EagleHead | Eagle3Head | BlockHead
     try:
         raw = flatten_config(read_json(path / "config.json"))
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
-        if kind == "eagle3":
+        if kind in ("dflash", "dspark"):
+            head = _block(config, block_config(config, raw, weights, target), weights, target, dtype, device, dummy)
+        elif kind == "eagle3":
             eagle = eagle3_config(config, raw, weights, target, aux_layer_ids)
             head = _eagle3(config, eagle, weights, target, dtype, device, dummy)
         else:
@@ -185,6 +193,8 @@ def head_kind(weights: Weights, path: Path) -> Kind:
             raise _unserved_mtp(path, name)
     if "mask_hidden" in weights:
         raise CheckpointError(f"{path} holds a head for parallel drafting (mask_hidden), which is not supported")
+    if {"fc.weight", "hidden_norm.weight"} <= set(weights):
+        return "dspark" if any(name.startswith("markov_head.") for name in weights) else "dflash"
     if {"d2t", "t2d"} & set(weights) or any(name.startswith("midlayer.") for name in weights):
         return "eagle3"
     fc, q = weights.get("fc.weight"), weights.get("layers.0.self_attn.q_proj.weight")
@@ -242,6 +252,35 @@ def _eagle3(
     return head
 
 
+def _block(
+    config: ModelConfig,
+    block: BlockConfig,
+    weights: Weights,
+    target: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy: bool,
+) -> BlockHead:
+    head = BlockHead(config, block, target, dtype, "meta")
+    tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in weights.items()}
+    offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    shared = {"embed_tokens.weight"} if block.draft_vocab else {"embed_tokens.weight", "lm_head.weight"}
+    strange = [
+        name
+        for name in set(tensors) - set(head.names()) - shared
+        if not name.startswith("confidence_head.") and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if strange:
+        raise CheckpointError(f"tensors of a part that is not served: {', '.join(sorted(strange)[:4])}")
+    if any(name.startswith("confidence_head.") for name in tensors):
+        logger.info("confidence_head is not read: how often drafts are right is counted while the engine runs")
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
+    _fill(head, _without_shared(tensors, *shared), device, dummy)
+    ids = _target_ids(offsets, kept, head.vocab, target.config.vocab_size)
+    head.target_ids = None if ids is None else ids.to(device)
+    return head
+
+
 def _target_ids(offsets: Tensor | None, kept: Tensor | None, vocab: int, target_vocab: int) -> Tensor | None:
     """The target's id of each draft token [vocab] int64; None where they are the same.
 
@@ -284,6 +323,7 @@ def _draft_weights(path: Path) -> dict[str, Tensor]:
         name = canonical(stored)
         if not name.startswith(MTP_PREFIX):
             name = stored.removeprefix("model.")
+            name = _BLOCK_ALIASES.get(name, name)
             name = _AUX_NORMS.get(name.removesuffix(".weight"), name)
         if name in weights:
             raise CheckpointError(f"draft model {path}: {name} is in the checkpoint twice")
@@ -325,8 +365,8 @@ def _finish(head: Head, token_ids: Tensor | None, started: float, dummy: bool) -
     without_data = head.target.norm.weight.is_meta  # as `engine.startup.precompile` has models
     assert without_data or not any(param.is_meta for param in head.parameters()), "names() is not complete"
     if token_ids is not None:
-        if isinstance(head, Eagle3Head):
-            logger.warning("the token map is ignored: an EAGLE-3 head is trained for tokens of its own")
+        if isinstance(head, Eagle3Head | BlockHead):
+            logger.warning("the token map is ignored: this head is trained for tokens of its own")
         else:
             head.restrict(token_ids)
     logger.info(

@@ -1,0 +1,127 @@
+"""Draft heads that write a whole block in one forward: DFlash, and DSpark, which adds a low-rank Markov head.
+
+Keys and values of the text are projections of the target's hidden states, the same vector for all layers; the head has
+no context of its own tokens. The newest token and masks after it are a block, whose rows attend to the text and to each
+other. DSpark corrects a node's logits by the token above it, so that branches of a tree differ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.layers.embedding import Embedding
+from draftwing.layers.linear import Linear, vocab_parallel
+from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.layers.norm import RMSNorm
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
+from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.block_config import BlockConfig
+from draftwing.models.weight_map import layer_names, named
+from draftwing.ops.attention import Attend
+from draftwing.parallel.cut import Cut
+
+
+class MarkovHead(nn.Module):
+    """A product of low rank: from the token above a node to what is added to the node's logits."""
+
+    def __init__(
+        self, config: ModelConfig, block: BlockConfig, vocab: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """vocab: of the logits; the token above may be any of the target's."""
+        super().__init__()
+        hidden, rank = config.hidden_size, block.rank
+        rows, form = config.vocab_format.of_rows, config.vocab_format
+        self.above = Embedding(Linear(rank, config.vocab_size, False, dtype, device, rows))
+        self.out = Linear(rank, vocab, False, dtype, device, form)
+        self.gate = Linear(hidden + rank, rank, True, dtype, device) if block.markov == "gated" else None
+
+    def forward(self, logits: Tensor, hidden: Tensor, above: Tensor) -> Tensor:
+        """logits [M, vocab], hidden [M, H] of the rows that predict M nodes, above [M] int64: the tokens above them
+        -> [M, vocab]"""
+        x = self.above(above)  # [M, rank]
+        if self.gate is not None:
+            x = torch.sigmoid(self.gate(torch.cat((hidden, x), 1))) * x
+        return self.out(x, logits)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+
+class BlockHead(FeatureHead):
+    """fc and a norm over the auxiliary hidden states, decoder layers, a final norm, perhaps a `MarkovHead`.
+
+    kv of position t depends on the target's hidden states at t alone.
+    """
+
+    lookahead = 0
+    forward_name = "block"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        block: BlockConfig,
+        target: DecoderModel,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(config, target, block.aux_layers, dtype)
+        device, hidden, eps = torch.device(device), config.hidden_size, config.norm_eps
+        self.config_of_block = block
+        count, size = len(block.aux_layers), target.config.hidden_size
+        self.fc = Linear(count * size, hidden, False, dtype, device, config.weight_format)
+        self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
+        layer = self.layer_config
+        self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
+        self.norm = RMSNorm(hidden, eps, dtype, device)
+        self.lm_head: Linear | None = None
+        if block.draft_vocab:
+            share = self.ranks.share(block.draft_vocab)
+            lm_head = Linear(hidden, share.size, False, dtype, device, config.vocab_format)
+            self.lm_head = vocab_parallel(lm_head, self.ranks, block.draft_vocab)
+            self.vocab = block.draft_vocab
+        self.markov = MarkovHead(config, block, self.vocab, dtype, device) if block.markov else None
+
+    def features(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]: what keys and values are made of"""
+        return self.hidden_norm(self.fc(aux_hidden))
+
+    def write_text(self, features: Tensor, positions: Tensor, attend: Attend) -> None:
+        """Leaves keys and values of text in the pool: features [M, hidden] of the target's rows at positions [M]."""
+        cos, sin = self._rotation(positions)
+        for layer in self.layers:
+            layer.attention.write(features, cos, sin, attend)  # type: ignore[union-attr, operator]
+
+    def block(self, ids: Tensor, positions: Tensor, *attends: Attend) -> Tensor:
+        """ids, positions [B * rows] of blocks, attends: of each layer -> [B * rows, hidden] after the final norm"""
+        cos, sin = self._rotation(positions)
+        x = self.target.embed(ids)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def given(self, logits: Tensor, hidden: Tensor, above: Tensor) -> Tensor:
+        """The logits [M, vocab] of nodes, hidden [M, H] of the rows that predict them, given the tokens above [M]."""
+        return logits if self.markov is None else self.markov(logits, hidden, above)
+
+    def output_layer(self) -> tuple[RMSNorm | None, Linear]:
+        return None, super().output_layer()[1] if self.lm_head is None else self.lm_head
+
+    def names(self) -> dict[str, ParamSlice]:
+        config, block, hidden = self.config, self.config_of_block, self.config.hidden_size
+        table = named(config.weight_format, "fc", "fc", 0, hidden)
+        for norm in ("hidden_norm.weight", "norm.weight"):
+            table[norm] = ParamSlice(norm, 0, hidden)
+        if block.draft_vocab:
+            share = self.ranks.share(block.draft_vocab)
+            table |= named(config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
+        if block.markov:
+            rows = config.vocab_format.of_rows
+            table |= named(rows, "markov_head.markov_w1", "markov.above.table", 0, config.vocab_size)
+            table |= named(config.vocab_format, "markov_head.markov_w2", "markov.out", 0, self.vocab)
+        if block.markov == "gated":
+            for part in ("weight", "bias"):
+                table[f"markov_head.gate_proj.{part}"] = ParamSlice(f"markov.gate.{part}", 0, block.rank)
+        for i in range(config.num_layers):
+            table |= layer_names(config, f"layers.{i}", f"layers.{i}", ranks=self.ranks)
+        return table

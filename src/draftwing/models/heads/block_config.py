@@ -1,0 +1,140 @@
+"""What a checkpoint says of a head that drafts a block: z-lab's DFlash, DeepSpec's DSpark, and both as the speculators
+library writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from draftwing.config.trees import from_anchor
+from draftwing.errors import CheckpointError
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.fields import Fields
+from draftwing.requests.refusals import show
+
+Markov = Literal["", "vanilla", "gated"]
+
+MOST_ROWS = 64  # of a block
+_MARKOV: tuple[Markov, ...] = ("vanilla", "gated")
+# Scalars that change the arithmetic, with the values at which they do not.
+_NEUTRAL = {
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
+    "attention_value_scale": 1,
+    "attention_sink_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What block heads differ in beside the sizes of their layers.
+
+    aux_layers: what the target is asked for (`DecoderModel.forward`).  rows: of a block, the newest token and masks.
+    mask: the token id of a mask.  from_anchor: whether row j predicts the token after position p + j, p that of the
+    newest token; else the token at it, and row 0 predicts nothing.
+    windows: of each layer, how far back it attends from the newest token, which counts; 0: to everything.  causal: of
+    each layer, whether rows of a block do without those after them.
+    draft_vocab: rows of the head's own lm_head, 0 where it shares the target's.
+    markov: how the token above a node corrects the node's logits, "" where it does not.  rank: of that product.
+    """
+
+    aux_layers: tuple[int, ...]
+    rows: int
+    mask: int
+    from_anchor: bool
+    windows: tuple[int, ...]
+    causal: tuple[bool, ...]
+    draft_vocab: int = 0
+    markov: Markov = ""
+    rank: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Tokens that a block predicts."""
+        return self.rows - (not self.from_anchor)
+
+
+def block_config(
+    config: ModelConfig, raw: Mapping[str, Any], weights: Mapping[str, Any], target: DecoderModel
+) -> BlockConfig:
+    """raw: flat keys (`flatten_config`).  weights: by name. Raises CheckpointError for what cannot be served."""
+    fields, vocab = Fields(raw, "config"), target.config.vocab_size
+    for key, neutral in _NEUTRAL.items():
+        if raw.get(key) is not None and raw[key] != neutral:
+            raise CheckpointError(f"config: {key} = {show(raw[key])} is not supported")
+    markov = _markov(raw, weights)
+    anchored = from_anchor(raw)
+    windows, causal = _reach(fields, raw, config.num_layers)
+    lm_head, rows = weights.get("lm_head.weight"), raw.get("draft_vocab_size") or vocab
+    if rows != vocab and lm_head is None:
+        raise CheckpointError("tensors missing from the checkpoint: lm_head.weight")
+    return BlockConfig(
+        aux_layers=_aux_layers(raw, weights, target.config),
+        rows=fields.whole("block_size", 1 if anchored else 2, MOST_ROWS),
+        mask=fields.whole("mask_token_id", 0, vocab - 1),
+        from_anchor=anchored,
+        windows=windows,
+        causal=causal,
+        draft_vocab=rows if rows != vocab else 0,
+        markov=markov,
+        rank=weights["markov_head.markov_w1.weight"].shape[1] if markov else 0,
+    )
+
+
+def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
+    """As the weights have it; where these say nothing, that they are not there."""
+    first = weights.get("markov_head.markov_w1.weight")
+    if first is None:
+        return ""
+    if first.dim() != 2:
+        raise CheckpointError(f"markov_head.markov_w1.weight: expected a matrix, found the shape {list(first.shape)}")
+    kind = raw.get("markov_head_type") or ("gated" if "markov_head.gate_proj.weight" in weights else "vanilla")
+    if kind not in _MARKOV:
+        raise CheckpointError(f"config: markov_head_type: expected {' or '.join(_MARKOV)}, found {show(kind)}")
+    return cast(Markov, kind)
+
+
+def _reach(fields: Fields, raw: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Windows of the layers, and whether each is causal inside a block."""
+    kinds = fields.texts("layer_types")
+    if kinds and len(kinds) != layers:
+        raise fields.unlike("layer_types", f"one for each of {layers} layers")
+    sliding = [kind == "sliding_attention" for kind in kinds] or [fields.flag("use_swa")] * layers
+    window = 0
+    if any(sliding):
+        window = fields.whole("swa_window_size" if raw.get("swa_window_size") else "sliding_window", 2)
+    said = [fields.flag(key) for key in ("is_causal", "causal") if raw.get(key) is not None]
+    by_kind = bool(kinds) and not fields.flag("sliding_window_non_causal")
+    causal = tuple(said[0] if said else by_kind and slides for slides in sliding)
+    return tuple(window if slides else 0 for slides in sliding), causal
+
+
+def _aux_layers(raw: Mapping[str, Any], weights: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
+    """Residual streams that the head reads, numbered as `DecoderModel.forward` does."""
+    size, layers = target.hidden_size, target.num_layers
+    columns = weights["fc.weight"].shape[-1]
+    if weights["fc.weight"].dim() != 2 or columns % size:
+        raise CheckpointError(
+            f"fc.weight: expected a multiple of the target's hidden size {size} as columns, found the shape "
+            f"{list(weights['fc.weight'].shape)}"
+        )
+    count = columns // size
+    # The speculators library counts boundaries, the others name layers whose output is meant.
+    boundary = raw.get("target_layer_ids") is None and raw.get("aux_hidden_state_layer_ids") is not None
+    key = "aux_hidden_state_layer_ids" if boundary else "target_layer_ids"
+    ids = raw.get(key)
+    if ids is None:
+        ids = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise CheckpointError(f"{key}: expected a list of integers, found {show(ids)}")
+    if len(ids) != count:
+        raise CheckpointError(f"fc.weight has columns for {count} hidden states, {key} names the layers {show(ids)}")
+    found = tuple(one if boundary else one + 1 for one in ids)
+    if not all(0 <= layer <= layers for layer in found):
+        low, high = (0, layers) if boundary else (-1, layers - 1)
+        raise CheckpointError(
+            f"{key}: expected {max(low, 0)} to {high} for a target of {layers} layers, found {show(ids)}"
+        )
+    return found

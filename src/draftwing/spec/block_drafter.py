@@ -1,0 +1,163 @@
+"""The drafter for heads that write a whole block in one forward (`models.heads.block`).
+
+The head's keys and values of a token are made of the target's hidden states at that token, so they are complete as soon
+as the target has run over it. A block is the newest token and masks: its rows write to page-table entries past kv_len,
+scratch that nobody reads later. It costs one forward whatever the depth of the tree. The tree is then expanded level by
+level as any other (`ops.expand`); what a level costs is the correction of its nodes' logits by the tokens above them,
+where the head has one, and their top-k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwing.core import TreeShape
+from draftwing.models.heads.block import BlockHead
+from draftwing.ops.attention import Attend, AttnBackend, Batch
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import Continuations, Draft, First, RowTensors
+from draftwing.spec.drafter import Drafter
+from draftwing.spec.model_drafter import BANNED
+
+
+class BlockDrafter(Drafter):
+    """A `Drafter` around a `BlockHead`."""
+
+    def __init__(self, head: BlockHead, rows: int, topk: int, ops: TorchOps) -> None:
+        """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
+        device = ops.device
+        self.head, self.topk, self.ops = head, topk, ops
+        self.aux_layers, self.kv_layers = head.aux_layers, head.kv_layers
+        # The root's continuations, row-indexed as `ops.expand` reads them; written by every `propose`.
+        self._first = First(
+            ids=torch.zeros(rows, topk, dtype=torch.int64, device=device),
+            logp=torch.zeros(rows, topk, dtype=torch.float32, device=device),
+            feature=torch.zeros(rows, 0, dtype=torch.float32, device=device),
+        )
+        # What `constrain` was told, for the next `propose`: rows, what is banned, which of them are noisy.
+        self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
+        self._attn: AttnBackend | None = None
+        self._first_layer = 0
+
+    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
+        self._attn, self._first_layer = attn, first_layer
+        self.head.set_max_positions(positions)
+
+    def span(self, shape: TreeShape) -> int:
+        """The most of: verified nodes, committed tokens, rows of a block."""
+        return max(shape.nodes, shape.max_commit, self.head.config_of_block.rows if shape.depth else 0)
+
+    # -- drafts -----------------------------------------------------------------------------------------------------
+
+    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+        size, topk, depth, head = rows.shape[0], shape.topk, shape.depth, self.head
+        hidden = self._block(table, rows, max_kv_len)[:, :depth].contiguous()  # [B, depth, H]
+        base = head.logits(hidden.flatten(0, 1)).view(size, depth, -1)
+        self._keep_root(table, rows, base[:, 0], hidden[:, 0], noisy)
+        expansion = self.ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
+        nothing = self._first.feature[:1].expand(size, topk, 0)  # a node's children are fed its token alone
+        for level in range(1, depth):
+            above = expansion.level().ids.flatten()  # [B * K]
+            lanes = topk if head.markov is not None else 1  # else all nodes of a level go on alike
+            logits, states = (x[:, level].repeat_interleave(lanes, 0) for x in (base, hidden))
+            logits = head.given(logits, states, above)
+            following = self.ops.continuations(logits, table, rows, level + 1, topk, head.target_ids, noisy)
+            if lanes < topk:
+                following = Continuations(*(x.repeat_interleave(topk, 0) for x in following))
+            expansion.add(following, nothing)
+        return expansion.draft()
+
+    def _block(self, table: RowTensors, rows: Tensor, max_kv_len: int) -> Tensor:
+        """-> [B, steps, H]: the rows that predict the tokens at kv_len + 1, + 2, ..."""
+        config, (size,) = self.head.config_of_block, rows.shape
+        step = torch.arange(config.rows, device=rows.device)
+        at = table.kv_len.index_select(0, rows).unsqueeze(1) + step  # [B, Q]
+        ids = torch.full_like(at, config.mask)
+        ids[:, 0].copy_(table.last.index_select(0, rows))
+        path = step.expand(size, config.rows, config.rows)
+        everything = Batch(
+            rows=rows,
+            ids=ids.flatten(),
+            positions=at.flatten(),
+            write_slots=table.page_table[rows.unsqueeze(1), at].flatten(),
+            table=table.page_table,
+            prefix_len=at[:, 0].contiguous(),
+            path=path,
+            path_len=torch.full_like(at, config.rows),
+            window=config.rows,
+            bound=min(max_kv_len + config.rows, table.page_table.shape[1]),
+        )
+        hidden = self.head.block(everything.ids, everything.positions, *self._attends(everything))
+        return hidden.view(size, config.rows, -1)[:, config.rows - config.steps :]
+
+    def _attends(self, everything: Batch) -> list[Attend]:
+        """Of each layer, as far as it sees. everything: the batch of a layer that sees all."""
+        assert self._attn is not None, "attach comes first"
+        config, bound = self.head.config_of_block, {}
+        kinds = list(zip(config.windows, config.causal, strict=True))
+        for window, causal in dict.fromkeys(kinds):
+            batch = everything if not window else _windowed(everything, window, config.rows)
+            if causal:
+                assert batch.path_len is not None
+                step = torch.arange(1, config.rows + 1, device=batch.rows.device)
+                batch = batch._replace(path_len=step.expand_as(batch.path_len).contiguous())
+            bound[window, causal] = self._attn.bind(batch, self._first_layer)
+        return [bound[kind] for kind in kinds]
+
+    def _keep_root(self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, noisy: Tensor) -> None:
+        """base [B, V], hidden [B, H]: of the rows that predict the first token -> what may follow the roots."""
+        head, ops, topk = self.head, self.ops, self.topk
+        constrained, self._constrained = self._constrained, None
+        logits = head.given(base.contiguous(), hidden.contiguous(), table.last.index_select(0, rows))
+        parts = [(rows, logits, noisy)]
+        if constrained is not None:
+            some, banned, noisy_some = constrained
+            place = torch.zeros_like(table.kv_len).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
+            banned = banned[:, : head.vocab] if head.target_ids is None else banned[:, head.target_ids]
+            # Not minus infinity: where everything is banned the scores must still be numbers. A copy, for what
+            # makes continuations may overwrite the logits.
+            own = logits.index_select(0, place.index_select(0, some)).float().masked_fill(banned, BANNED)
+            parts.append((some, own, noisy_some))
+        for which, scores, sampled in parts:
+            following = ops.continuations(scores, table, which, 1, topk, head.target_ids, sampled)
+            ops.keep_first(following, which, self._first, head.target_ids)
+
+    def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
+        self._constrained = rows, banned, noisy
+
+    def unconstrain(self) -> None:
+        """There is no `propose` after `constrain`."""
+        self._constrained = None
+
+    # -- committed text ---------------------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        table: RowTensors,
+        batch: Batch,
+        aux_hidden: Tensor | None,
+        next_ids: Tensor,
+        count: Tensor | None,
+        noisy: Tensor,
+    ) -> None:
+        assert aux_hidden is not None and self._attn is not None
+        attend = self._attn.bind(batch, self._first_layer)
+        self.head.write_text(self.head.features(aux_hidden), batch.positions, attend)
+
+
+def _windowed(batch: Batch, window: int, rows: int) -> Batch:
+    """The batch of blocks, which sees no more than the `window` - 1 positions before each block: with page tables of
+    their own, that begin there."""
+    length = batch.table.shape[1]
+    if window >= length:
+        return batch
+    prefix = batch.prefix_len.clamp(max=window - 1)
+    entry = torch.arange(window - 1 + rows, device=prefix.device)
+    at = ((batch.prefix_len - prefix).unsqueeze(1) + entry).clamp(max=length - 1)
+    return batch._replace(
+        rows=torch.arange(len(batch.rows), device=prefix.device),
+        table=batch.table[batch.rows.unsqueeze(1), at],
+        prefix_len=prefix,
+        bound=0,
+    )

@@ -1,0 +1,94 @@
+"""What block heads' checkpoints may say, and what is refused by name. (`tests/spec/test_block_drafter.py` has their
+arithmetic.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from reference.block_heads import dflash_head, dspark_head, speculators_head
+from reference.checkpoints import Checkpoint, llama_target
+from torch import Tensor
+
+from draftwing.config.trees import BLOCK, carried_shape
+from draftwing.core import TreeShape
+from draftwing.errors import CheckpointError
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.loader import load_model
+
+TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load_model(TARGET.write(tmp_path_factory.mktemp("target")), torch.float32, "cpu")
+
+
+def load(
+    folder: Path, head: Checkpoint, target: DecoderModel, algorithm: str = "DSPARK", dummy: bool = False
+) -> BlockHead:
+    found = load_draft_head(head.write(folder), target, algorithm, torch.float32, "cpu", dummy=dummy)
+    assert isinstance(found, BlockHead)
+    return found
+
+
+def test_what_is_the_targets(target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The frozen copies in DeepSpec's files are random here; either algorithm takes either head."""
+    head = load(tmp_path, dspark_head(TARGET), target, "DFLASH")
+    assert head.lm_head is None and head.target_ids is None and head.vocab == 12
+    assert not any("embed" in name or "lm_head" in name for name in head.names())
+    assert head.aux_layers == (2, 4) and head.lookahead == 0 and len(head.kv_layers) == 2
+
+
+def test_a_vocabulary_of_its_own(target: DecoderModel, tmp_path: Path) -> None:
+    stored = speculators_head(TARGET, rows=8)
+    head = load(tmp_path, stored, target)
+    assert head.vocab == 8 and torch.equal(head.target_ids, torch.arange(8) + stored.tensors["d2t"])
+    assert head.aux_layers == (2, 4), "its ids count boundaries"
+
+
+def test_layers_where_the_config_names_none(target: DecoderModel, tmp_path: Path) -> None:
+    head = load(tmp_path, dflash_head(TARGET, dflash_config={"target_layer_ids": None}, read=3), target)
+    assert head.aux_layers == (2, 3, 3), "outputs of 1, round(1.5) and 2"
+
+
+def test_random_weights_from_a_config(target: DecoderModel, tmp_path: Path) -> None:
+    head = load(tmp_path, dspark_head(TARGET), target, dummy=True)
+    assert head.markov is not None and head.config_of_block.rank == 8 and head.config_of_block.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: dflash_head(TARGET, dflash_config={"mask_token_id": None}), r"mask_token_id: expected an integer"),
+        (lambda: dflash_head(TARGET, dflash_config={"mask_token_id": 12}), r"mask_token_id: .* 0 to 11, found 12"),
+        (lambda: dflash_head(TARGET, block_size=1), r"block_size: expected an integer from 2"),
+        (lambda: dflash_head(TARGET, dflash_config={"target_layer_ids": [1, 5]}), r"target_layer_ids: .* 0 to 4"),
+        (lambda: dflash_head(TARGET, dflash_config={"target_layer_ids": [1]}, read=2), r"for 2 hidden states"),
+        (lambda: dflash_head(TARGET, layer_types=["full_attention"]), r"layer_types: expected one for each of 2"),
+        (lambda: dflash_head(TARGET, dflash_config={"use_swa": True}), r"sliding_window: expected an integer"),
+        (lambda: dflash_head(TARGET, dflash_config={"output_multiplier": 2}), r"output_multiplier = 2 is not supp"),
+        (lambda: with_tensor(dflash_head(TARGET), "prefix_gru.weight_ih_l0"), r"not served: prefix_gru.weight_ih_l0"),
+        (lambda: dspark_head(TARGET, markov_head_type="rnn"), r"expected vanilla or gated, found 'rnn'"),
+        (lambda: dflash_head(llama_target(1, hidden_size=48, vocab_size=12)), r"hidden_size of the target"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(target: DecoderModel, tmp_path: Path, make: Callable[[], Checkpoint], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path, make(), target)
+
+
+def with_tensor(head: Checkpoint, name: str) -> Checkpoint:
+    more: dict[str, Tensor] = {**head.tensors, name: torch.zeros(3, 3)}
+    return Checkpoint(more, head.config)
+
+
+def test_a_tree_that_fits_into_the_block(tmp_path: Path) -> None:
+    """Where nobody asks for one: the drafter's own, or the chain of a shorter block."""
+    assert carried_shape(dspark_head(TARGET).write(tmp_path / "a"), "cpu") == TreeShape(5, 1, 6)
+    assert carried_shape(dflash_head(TARGET).write(tmp_path / "b"), "cpu") == TreeShape(5, 1, 6)
+    assert carried_shape(dflash_head(TARGET, block_size=BLOCK.depth + 1).write(tmp_path / "c"), "cpu") is None

@@ -1,0 +1,162 @@
+"""Small random checkpoints of heads that draft a block, as z-lab (DFlash), DeepSpec (DSpark) and the speculators
+library publish them, and their arithmetic in float64: dense, from scratch, and without the package's code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from reference.checkpoints import Checkpoint, Maker, draft_vocabulary, sizes
+from reference.draft_heads import (
+    KV,
+    DraftPass,
+    cast,
+    head_counts,
+    linear,
+    mlp,
+    rms_norm,
+    rope_frequencies,
+    rotate,
+    run_target,
+)
+from torch import Tensor
+
+IDS = [1, 3]  # layers of the target whose outputs are read
+
+
+def _body(make: Maker, config: dict[str, Any], target: Checkpoint, read: int) -> dict[str, Tensor]:
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    body = {"fc.weight": make.matrix(hidden, read * target.config["hidden_size"], 1.4)}
+    body |= {"hidden_norm.weight": make.norm(hidden), "norm.weight": make.norm(hidden)}
+    for i in range(config["num_hidden_layers"]):
+        body |= make.layer(f"layers.{i}", config)
+        for part in "qk":
+            body[f"layers.{i}.self_attn.{part}_norm.weight"] = make.norm(head_dim)
+    return body
+
+
+def _config(target: Checkpoint, **changes: Any) -> dict[str, Any]:
+    same = {key: target.config[key] for key in ("hidden_size", "vocab_size")}
+    own = sizes(model_type="qwen3", head_dim=16, rope_theta=1e6, rms_norm_eps=1e-6, intermediate_size=40)
+    return own | same | {"num_target_layers": target.config["num_hidden_layers"]} | changes
+
+
+def dflash_head(target: Checkpoint, seed: int = 300, read: int = len(IDS), **changes: Any) -> Checkpoint:
+    """z-lab's layout. read: hidden states of the target that fc reads.  changes: config keys; those of `dflash_config`
+    are merged into it."""
+    inner = {"mask_token_id": 5, "target_layer_ids": IDS} | changes.pop("dflash_config", {})
+    names = {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": inner}
+    config = _config(target, **names | changes)
+    return Checkpoint(_body(Maker(seed), config, target, read), config)
+
+
+def dspark_head(target: Checkpoint, seed: int = 400, confidence: bool = True, **changes: Any) -> Checkpoint:
+    """DeepSpec's layout, with frozen copies of the target's ends, here of random values that nobody may use."""
+    config = _config(
+        target, **{
+            "architectures": ["Qwen3DSparkModel"], "block_size": 5, "target_layer_ids": IDS, "mask_token_id": 5,
+            "markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": confidence,
+            "confidence_head_with_markov": True, **changes,
+        }
+    )  # fmt: skip
+    make, vocab, hidden, rank = Maker(seed), config["vocab_size"], config["hidden_size"], config["markov_rank"]
+    body = _body(make, config, target, len(config["target_layer_ids"]))
+    body |= {"embed_tokens.weight": make.matrix(vocab, hidden), "lm_head.weight": make.matrix(vocab, hidden)}
+    body["markov_head.markov_w1.weight"] = make.matrix(vocab, rank, rank**0.5)
+    body["markov_head.markov_w2.weight"] = make.matrix(vocab, rank, 2.0)
+    if config["markov_head_type"] == "gated":
+        body["markov_head.gate_proj.weight"] = make.matrix(rank, hidden + rank)
+        body["markov_head.gate_proj.bias"] = make.vector(rank)
+    if confidence:
+        body["confidence_head.proj.weight"] = make.matrix(1, hidden + rank)
+        body["confidence_head.proj.bias"] = make.vector(1)
+    return Checkpoint(body, config)
+
+
+def speculators_head(
+    target: Checkpoint, kind: str = "dspark", rows: int = 8, seed: int = 500, **changes: Any
+) -> Checkpoint:
+    """The speculators library's layout: the layers' config apart, a vocabulary of its own, ids of boundaries."""
+    layers = _config(target, num_hidden_layers=2)
+    outer = {
+        "architectures": [f"{kind.title()}DraftModel"], "speculators_model_type": kind, "block_size": 5,
+        "mask_token_id": 5, "aux_hidden_state_layer_ids": [one + 1 for one in IDS], "draft_vocab_size": rows,
+        "transformer_layer_config": layers, **changes,
+    }  # fmt: skip
+    make, vocab, hidden = Maker(seed), layers["vocab_size"], layers["hidden_size"]
+    body = _body(make, layers, target, len(IDS))
+    body |= {"embed_tokens.weight": make.matrix(vocab, hidden), "lm_head.weight": make.matrix(rows, hidden, 3.0)}
+    body |= dict(zip(("d2t", "t2d"), draft_vocabulary(vocab, rows, seed), strict=True))
+    if kind == "dspark":
+        outer |= {"markov_rank": 8, "markov_head_type": "vanilla"}
+        body["markov_head.markov_w1.weight"] = make.matrix(vocab, 8, 8**0.5)
+        body["markov_head.markov_w2.weight"] = make.matrix(rows, 8, 2.0)
+    return Checkpoint(body, outer)
+
+
+# --- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """q [n, heads, D], k, v [m, kv_heads, D], seen [n, m] -> [n, heads * D]"""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+def block_pass(
+    target: Checkpoint, head: Checkpoint, tokens: Sequence[int], rows: int, from_anchor: bool,
+    windows: Sequence[int] = (0, 0), causal: Sequence[bool] = (False, False),
+) -> DraftPass:  # fmt: skip
+    """What the head knows after x_0 .. x_T, of which the target has not seen x_T; as plain as the formats have it.
+
+    rows, from_anchor, windows (0: none), causal: what its config is expected to say.
+    """
+    w, t = cast(head.tensors, torch.float64), cast(target.tensors, torch.float64)
+    config = head.config.get("transformer_layer_config", head.config)
+    dim = head_counts(config)[2]
+    eps, freq, mask = config["rms_norm_eps"], rope_frequencies(config, dim, torch.float64), 5
+    *text, newest = tokens
+    known, last = torch.arange(len(text)), len(text)
+    streams = run_target(target.tensors, target.config, text).streams
+    c = rms_norm(linear(torch.cat([streams[i + 1] for i in IDS], 1), w, "fc"), w["hidden_norm.weight"], eps)
+    block = torch.arange(last, last + rows)
+    x = t["model.embed_tokens.weight"][torch.tensor([newest] + [mask] * (rows - 1))]
+    kv: list[KV] = []
+
+    def heads_of(z: Tensor, name: str, part: str, at: Tensor) -> Tensor:
+        y = linear(z, w, f"{name}.{part}_proj").view(len(z), -1, dim)
+        return y if part == "v" else rotate(rms_norm(y, w[f"{name}.{part}_norm.weight"], eps), at, freq)
+
+    for i in range(config["num_hidden_layers"]):
+        name = f"layers.{i}.self_attn"
+        h = rms_norm(x, w[f"layers.{i}.input_layernorm.weight"], eps)
+        of_text = tuple(heads_of(c, name, part, known) for part in "kv")
+        of_block = tuple(heads_of(h, name, part, block) for part in "kv")
+        kv.append(of_text)
+        reach = known > last - windows[i] if windows[i] else known >= 0
+        inside = torch.ones(rows, rows, dtype=torch.bool)
+        seen = torch.cat((reach.expand(rows, -1), inside.tril() if causal[i] else inside), 1)
+        keys, values = (torch.cat(pair) for pair in zip(of_text, of_block, strict=True))
+        x = x + linear(_attend(heads_of(h, name, "q", block), keys, values, seen), w, f"{name}.o_proj")
+        x = x + mlp(rms_norm(x, w[f"layers.{i}.post_attention_layernorm.weight"], eps), w, f"layers.{i}.mlp")
+    y = rms_norm(x, w["norm.weight"], eps)[0 if from_anchor else 1 :]
+    own = "d2t" in w
+    lm_head = w["lm_head.weight"] if own else t.get("lm_head.weight", t["model.embed_tokens.weight"])
+    ids = torch.arange(len(lm_head)) + (w["d2t"] if own else 0)
+
+    def at(path: tuple[int, ...]) -> Tensor:
+        above, row = (newest, *path)[-1], y[len(path)]
+        logits = lm_head @ row
+        if "markov_head.markov_w1.weight" in w:
+            e = w["markov_head.markov_w1.weight"][above]
+            if "markov_head.gate_proj.weight" in w:
+                e = torch.sigmoid(linear(torch.cat((row, e)), w, "markov_head.gate_proj")) * e
+            logits = logits + w["markov_head.markov_w2.weight"] @ e
+        return logits
+
+    return DraftPass(list(tokens), kv, ids, at)

@@ -1,0 +1,208 @@
+"""Heads that draft a block, in every published layout, against float64 written from the formats alone: keys and values
+of the text, the trees, and the scores behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from reference import draft_heads
+from reference.block_heads import IDS, block_pass, dflash_head, dspark_head, speculators_head
+from reference.checkpoints import Checkpoint, llama_target
+
+from draftwing.config.drafters import find_drafter
+from draftwing.core import PLAIN, TreeShape
+from draftwing.kv.pool import KVPool
+from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.loader import load_model
+from draftwing.ops import make_ops
+from draftwing.ops.attention import Batch, ChunkSpan
+from draftwing.ops.torch.noise import gumbel
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.spec.block_drafter import BlockDrafter
+
+CPU = torch.device("cpu")
+VOCAB, LENGTH = 12, 96
+CLOSE = 3e-4  # float32 against float64
+NOISY = [0, 2]  # rows with a temperature, where they draft beside others
+TIE = 1e-3  # a tree that hangs on a smaller difference of scores may differ
+TARGET = llama_target(4, num_hidden_layers=5, vocab_size=VOCAB)
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+
+
+class Case(NamedTuple):
+    """A head, and what its config is expected to say."""
+
+    algorithm: str
+    make: Callable[[], Checkpoint]
+    rows: int
+    from_anchor: bool
+    windows: tuple[int, int] = (0, 0)
+    causal: tuple[bool, bool] = (False, False)
+    stored: Callable[[Checkpoint], Checkpoint] = lambda head: head
+
+
+def aliased(head: Checkpoint) -> Checkpoint:
+    """Under the names that some exports have."""
+    tensors, config = dict(head.tensors), head.config
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    for name in list(tensors):
+        for theirs, other in names.items():
+            if name.startswith(theirs):
+                tensors[name.replace(theirs, other)] = tensors.pop(name)
+    return Checkpoint(tensors, config)
+
+
+CASES = {
+    "dflash": Case("DFLASH", lambda: dflash_head(TARGET), 6, False),
+    "dflash, other names": Case("DFLASH", lambda: dflash_head(TARGET), 6, False, stored=aliased),
+    "dflash, windows": Case("DFLASH", lambda: dflash_head(TARGET, **SLIDING), 6, False, (7, 0), (True, False)),
+    "dflash, windows that see the block": Case(
+        "DFLASH", lambda: dflash_head(TARGET, dflash_config={"use_swa": True, "swa_window_size": 9}), 6, False, (9, 9)
+    ),
+    "dflash, causal": Case(
+        "DFLASH", lambda: dflash_head(TARGET, dflash_config={"causal": True}), 6, False, (0, 0), (True, True)
+    ),
+    "dflash, speculators": Case("DFLASH", lambda: speculators_head(TARGET, "dflash"), 5, False),
+    "dspark": Case("DSPARK", lambda: dspark_head(TARGET), 5, True),
+    "dspark, gated": Case("DSPARK", lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True),
+    "dspark, speculators": Case("DSPARK", lambda: speculators_head(TARGET), 5, False),
+    "dspark, speculators, from the anchor": Case(
+        "DSPARK", lambda: speculators_head(TARGET, sample_from_anchor=True), 5, True
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.inference_mode():
+        yield
+
+
+class Rig:
+    """A drafter whose pool and page table are filled for some texts, by the reference's hidden states of the target."""
+
+    def __init__(self, case: Case, folder: Path, ops: Any, texts: list[list[int]], topk: int) -> None:
+        self.checkpoint = case.make()
+        model = load_model(TARGET.write(folder / "target"), torch.float32, CPU)
+        head = load_draft_head(
+            case.stored(self.checkpoint).write(folder / "head"), model, case.algorithm, torch.float32, CPU
+        )
+        assert isinstance(head, BlockHead)
+        head.pack(ops)
+        model.pack(ops)
+        count, g = len(texts), torch.Generator().manual_seed(1)
+        self.pool = KVPool(head.kv_layers, (count + 1) * LENGTH, torch.float32, CPU)
+        self.drafter = BlockDrafter(head, count + 1, topk, ops)
+        self.drafter.attach(ops.attention(self.pool), 0, LENGTH)
+        pages = torch.randperm((count + 1) * LENGTH, generator=g).view(count + 1, LENGTH) + 1
+        pages[count].zero_()
+        kv_len = torch.tensor([*(len(text) - 1 for text in texts), 0])
+        tokens = torch.zeros(count + 1, LENGTH, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(text)
+        floats = torch.zeros(count + 1, 3)
+        floats[NOISY, 0] = 4.0
+        self.table: Any = SimpleNamespace(
+            rows=count, length=LENGTH, page_table=pages, tokens=tokens, kv_len=kv_len, floats=floats,
+            last=tokens.gather(1, kv_len.unsqueeze(1)).squeeze(1), seed=torch.arange(count + 1) + 40,
+        )  # fmt: skip
+        for row, text in enumerate(texts):
+            self._show(row, text)
+
+    def _show(self, row: int, text: list[int]) -> None:
+        """The text in two chunks, then its last positions again as an accepted path of a step."""
+        streams = draft_heads.run_target(TARGET.tensors, TARGET.config, text[:-1]).streams
+        hidden = torch.cat([streams[i + 1] for i in IDS], 1).float()
+        length, rows, none = len(text) - 1, torch.tensor([row]), torch.zeros(0, dtype=torch.int64)
+        cut = length // 2
+        parts = [(0, cut), (cut, length)] if cut else [(0, length)]
+        for start, end in (*parts, (max(length - 3, 0), length)):
+            at = torch.arange(start, end)
+            step = torch.arange(end - start)
+            batch = Batch(
+                rows, torch.tensor(text[start:end]), at, self.table.page_table[row, at], self.table.page_table,
+                torch.tensor([start]), bound=LENGTH,
+            )  # fmt: skip
+            if (start, end) in parts:
+                batch = batch._replace(chunks=(ChunkSpan(0, 0, start, end - start, end == length),))
+            else:
+                path_len = (step + 1).unsqueeze(0)
+                path = step.expand(1, len(step), len(step)).contiguous()
+                batch = batch._replace(path=path, path_len=path_len, window=len(step))
+            count = None if batch.chunks else torch.tensor([end - start])
+            self.drafter.extend(self.table, batch, hidden[start:end], none, count, none)
+
+
+def drawn_noise(seed: int, position: int) -> torch.Tensor:
+    return 4.0 * gumbel(torch.tensor([seed]), torch.tensor([[position]]), VOCAB)[0, 0].double()
+
+
+def texts(count: int) -> list[list[int]]:
+    g = torch.Generator().manual_seed(9)
+    return [torch.randint(0, VOCAB, (2 + 7 * i,), generator=g).tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
+@pytest.mark.parametrize("shape", [TreeShape(4, 1, 5), TreeShape(4, 3, 14), TreeShape(1, 3, 4)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_trees_are_those_of_the_reference(tmp_path: Path, name: str, shape: TreeShape, ops: Any) -> None:
+    case, known = CASES[name], texts(5)
+    rig = Rig(case, tmp_path, ops, known, shape.topk)
+    rows = torch.tensor([4, 0, 2, 1, 3])
+    noisy = torch.tensor([rows.tolist().index(row) for row in NOISY])
+    head = rig.drafter.head
+    assert head.config_of_block.steps == case.rows - (not case.from_anchor)
+    draft = rig.drafter.propose(rig.table, rows, shape, max(map(len, known)), noisy)
+    compared = 0
+    for place, row in enumerate(rows.tolist()):
+        args = case.rows, case.from_anchor, case.windows, case.causal
+        expected = block_pass(TARGET, rig.checkpoint, known[row], *args)
+        at = rig.table.page_table[row, : len(known[row]) - 1]
+        for layer, (k, v) in enumerate(expected.kv):
+            torch.testing.assert_close(rig.pool.kv[layer][at, :, 0].double(), k, rtol=0, atol=CLOSE)
+            torch.testing.assert_close(rig.pool.kv[layer][at, :, 1].double(), v, rtol=0, atol=CLOSE)
+        noise = None
+        if place in noisy.tolist():
+            noise = partial(drawn_noise, 40 + row)
+        tree = draft_heads.draft_tree(expected, *shape.tree, noise=noise)
+        logp = torch.tensor(tree.flat_scores[: shape.topk], dtype=torch.float64)
+        torch.testing.assert_close(rig.drafter._first.logp[row].double(), logp, rtol=0, atol=CLOSE)
+        if tree.gap >= TIE:
+            assert (draft.tokens[place].tolist(), draft.parent[place].tolist()) == (tree.tokens, tree.parents)
+            compared += 1
+    assert compared >= 4
+
+
+def test_a_block_of_one_token_less_than_its_rows() -> None:
+    """What a step may write: the rows of a block, however few nodes it verifies; nothing where nobody drafts."""
+    config = SimpleNamespace(rows=6)
+    head: Any = SimpleNamespace(aux_layers=(1,), kv_layers=(), config_of_block=config)
+    drafter = BlockDrafter(head, 3, 2, TorchOps(CPU))
+    assert drafter.span(PLAIN) == 1 and drafter.span(TreeShape(1, 1, 2)) == 6 and drafter.span(TreeShape(2, 4, 9)) == 9
+    assert drafter.lookahead == drafter.tail == 0
+
+
+def test_what_may_not_follow_is_not_drafted(tmp_path: Path) -> None:
+    known, ops = texts(3), TorchOps(CPU)
+    rig = Rig(CASES["dspark, speculators"], tmp_path, ops, known, 2)
+    rows, none, shape = torch.tensor([2, 1]), torch.zeros(0, dtype=torch.int64), TreeShape(3, 2, 7)
+    free = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    banned = torch.zeros(1, VOCAB, dtype=torch.bool)
+    banned[0, free.tokens[1, 1]] = True
+    rig.drafter.constrain(rig.table, rows[1:], banned, none)
+    held = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    assert torch.equal(held.tokens[0], free.tokens[0])
+    assert held.tokens[1, 1] != free.tokens[1, 1]
+    again = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    assert all(torch.equal(a, b) for a, b in zip(again, free, strict=True)), "it holds for one step"
+
+
+def test_names_of_the_algorithms() -> None:
+    assert [find_drafter(name).heads for name in ("dflash", "DSpark")] == [("dflash", "dspark"), ("dspark", "dflash")]
