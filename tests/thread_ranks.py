@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -126,6 +127,9 @@ def lead(rig: Any, others: list[Any]) -> Any:
 
     def agree() -> int:
         (other,) = threads.others
+        end = time.monotonic() + 20.0  # its thread may be behind; the newest step lands there with the next
+        while own and len(other.landings) < max(len(own) - 1, 1) and time.monotonic() < end:
+            time.sleep(0.001)
         known = min(len(own), len(other.landings))
         for flying, theirs in zip(own[:known], other.landings[:known], strict=True):
             mine = flying.wait()
