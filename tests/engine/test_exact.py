@@ -7,9 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_up_prices import OnMadeUpMachine
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import LOOKUP_ALONE, PLAIN, TreeShape
+from draftwing.ops import make_ops
 from draftwing.ops.torch.assign import new_calibration
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.ngram_drafter import NGramDrafter
+from draftwing.spec.pair_drafter import PairDrafter
+from draftwing.spec.suffix_drafter import SuffixDrafter
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -17,6 +24,7 @@ CUDA = pytest.param(
 RANKS = pytest.param("ranks", marks=pytest.mark.slow)
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
+MENU = (TreeShape(6, 2, 8), CHAIN, TreeShape(1, 1, 2), TreeShape(6, 2, 8, by=LOOKUP_ALONE), PLAIN)  # of a pair
 
 
 pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", RANKS, CUDA], indirect=True, scope="session")
@@ -104,6 +112,41 @@ def test_changing_shapes(harness, case, drafter, lag):
     rig, _ = answer(harness, case, drafter=drafter, policy=harness.Cycle(CHAIN, TREE, BUSHY), miss=1, lag=lag)
     assert rig.stats.shapes == {CHAIN, TREE, BUSHY, PLAIN}
     assert rig.accept_length > (1.5 if drafter == "oracle" else 1.2)  # every fourth step is plain
+
+
+@pytest.mark.parametrize(("lag", "lookup"), [(0, SuffixDrafter), (1, NGramDrafter), (1, SuffixDrafter)])
+def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, lookup):
+    """A model and a lookup, and shapes chosen by what steps bring: two long answers draft, and rest with what the model
+    has not seen of them while short ones run beside them."""
+    model, prompts, params, expected, _ = repetitive
+    ops, copied = make_ops(torch.device(harness.device)), TreeShape(6, 2, 8)
+    draft = harness.tiny_model(seed=3, sharpen=3.0)  # right where it is greedy, else now and then
+    (draft,) = getattr(draft, "whole", (draft,))
+    seen, spread = [], hasattr(model, "whole")
+
+    def make(share=None):
+        grown = ModelDrafter(DraftLM(draft, harness.VOCAB), 7, CHAIN.topk, torch.float32, ops)
+        catch_up = grown.catch_up
+        grown.catch_up = lambda *args: (seen.append(args[-1]), catch_up(*args))
+        return PairDrafter(grown, lookup(7, ops, capacity=4096), CHAIN, copied)
+
+    policy = OnMadeUpMachine(MENU)
+    rig = harness.Rig(model, drafter=make if spread else make(), policy=policy, lag=lag)
+
+    def between(turn):
+        if turn in (6, 28, 50):
+            for i in range(2, 6):
+                param = harness.greedy(14) if i % 2 else harness.seeded(14, seed=i, temperature=0.3)
+                rig.submit(f"{i} {turn}", prompts[i], param)
+
+    for i in range(2):
+        rig.submit(str(i), prompts[i], params[i])
+    got = rig.run(between=between)
+    for uid, tokens in got.tokens.items():
+        assert tokens == expected.tokens[uid[0]][: len(tokens)] and len(tokens) == (14 if " " in uid else 90)
+    assert len(rig.stats.shapes) > 2 and policy.chosen[CHAIN] > 5 and policy.chosen[PLAIN] > 15
+    assert sum(seen) >= 3, "rows caught up to draft at once"
+    assert rig.accept_length > 1.3
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17])

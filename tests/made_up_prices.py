@@ -1,0 +1,39 @@
+"""The policy of a real engine on a machine whose steps take made-up times: what it chooses is the same in each run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from draftwing.core import LOOKUP_ALONE, StepResult, TreeShape
+from draftwing.sched.policy import Load, MostTokens
+from draftwing.sched.prices import Prices
+
+
+class OnMadeUpMachine(MostTokens):
+    """Drafts cost little for few rows and a lot for many, so that few draft and many rest. `chosen` counts steps by
+    shape."""
+
+    FEW = 4  # rows
+
+    def __init__(self, menu: Sequence[TreeShape]) -> None:
+        prices = Prices(menu, False)
+        for shape in menu:
+            for rows in (1, 2, 3, 4, 6, 8, 16, 32):
+                prices.measured(shape, rows, 0, self.seconds(shape, rows))
+        super().__init__(menu, prices, sees_predictions=True, least=1)
+        self.chosen = dict.fromkeys(menu, 0)
+
+    def seconds(self, shape: TreeShape, rows: int) -> float:
+        levels = 0 if shape.by == LOOKUP_ALONE else shape.depth
+        return 1e-3 * (2.0 + 0.2 * levels + (0.1 if rows <= self.FEW else 3.0) * rows * (shape.queries - 1))
+
+    def choose(self, load: Load) -> TreeShape:
+        shape = super().choose(load)
+        self.chosen[shape] += 1
+        return shape
+
+    def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
+        late = 1e-4 if result.catching_up else 0.0
+        seconds = self.seconds(shape, len(load.confidences)) + late
+        super().record(shape, load, replace(result, seconds=seconds, catching_up=late), plain)
