@@ -7,10 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from reference.exact_heads import exact_dspark
 
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.graphs import prefill as prefill_graphs
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.loader import load_model
+from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
@@ -32,10 +36,13 @@ def interpreted(mended_interpreter):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "graph_size", "tree"), [(None, 1, TREE), ("ngram", 0, TREE), ("model", 0, TREE), ("model", 0, PART)]
+    ("drafter", "graph_size", "tree"),
+    [(None, 1, TREE), ("ngram", 0, TREE), ("model", 0, TREE), ("model", 0, PART), ("block", 0, TREE)],
 )
-def test_the_text_is_the_same(harness, request, monkeypatch, drafter, graph_size, tree):
-    model = harness.tiny_model()
+def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, graph_size, tree):
+    model, exact = harness.tiny_model(), exact_dspark()
+    if drafter == "block":
+        model = load_model(exact.target.write(tmp_path / "target"), torch.float32, "cpu")
     prompts = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]]
     params = [harness.greedy(5), harness.seeded(3, top_k=20, top_p=0.9)]
     expected = harness.plain_answers(model, prompts, params)
@@ -43,6 +50,9 @@ def test_the_text_is_the_same(harness, request, monkeypatch, drafter, graph_size
     monkeypatch.setattr(prefill_graphs, "SIZES", (16,))  # as long as the prompts: the interpreter is slow
     if drafter == "model":
         head = DraftLM(harness.tiny_model(), harness.VOCAB)  # the target itself: all is accepted
+        drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
+    elif drafter == "block":
+        head = load_draft_head(exact.head.write(tmp_path / "head"), model, "DSPARK", torch.float32, "cpu")
         drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
     shapes = (tree, PLAIN) if drafter else (PLAIN,)
     rig = harness.Rig(
@@ -57,3 +67,4 @@ def test_the_text_is_the_same(harness, request, monkeypatch, drafter, graph_size
     assert any(key is None for key in calls) and any(key is not None for key in calls) == (graph_size > 0)
     if rig.drafter is not None:
         assert tree in rig.stats.shapes
+        assert not isinstance(rig.drafter, BlockDrafter) or rig.accept_length > 2

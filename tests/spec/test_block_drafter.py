@@ -153,7 +153,24 @@ def texts(count: int) -> list[list[int]]:
 @pytest.mark.parametrize("shape", [TreeShape(4, 1, 5), TreeShape(4, 3, 14), TreeShape(1, 3, 4)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_trees_are_those_of_the_reference(tmp_path: Path, name: str, shape: TreeShape, ops: Any) -> None:
-    case, known = CASES[name], texts(5)
+    compare(CASES[name], tmp_path, ops, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mended_interpreter")
+@pytest.mark.parametrize("name", ["dflash, windows", "dspark, gated"])
+def test_trees_of_kernels_for_a_gpu(tmp_path: Path, name: str) -> None:
+    """Interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted where there is a GPU")
+    from draftwing.ops.triton.ops import TritonOps
+
+    compare(CASES[name], tmp_path, TritonOps(CPU), TreeShape(4, 2, 8))
+
+
+def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
+    known = texts(5)
     rig = Rig(case, tmp_path, ops, known, shape.topk)
     rows = torch.tensor([4, 0, 2, 1, 3])
     noisy = torch.tensor([rows.tolist().index(row) for row in NOISY])
@@ -172,11 +189,11 @@ def test_trees_are_those_of_the_reference(tmp_path: Path, name: str, shape: Tree
         if place in noisy.tolist():
             noise = partial(drawn_noise, 40 + row)
         tree = draft_heads.draft_tree(expected, *shape.tree, noise=noise)
-        logp = torch.tensor(tree.flat_scores[: shape.topk], dtype=torch.float64)
-        torch.testing.assert_close(rig.drafter._first.logp[row].double(), logp, rtol=0, atol=CLOSE)
         if tree.gap >= TIE:
             assert (draft.tokens[place].tolist(), draft.parent[place].tolist()) == (tree.tokens, tree.parents)
             compared += 1
+        logp = torch.tensor(tree.flat_scores[: shape.topk], dtype=torch.float64)
+        torch.testing.assert_close(rig.drafter._first.logp[row].double(), logp, rtol=0, atol=CLOSE)
     assert compared >= 4
 
 

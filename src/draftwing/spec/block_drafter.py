@@ -75,7 +75,7 @@ class BlockDrafter(Drafter):
         at = table.kv_len.index_select(0, rows).unsqueeze(1) + step  # [B, Q]
         ids = torch.full_like(at, config.mask)
         ids[:, 0].copy_(table.last.index_select(0, rows))
-        path = step.expand(size, config.rows, config.rows)
+        path = step.expand(size, config.rows, config.rows).contiguous()
         everything = Batch(
             rows=rows,
             ids=ids.flatten(),
