@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -28,6 +30,8 @@ using std::min;
 
 struct uint4 { u32 x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct uint2 { u32 x, y; };
+struct float4 { float x, y, z, w; };
 struct Index { int x, y; };
 struct Copy { void* to; const void* from; int bytes; };
 struct Lane { u32 a[4], b[2]; float* d; };
@@ -49,7 +53,7 @@ static std::vector<int> warp_arrived, block_arrived;  // at barriers, in all
 static int cluster_arrived, threads, first_block, me;
 static long steps;  // barriers that somebody has come to
 static jmp_buf scheduler;
-static bool early;  // copies happen as early as they can; else as late
+static int early;  // copies happen as early as they can; else as late. So do instructions, but for 2: as late as they can
 
 static void enter(int fiber) {
     me = fiber;
@@ -167,7 +171,7 @@ static void do_wide(const Wide& wide) {
 template <int TOKEN_TILES>
 static void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b) {
     const Wide wide = {{a0, a1, a2, a3}, d, b, TOKEN_TILES};
-    if (early) do_wide(wide);
+    if (early == 1) do_wide(wide);
     else wide_open[me].push_back(wide);
 }
 static void end_wide() {
@@ -178,6 +182,57 @@ template <int LEFT>
 static void wait_wide() {
     for (auto& groups = wide_groups[me]; groups.size() > LEFT; groups.pop_front())
         for (const Wide& wide : groups.front()) do_wide(wide);
+}
+
+// A barrier opens when all have arrived and all copies that it is to see are done: at once, or when it is waited for.
+typedef unsigned long long Barrier;
+struct Open { int count = 0, missing = 0, times = 0; std::vector<Copy> copies; };
+static std::map<const Barrier*, Open> barriers;
+static bool opens(Open& open) {
+    if (open.missing) return false;
+    for (const Copy& copy : open.copies) finish(copy);
+    open.copies.clear();
+    open.missing = open.count;
+    ++open.times, ++steps;
+    return true;
+}
+static void init_barrier(Barrier* barrier, int count) {
+    *barrier = 0;  // has to be within the block's memory
+    barriers[barrier] = {count, count};
+}
+static void show_barriers() {}
+static void arrive(Barrier* barrier) {
+    Open& open = barriers.at(barrier);
+    if (!open.missing) abort();  // one too many
+    --open.missing, ++steps;
+    if (open.copies.empty()) opens(open);
+}
+static void copy_bulk(u16* to, const u16* from, int bytes, Barrier* barrier) {
+    Open& open = barriers.at(barrier);
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !open.missing) abort();
+    --open.missing, ++steps;
+    open.copies.push_back({to, from, bytes});
+    if (early) opens(open);
+}
+static void wait_barrier(Barrier* barrier, int parity) {
+    const int fiber = me;
+    Open& open = barriers.at(barrier);
+    while (open.times % 2 == parity && !(open.copies.size() && opens(open))) {
+        leave(fiber);
+        enter(fiber);
+    }
+}
+static float4 load_four(const float* p) {
+    if ((uintptr_t)p % 16) abort();
+    return {p[0], p[1], p[2], p[3]};
+}
+static float4 load_four_from_rank(const float* p, int rank) {
+    return load_four(memory[rank].data() + (p - shared_memory()));
+}
+static uint2 load_four_values(const u16* p) {
+    uint2 v;
+    memcpy(&v, p, 8);
+    return v;
 }
 
 #ifdef GROUPS
@@ -273,6 +328,7 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             warp_arrived.assign(fibers.size() / 32, 0);
             block_arrived.assign(cluster, 0);
             cluster_arrived = 0;
+            barriers.clear();
             run_cluster();
             for (auto& block : memory)
                 for (size_t i = shared / 4; i < block.size(); ++i) kept &= block[i] == GUARD;
@@ -283,10 +339,22 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 extern "C" void groups(const u32* scales, const u32* zeros, int there) { group = {scales, zeros, there}; }
 
 #ifdef GROUPS
-extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int N, int K, int grid_x,
-                           int grid_y) {
+template <class BODY>
+static void each_thread(int grid_x, int grid_y, BODY body) {
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) unpack_all(w, scales, zeros, y, N, K);
+            for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) body();
 }
+
+#ifdef TALL
+extern "C" void run_order(void (*order)(const u16*, u16*, int, int), const u16* x, u16* y, int M, int K, int grid_x,
+                          int grid_y) {
+    each_thread(grid_x, grid_y, [&] { order(x, y, M, K); });
+}
+#else
+extern "C" void run_unpack(const u16* w, const u32* scales, const u32* zeros, u16* y, int N, int K, int grid_x,
+                           int grid_y) {
+    each_thread(grid_x, grid_y, [&] { unpack_all(w, scales, zeros, y, N, K); });
+}
+#endif
 #endif

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gemm_inputs import pointer, quantized, random
 from torch import Tensor
 
 from draftwing.ops.cuda import gemm, gemm_groups
 from draftwing.ops.cuda.gemm import Shape
 from draftwing.ops.cuda.gemm_groups import TILES, Width
 from draftwing.ops.groups import WHOLE, PackedGroups, pack, unpacked, why_not
-from draftwing.ops.types import QuantizedRows
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 PROCESSORS = 1  # so few that blocks that stay have work
@@ -87,10 +87,6 @@ class Host:
         return out
 
 
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
-
-
 def shapes_of(width: Width) -> dict[tuple[str, int], Shape]:
     return gemm_groups.shapes_for(width.bits, (9, 0))
 
@@ -107,28 +103,6 @@ def width(request: pytest.FixtureRequest) -> Width:
 @pytest.fixture(scope="module")
 def run(width: Width, tmp_path_factory: pytest.TempPathFactory) -> Host:
     return Host(tmp_path_factory.mktemp("groups"), width)
-
-
-def quantized(width: Width, rows: int, columns: int, tall: int, wide: int, seed: int = 1) -> QuantizedRows:
-    made = torch.Generator().manual_seed(seed)
-    tall, wide = tall or rows, wide or columns
-    down, across = -(-rows // tall), -(-columns // wide)
-    scales = (torch.rand(down, across, generator=made) + 0.5) * columns**-0.5
-    if width.bits == 8 and not width.fp8:
-        codes = torch.randint(-128, 128, (rows, columns), generator=made).to(torch.int8)
-        return QuantizedRows(codes, 8, scales / 64, None, tall, wide, None)
-    if width.fp8:
-        codes = torch.randint(0, 127, (rows, columns), generator=made) + 128 * torch.randint(
-            0, 2, (rows, columns), generator=made
-        )
-        return QuantizedRows(codes.to(torch.uint8).view(torch.float8_e4m3fn), 8, scales / 64, None, tall, wide, None)
-    codes = torch.randint(-8, 8, (rows, columns), generator=made).to(torch.int8)
-    zeros = torch.randint(-9, 9, (down, across), generator=made).to(torch.int16) if width.zeros else None
-    return QuantizedRows(codes, 4, scales / 4, zeros, tall, wide, None)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def test_unpacking(run: Host, width: Width) -> None:

@@ -190,11 +190,12 @@ def compile_launch(launch: Launch) -> None:
 
 def _compile_products(job: Job) -> None:
     from draftwing.models.loader import load_config
-    from draftwing.ops.cuda import gemm, gemm_groups
+    from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 
     gemm.compile_ahead(job.dtype, job.capability)
     for width in _widths(job.options.quantization, load_config(job.path).quantization):
         gemm_groups.compile_ahead(job.dtype, width, job.capability)
+        gemm_tall.compile_ahead(job.dtype, width, job.capability)
 
 
 def _widths(asked: str, stored: Quantization | None) -> set[Width]:

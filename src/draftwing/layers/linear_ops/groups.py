@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Up to this many rows weights are dequantised in registers, by a kernel that reads them once for 64 rows; beyond, a
-# matrix is multiplied out first and then has the GEMMs of a dense one.
+# Up to this many rows weights are dequantised in registers, by a kernel that reads them once for 64 rows; beyond, they
+# are where the device has kernels for it (`tall_gemm`), or a matrix is multiplied out first and then has the GEMMs of a
+# dense one.
 _FEW = 128
 
 
@@ -115,9 +116,10 @@ class Groups(Dense):
 
 
 class PackedLinear(LinearOp):
-    """The device's kernels for few rows of activations; for more, the matrix multiplied out for the time of one GEMM.
+    """The device's kernels for few rows of activations; for more, those for many where there are any, or the matrix
+    multiplied out for the time of one GEMM.
 
-    Without deterministic mode the two round differently, as the two GEMMs of a dense weight do.
+    Without deterministic mode these round differently, as the two GEMMs of a dense weight do.
     """
 
     def __init__(self, layer: Linear, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
@@ -125,6 +127,7 @@ class PackedLinear(LinearOp):
         self._weight = weight
         self._gemm = ops.group_gemm(weight)
         self._exact = ops.small_m_gemm(weight.scales.new_empty(1, weight.columns)) if mode.deterministic else None
+        self._tall = None if mode.deterministic else ops.tall_gemm(weight)
         if mode.deterministic and self._exact is None:
             raise ConfigError(f"--enable-deterministic-inference: expected {mode.name} on a device with GEMMs for it")
 
@@ -134,6 +137,8 @@ class PackedLinear(LinearOp):
         x = self._ordered(x)
         if x.shape[0] <= _FEW:
             return self._gemm.linear(x, self._weight, bias, residual)
+        if self._tall is not None and (y := self._tall.linear(x, self._weight, bias, residual)) is not None:
+            return y
         weight = self._gemm.dense(self._weight)
         if self._exact is not None:
             return self._exact.linear(x, weight, bias, residual, fresh=True)
@@ -143,12 +148,14 @@ class PackedLinear(LinearOp):
         return y if residual is None else y + residual
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        if self._weight.rows % 32 or (x.shape[0] > _FEW and self._exact is None):
+        few = x.shape[0] <= _FEW
+        if self._weight.rows % 32 or (not few and self._exact is None and self._tall is None):
             return None
         x = self._ordered(x)
-        if x.shape[0] <= _FEW:
+        if few:
             return self._gemm.gated(x, self._weight, bias)
-        assert self._exact is not None
+        if self._exact is None:
+            return None if self._tall is None else self._tall.gated(x, self._weight, bias)
         return self._exact.gated(x, self._gemm.dense(self._weight), bias, fresh=True)
 
     @property

@@ -49,6 +49,10 @@ class Width(NamedTuple):
         return self.bits // 4 * 512 + words * 128
 
 
+def width_of(weight: PackedGroups) -> Width:
+    return Width(weight.bits, weight.zeros is not None, weight.shift, weight.fp8)
+
+
 # By bits, as measured best on one H200 with the weights of an 8B model: what needs no clusters, and what takes the
 # place of it where there are clusters, or is there beside it. What `shared` cuts there from 32 rows on is cut elsewhere
 # as in bfloat16.
@@ -207,13 +211,16 @@ def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int],
 def read_source(width: Width, shapes: Shapes) -> str:
     """What is compiled."""
     parts = read_files((*FILES, "gemm_groups.cu"))
-    parts.append(
-        f"using Weights = Groups<{width.bits}, {str(width.zeros).lower()}, {width.shift}, "
-        f"{str(width.bits == 8 and not width.fp8).lower()}>;\n"
-    )
+    parts.append(weights_line(width))
     parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
     parts.append("UNPACK_KERNEL(unpack_all)\n")
     return "".join(parts)
+
+
+def weights_line(width: Width) -> str:
+    """Names the weights of a width for the kernels behind it."""
+    int8 = str(width.bits == 8 and not width.fp8).lower()
+    return f"using Weights = Groups<{width.bits}, {str(width.zeros).lower()}, {width.shift}, {int8}>;\n"
 
 
 @functools.cache

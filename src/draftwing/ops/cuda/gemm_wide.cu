@@ -27,19 +27,28 @@ __device__ __forceinline__ unsigned long long descriptor(const u16* matrices) {
     SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"                     \
             ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
+#define SUMS_96                                                                                                    \
+    SUMS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"                     \
+            ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SUMS_128                                                                                                   \
+    SUMS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"         \
+            ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define D4_8(M) D4(M), D4(M + 1), D4(M + 2), D4(M + 3), D4(M + 4), D4(M + 5), D4(M + 6), D4(M + 7)
+
 // d += a b^T for 16 columns, of which matrices b and b + TOKEN_TILES * 64 are the halves. Is done when waited for.
 template <int TOKEN_TILES>
 __device__ __forceinline__ void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b) {
-    static_assert(TOKEN_TILES == 2 || TOKEN_TILES == 4 || TOKEN_TILES == 8 || TOKEN_TILES == 16);
+    static_assert(TOKEN_TILES == 2 || TOKEN_TILES == 4 || (TOKEN_TILES % 8 == 0 && TOKEN_TILES <= 32));
     const unsigned long long at = descriptor<TOKEN_TILES>(b);
     if constexpr (TOKEN_TILES == 2) WIDE_MMA(16, SUMS_8, "%8", "%9", "%10", "%11", "%12", D4(0), D4(1));
     if constexpr (TOKEN_TILES == 4)
         WIDE_MMA(32, SUMS_16, "%16", "%17", "%18", "%19", "%20", D4(0), D4(1), D4(2), D4(3));
-    if constexpr (TOKEN_TILES == 8)
-        WIDE_MMA(64, SUMS_32, "%32", "%33", "%34", "%35", "%36", D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7));
-    if constexpr (TOKEN_TILES == 16)
-        WIDE_MMA(128, SUMS_64, "%64", "%65", "%66", "%67", "%68", D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7),
-                 D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15));
+    if constexpr (TOKEN_TILES == 8) WIDE_MMA(64, SUMS_32, "%32", "%33", "%34", "%35", "%36", D4_8(0));
+    if constexpr (TOKEN_TILES == 16) WIDE_MMA(128, SUMS_64, "%64", "%65", "%66", "%67", "%68", D4_8(0), D4_8(8));
+    if constexpr (TOKEN_TILES == 24)
+        WIDE_MMA(192, SUMS_96, "%96", "%97", "%98", "%99", "%100", D4_8(0), D4_8(8), D4_8(16));
+    if constexpr (TOKEN_TILES == 32)
+        WIDE_MMA(256, SUMS_128, "%128", "%129", "%130", "%131", "%132", D4_8(0), D4_8(8), D4_8(16), D4_8(24));
 }
 
 __device__ __forceinline__ void begin_wide() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -60,6 +60,16 @@ class GroupGemm(Protocol):
         ...
 
 
+class TallGemm(Protocol):
+    """The same for many rows, whose bits may depend on the batch. None: there is no kernel for so many."""
+
+    def linear(
+        self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor | None: ...
+
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None: ...
+
+
 class BlockGemm(FewRowsGemm, Protocol):
     """The GEMM of a weight in blocks, for any number of rows; a row has the same bits among any."""
 
@@ -227,6 +237,10 @@ class LayerOps:
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
         """The GEMMs for such a weight; only where `keeps_groups`."""
         raise NotImplementedError
+
+    def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
+        """The GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is multiplied out."""
+        return None
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         """rows, to which `groups.why_not` has nothing to say, on this device. dtype: of activations."""

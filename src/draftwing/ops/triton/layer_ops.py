@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from draftwing.ops import groups
-from draftwing.ops.cuda import gemm, gemm_groups
+from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, SmallMGemm
+from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, SmallMGemm, TallGemm
 from draftwing.ops.triton import layers
 from draftwing.ops.types import QuantizedRows
 from draftwing.ops.upload import uploaded
@@ -41,8 +41,10 @@ class TritonLayerOps(LayerOps):
         return self.device.type == "cuda"
 
     def group_gemm(self, weight: PackedGroups) -> GroupGemm:
-        width = gemm_groups.Width(weight.bits, weight.zeros is not None, weight.shift, weight.fp8)
-        return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, width)
+        return gemm_groups.group_gemm(weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight))
+
+    def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
+        return gemm_tall.tall_gemm(weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight))
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         return groups.pack(rows, dtype, self.device)

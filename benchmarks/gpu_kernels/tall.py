@@ -1,0 +1,183 @@
+"""GEMMs of many rows with quantised weights: shapes of gemm_tall.cu, what they compute and their times.
+
+    python benchmarks/gpu_kernels/tall.py [seconds]    # measure no more from then on
+
+Products are those of an 8B Llama model (quantised.py), beside the matrix multiplied out for cuBLAS, and cuBLAS with
+bfloat16 weights; those of gate.up are without the activation, which is part of the kernels here. What differs from a
+float64 product by more than bfloat16 does is said to be WRONG and is not taken. The best shapes come last, as
+`TallShape` takes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from quantised import PRODUCTS, WIDTHS, Product, copies, each_us, inputs, mm, packed, unpack_first
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm_groups import group_gemm
+from draftwing.ops.cuda.gemm_tall import TallGemm, TallShape, compile_tall
+from draftwing.ops.groups import PackedGroups
+
+CAPABILITY = (9, 0)
+SHAPES = tuple(
+    TallShape(*cut, cluster=cluster, blocks=blocks)
+    for cut, clusters, blocks in (
+        ((64, 2, 2, 6, 4), (1, 2, 4), 1),  # tokens, warp groups, row tiles, stages, ahead
+        ((64, 2, 1, 4, 4), (1, 4), 2),
+        ((128, 2, 2, 5, 4), (1, 2, 4), 1),
+        ((128, 2, 2, 4, 3), (1,), 1),
+        ((128, 2, 1, 3, 3), (1, 2, 4), 2),
+        ((192, 2, 1, 4, 4), (1, 2), 1),
+        ((256, 2, 1, 4, 4), (1, 2, 4), 1),
+    )
+    for cluster in clusters
+)
+KINDS = ("plain", "add", "silu")
+ROWS = (96, 128, 192, 256, 512, 1024, 2048)
+TIMED = ("fp8", "int4")
+
+
+def compile_one(label: str, index: int) -> str | None:
+    """Fills the cache; runs in a process without a GPU."""
+    try:
+        compile_tall(WIDTHS[label], named(index), CAPABILITY)
+    except RuntimeError as error:
+        return f"{SHAPES[index].call}: {str(error)[-200:]}"
+    return None
+
+
+def named(index: int) -> dict[tuple[str, int], TallShape]:
+    return {(kind, index): SHAPES[index] for kind in KINDS}
+
+
+def call(ours: TallGemm, product: Product, x: Tensor, extra: Tensor, bias: Tensor | None, w: PackedGroups) -> Tensor:
+    if product.kind == "silu":
+        out = ours.gated(x, w, bias)
+    else:
+        out = ours.linear(x, w, bias, extra if product.kind.startswith("add") else None)
+    assert out is not None
+    return out
+
+
+def select(ours: TallGemm, product: Product, index: int) -> None:
+    ours.only = product.kind.removesuffix("_long"), index
+
+
+def expected_of(product: Product, matrix: Tensor, x: Tensor, extra: Tensor, bias: Tensor) -> Tensor:
+    y = x.double() @ matrix.double().T + bias.double()
+    if product.kind == "silu":
+        gate, up = y.chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up
+    return y + extra.double() if product.kind.startswith("add") else y
+
+
+def right(label: str, product: Product, kernels: Sequence[TallGemm | None], weight: PackedGroups) -> list[bool]:
+    """By shape: whether the results are those of a float64 product."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    matrix = group_gemm(device, torch.bfloat16, WIDTHS[label]).dense(weight)
+    found = [ours is not None for ours in kernels]
+    for rows in (77, 333):
+        x, extra = inputs(product, rows)
+        bias = torch.randn(product.features, device="cuda").bfloat16()
+        expected = expected_of(product, matrix, x, extra, bias)
+        for i, ours in enumerate(kernels):
+            if ours is None or not found[i]:
+                continue
+            select(ours, product, i)
+            try:
+                got = [call(ours, product, x, extra, bias, weight) for _ in range(3)]
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                if "launch" not in str(error) and "resources" not in str(error) and "argument" not in str(error):
+                    raise
+                print(f"{label} {product.name} {SHAPES[i].call}: {error}")
+                found[i] = False
+                continue
+            close = torch.isclose(got[0].double(), expected, rtol=2**-7, atol=4e-3)
+            same = all(torch.equal(part, got[0]) for part in got)
+            if not close.all() or not same:
+                worst = (got[0].double() - expected).abs().max().item()
+                print(f"WRONG: {label} {product.name} {rows} {SHAPES[i]}: {(~close).sum().item()} of {close.numel()}, "
+                      f"by {worst:.3g}, {'the same' if same else 'others'} each time", flush=True)  # fmt: skip
+                found[i] = False
+    return found
+
+
+def worth_it(shape: TallShape, product: Product, rows: int) -> bool:
+    """Not mostly without work, nor with far more blocks than there is room for."""
+    width = product.features // (2 if product.kind == "silu" else 1)
+    across, down = shape.grid(product.kind, rows, width)
+    return shape.tokens < 2 * rows and (shape.cluster == 1 or across * down <= 300)
+
+
+def cells(label: str, product: Product, until: float) -> list[str]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    every = copies(packed(product, WIDTHS[label]), 6)
+    kernels = [kernel_of(label, i) for i in range(len(SHAPES))]
+    good, lines = right(label, product, kernels, every[0]), []
+    dense = [group_gemm(device, torch.bfloat16, WIDTHS[label]).dense(w) for w in every[:2]]
+    for rows in ROWS:
+        if time.monotonic() > until:
+            break
+        x, extra = inputs(product, rows)
+        weights: Sequence[Any] = every if rows <= 256 else every[:2]
+        found = []
+        for i, ours in enumerate(kernels):
+            if ours is not None and good[i] and worth_it(SHAPES[i], product, rows):
+                select(ours, product, i)
+                found.append((each_us(functools.partial(call, ours, product, x, extra, None), weights, 7), i))
+        if not found:
+            continue
+        found.sort()
+        first = each_us(
+            functools.partial(unpack_first, group_gemm(device, torch.bfloat16, WIDTHS[label]), x), weights, 7
+        )
+        plain = each_us(functools.partial(mm, x), dense, 7)
+        best = " ".join(f"{took:.0f}:{text(SHAPES[i])}" for took, i in found[:3])
+        lines.append(f"{label:5s}{product.name:8s}{rows:5d} {found[0][0]:7.1f} {first:7.1f} {plain:7.1f} "
+                     f"{plain / found[0][0]:5.0%}  {best}")  # fmt: skip
+    return lines
+
+
+def text(shape: TallShape) -> str:
+    return (
+        f"{shape.tokens},{shape.groups},{shape.row_tiles},{shape.stages},{shape.ahead},{shape.cluster},{shape.blocks}"
+    )
+
+
+@functools.cache
+def kernel_of(label: str, index: int) -> TallGemm | None:
+    device, shape = torch.device("cuda", torch.cuda.current_device()), SHAPES[index]
+    if shape.blocks * (shape.shared_bytes(WIDTHS[label].part) + 1024) > 228 << 10:
+        return None
+    return TallGemm(device, WIDTHS[label], named(index))
+
+
+def main(seconds: float) -> None:
+    begin, lines = time.monotonic(), []
+    jobs = [(label, index) for label in WIDTHS for index in range(len(SHAPES))]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
+        failed = list(filter(None, workers.map(compile_one, *zip(*jobs, strict=True))))
+    print(f"{len(jobs)} modules, {time.monotonic() - begin:.0f} s to compile; failed: {failed[:3]}", flush=True)
+    for label in WIDTHS:
+        for product in PRODUCTS:
+            if label in TIMED:
+                lines += cells(label, product, begin + seconds)
+            elif product.depth == PRODUCTS[0].depth:
+                right(label, product, [kernel_of(label, i) for i in range(len(SHAPES))], packed(product, WIDTHS[label]))
+    print(f"{time.monotonic() - begin:.0f} s; rows, microseconds: best, multiplied out and cuBLAS, cuBLAS in bfloat16, "
+          "the share of its rate; the best three: tokens, groups, row tiles, stages, ahead, cluster, blocks")  # fmt: skip
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 75.0)

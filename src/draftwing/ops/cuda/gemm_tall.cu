@@ -1,0 +1,258 @@
+// Follows gemm_groups.cu: the GEMM of more than 64 rows with weights in 4 or 8 bits (wgmma, compute capability 9.0 alone).
+//
+// As in gemm_wide.cu weights become an instruction's first operand in registers, and x is read from shared memory. But
+// here all of K has one sum, whose bits are not those of the other kernels. `order_x` first writes x as shared memory is
+// to have it: panels of TOKENS rows and a chunk, one after the other along K, each the matrices of 8 rows and 8 columns
+// that `wide_mma` reads. So a panel comes by one bulk copy.
+//
+// One thread asks for panels. A stage has two barriers: `full` opens when its panel is there, `empty` when all warps have
+// done with it. A warp for this alone would leave the others too few registers: they are given out by four warps. Weights
+// come by way of rings that each lane has for its own, as in `wide_gemm`.
+
+#define LATE 2  // chunks: so far a warp group may be behind the other before that waits
+
+#ifndef ON_HOST
+typedef unsigned long long Barrier;
+
+__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void init_barrier(Barrier* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_at(barrier)), "r"(count) : "memory");
+}
+
+// New barriers become visible to bulk copies, and behind __syncthreads to all.
+__device__ __forceinline__ void show_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(barrier)) : "memory");
+}
+
+// Copies from global to shared memory, at whose end `barrier` opens; its count is 1. bytes: a multiple of 16.
+__device__ __forceinline__ void copy_bulk(u16* to, const u16* from, int bytes, Barrier* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_at(barrier)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_at(to)),
+                 "l"(from), "r"(bytes), "r"(shared_at(barrier))
+                 : "memory");
+}
+
+// Until the barrier has opened an odd (parity 0) or even number of times.
+__device__ __forceinline__ void wait_barrier(Barrier* barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred open;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1;\n@open bra done;\nbra again;\ndone:\n}" ::"r"(
+            shared_at(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ float4 load_four(const float* p) { return *(const float4*)p; }
+
+__device__ __forceinline__ float4 load_four_from_rank(const float* p, int rank) {
+    float4 v;
+    asm volatile("{.reg .u32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(shared_at(p)), "r"(rank)
+                 : "memory");
+    return v;
+}
+
+// Volatile for the reason that `load_value` has.
+__device__ __forceinline__ uint2 load_four_values(const u16* p) {
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+#endif
+
+// sums [TOKENS][pitch_of(ROWS)] in each block of a cluster, by all its threads -> y, as `store_results` does it, of four
+// features at a time.
+template <int POWER, int CLUSTER, int ROWS, int TOKENS, int THREADS, int KIND>
+__device__ __forceinline__ void store_tall(const float* sums, const u16* __restrict__ bias,
+                                           const u16* __restrict__ extra, u16* __restrict__ y, int row0, int token0,
+                                           int M, int N) {
+    constexpr int PITCH = pitch_of(ROWS), FOURS = (KIND == SILU_MUL ? ROWS / 2 : ROWS) / 4;
+    for (int i = blockIdx.x % CLUSTER * THREADS + threadIdx.x; i < FOURS * TOKENS; i += CLUSTER * THREADS) {
+        const int row = i % FOURS * 4, m = i / FOURS, n = row0 + row, token = token0 + m;
+        if (n >= N || token >= M) continue;
+        const size_t at = (size_t)token * N + n;
+        const float* const from = sums + m * PITCH + (KIND == SILU_MUL ? row / 8 * 16 + row % 8 : row);
+        uint2 before = {0, 0};
+        if (KIND == ADD) before = load_four_values(extra + at);
+        auto sum_of = [&](const float* p, const u16* its_bias, float (&out)[4]) {
+            out[0] = out[1] = out[2] = out[3] = 0.f;
+#pragma unroll
+            for (int v = 0; v < CLUSTER; ++v) {
+                float4 part;
+                if constexpr (CLUSTER > 1) part = load_four_from_rank(p, v);
+                else part = load_four(p);
+                out[0] += part.x, out[1] += part.y, out[2] += part.z, out[3] += part.w;
+            }
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (POWER > 0) out[k] *= (float)(1 << POWER);
+                if (bias) out[k] += to_float(its_bias[k]);
+            }
+        };
+        float sum[4], up[4];
+        sum_of(from, bias + n, sum);
+        if (KIND == SILU_MUL) sum_of(from + 8, bias + N + n, up);
+        u16 out[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const u32 pair = k < 2 ? before.x : before.y;
+            if (KIND == ADD) sum[k] += to_float((u16)(k % 2 ? pair >> 16 : pair));
+            if (KIND == SILU_MUL) sum[k] = sum[k] / (1.f + __expf(-sum[k])) * up[k];
+            out[k] = from_float(sum[k]);
+        }
+        *(uint2*)(y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
+    }
+}
+
+// WARP_GROUPS warp groups, each with ROW_TILES * 64 features and TOKEN_TILES * 8 rows of x, AHEAD chunks of weights and STAGES
+// of x in flight or read. CLUSTER blocks have the same features and rows, and each every so many chunks. Blocks side by
+// side have the same weights. N, of a gate or of all: a multiple of 16.
+template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER, int KIND>
+__device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGHTS weights,
+                                          const u16* __restrict__ bias, const u16* __restrict__ extra,
+                                          u16* __restrict__ y, int M, int N, int K) {
+    constexpr int TOKENS = TOKEN_TILES * 8, WARPS = WARP_GROUPS * 4, ROWS = WARPS * ROW_TILES * 16, PITCH = pitch_of(ROWS);
+    constexpr int STAGE = TOKENS * CHUNK;  // of x, u16
+    constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
+    static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
+    extern __shared__ float sums[];  // first [STAGES][STAGE] of u16, rings and barriers, then [TOKENS][PITCH]
+    u16* const stages = (u16*)sums;
+    u16* const rings = stages + STAGES * STAGE;
+    u32* const ring_words = (u32*)(rings + WARPS * AHEAD * ROW_TILES * UNITS);
+    Barrier* const full = (Barrier*)(ring_words + WARPS * AHEAD * ROW_TILES * WORDS);
+    Barrier* const empty = full + STAGES;
+    launch_dependents();
+    const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), rank = blockIdx.x % CLUSTER;
+    const int token_block = blockIdx.x / CLUSTER, row0 = blockIdx.y * (KIND == SILU_MUL ? ROWS / 2 : ROWS);
+    const int chunks = K / CHUNK, count = (chunks - rank + CLUSTER - 1) / CLUSTER;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            init_barrier(full + s, 1);
+            init_barrier(empty + s, WARPS);
+        }
+        show_barriers();
+    }
+
+    const int first_unit = held(warp * (AHEAD * ROW_TILES * UNITS) + lane * 8);
+    const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
+    const int tile = warp / 4 * (ROW_TILES * 4) + warp % 4;  // of 16 features, the first; the next is 4 further
+    typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, (tile + r * 4) * 16, 0, N, K);
+    int asked = 0, slot = 0, unit = first_unit, word = first_word;
+    auto copy_weights = [&] {
+        if (asked < count)
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+                rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, rank + asked * CLUSTER);
+        end_copies();
+        ++asked;
+        const bool more = ++slot < AHEAD;
+        slot = more ? slot : 0;
+        unit = more ? unit + ROW_TILES * UNITS : first_unit;
+        word = more ? word + ROW_TILES * WORDS : first_word;
+    };
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s) copy_weights();
+
+    wait_for_earlier_kernels();
+    const u16* const panels = x + ((size_t)token_block * chunks + rank) * STAGE;
+    auto copy_x = [&](int i, int s) {
+        copy_bulk(stages + s * STAGE, panels + (size_t)i * (CLUSTER * STAGE), STAGE * 2, full + s);
+    };
+    if (threadIdx.x == 0)
+        for (int s = 0; s < min(STAGES, count); ++s) copy_x(s, s);
+    __syncthreads();  // barriers are there for all
+
+    float d[ROW_TILES][TOKEN_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+    u32 top[2][ROW_TILES][4], bottom[2][ROW_TILES][4];
+    int stage = 0, parity = 0, before = 0, free = 0, free_parity = 0;
+    for (int i = 0; i < count; ++i) {
+        wait_for_copies<AHEAD - 1>();
+        typename WEIGHTS::Part a[ROW_TILES];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+            rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
+        const u16* const matrices = stages + stage * STAGE;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            wait_wide<1>();  // those that read the registers written next have ended
+            if (j == 1 && i > 0 && lane == 0) arrive(empty + before);  // and with them all of the chunk before
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
+            if (j == 0) wait_barrier(full + stage, parity);
+            begin_wide();
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+                    wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
+                                          bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
+            end_wide();
+        }
+        copy_weights();
+        if (warp == 0 && i >= LATE && i - LATE + STAGES < count) {
+            wait_barrier(empty + free, free_parity);
+            if (lane == 0) copy_x(i - LATE + STAGES, free);
+            const bool more = ++free < STAGES;
+            free_parity = more ? free_parity : free_parity ^ 1;
+            free = more ? free : 0;
+        }
+        before = stage;
+        const bool more = ++stage < STAGES;
+        parity = more ? parity : parity ^ 1;
+        stage = more ? stage : 0;
+    }
+    wait_wide<0>();
+    wait_for_copies<0>();
+    __syncthreads();  // sums take the place of all else
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int its = tile + r * 4;  // even tiles are gates: 8 of them, and 8 of their ups
+                const int row = KIND == SILU_MUL ? its / 2 * 32 + its % 2 * 8 + (i >> 1) * 16 : its * 16 + (i >> 1) * 8;
+                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = d[r][m][i];
+            }
+    if constexpr (CLUSTER > 1) sync_cluster();
+    else __syncthreads();
+    store_tall<WEIGHTS::POWER, CLUSTER, ROWS, TOKENS, WARPS * 32, KIND>(sums, bias, extra, y, row0, token_block * TOKENS, M,
+                                                                        N);
+    if constexpr (CLUSTER > 1) sync_cluster();
+}
+
+// x [M, K] -> panels, with zeros behind its rows. A warp of 8 has half a chunk of 8 rows.
+template <int TOKEN_TILES>
+__device__ __forceinline__ void order_x(const u16* __restrict__ x, u16* __restrict__ panels, int M, int K) {
+    launch_dependents();
+    const int lane = threadIdx.x & 31, half = blockIdx.x * 8 + (threadIdx.x >> 5), tile = blockIdx.y;
+    wait_for_earlier_kernels();
+    if (half >= K / 32) return;
+    const int row = tile * 8 + (lane >> 2);
+    uint4 in = make_uint4(0, 0, 0, 0);
+    if (row < M) in = load_x(x + (size_t)row * K + half * 32 + (lane & 3) * 8);
+    const size_t panel = (size_t)(tile / TOKEN_TILES) * (K / CHUNK) + half / 2;
+    u32* const to = (u32*)panels + ((panel * 8 + half % 2 * 4) * TOKEN_TILES + tile % TOKEN_TILES) * 32 + lane;
+    to[0] = in.x;
+    to[TOKEN_TILES * 32] = in.y;
+    to[TOKEN_TILES * 64] = in.z;
+    to[TOKEN_TILES * 96] = in.w;
+}
+
+#define ORDER_KERNEL(NAME, TOKEN_TILES)                                                               \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const u16* x, u16* panels, int M, int K) { \
+        order_x<TOKEN_TILES>(x, panels, M, K);                                                        \
+    }

@@ -1,0 +1,155 @@
+"""GEMMs of more than 64 rows with a quantised weight on CUDA: the Python side of gemm_tall.cu.
+
+Results are those of the matrix that `GroupGemm.dense` gives, in other sums: the bits of a row may depend on the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm import FILES, KINDS, LONG, WARP_GROUPS, read_files
+from draftwing.ops.cuda.gemm_groups import Width, weights_line
+from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
+from draftwing.ops.groups import CHUNK, PackedGroups
+
+_ORDER_CHUNKS = 4  # that a block of `order_x` takes
+_OPTIONS = ["-DTYPE_BF16=1"]
+
+
+@dataclass(frozen=True)
+class TallShape:
+    """How a kernel cuts its work."""
+
+    tokens: int  # rows of x that a block takes: 64, 128, 192 or 256
+    groups: int  # warp groups of a block, which share them
+    row_tiles: int  # 64 features each, of a warp group
+    stages: int  # chunks of x in shared memory
+    ahead: int  # chunks of weights
+    cluster: int = 1  # blocks, each for a part of K
+    blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
+
+    @property
+    def features(self) -> int:
+        """Rows of the weight that a block takes."""
+        return self.groups * self.row_tiles * 64
+
+    @property
+    def threads(self) -> int:
+        return self.groups * 128
+
+    @property
+    def call(self) -> str:
+        """The template of gemm_tall.cu and what it is called with, up to the kind."""
+        cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster
+        return f"tall_gemm, {', '.join(map(str, cut))}"
+
+    def grid(self, kind: str, rows: int, width: int) -> tuple[int, int]:
+        """Blocks. width: of the result."""
+        outputs = self.features // (2 if kind == "silu" else 1)
+        return -(-rows // self.tokens) * self.cluster, -(-width // outputs)
+
+    def shared_bytes(self, part: int) -> int:
+        """Of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
+        rings = self.groups * 4 * self.row_tiles * self.ahead * part
+        return max(self.stages * (self.tokens * CHUNK * 2 + 16) + rings, self.tokens * (self.features + 4) * 4)
+
+
+TallShapes = dict[tuple[str, int], TallShape]  # by kind, and the most rows of x that it is for
+
+# By bits, as measured, for bfloat16 and devices with warp groups. Without an entry for as many rows there is no kernel.
+_HOPPER: dict[int, TallShapes] = {4: {}, 8: {}}
+
+
+def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype) -> TallShapes:
+    """For devices of this compute capability. Without an entry, `add_long` is `add`."""
+    return _HOPPER[bits] if capability[0] == WARP_GROUPS and dtype == torch.bfloat16 else {}
+
+
+class TallGemm:
+    """The kernels of one width on one device, for bfloat16. Where a GEMM has none, its result is None."""
+
+    def __init__(self, device: torch.device, width: Width, shapes: TallShapes) -> None:
+        self.only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
+        module = Module(read_source(width, shapes), _OPTIONS, device)
+        self._shapes = dict(sorted(shapes.items(), key=lambda item: item[0][1]))
+        self._kernels: dict[tuple[str, int], Kernel] = {
+            (kind, most): module.kernel(
+                f"{kind}_{most}", shape.threads, shape.shared_bytes(width.part), blocks=shape.blocks
+            )
+            for (kind, most), shape in shapes.items()
+        }
+        self._order = {tokens: module.kernel(f"order_{tokens}", 256) for tokens in _tokens(shapes)}
+
+    def linear(
+        self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor | None:
+        """x [M, K], columns in the order of the packed weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias
+        + residual [M, N], rounded once."""
+        kind = "plain" if residual is None else "add_long" if weight.columns >= LONG else "add"
+        return self._run(kind, x, weight, bias, residual, weight.rows)
+
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
+        return self._run("silu", x, weight, bias, None, weight.rows // 2)
+
+    def _run(
+        self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
+    ) -> Tensor | None:
+        rows, depth = x.shape
+        key = self.only or self._key(kind, rows)
+        if key is None:
+            return None
+        x = x.contiguous()
+        assert depth == weight.columns and (residual is None or residual.is_contiguous())
+        shape = self._shapes[key]
+        blocks, tiles = -(-rows // shape.tokens), shape.tokens // 8
+        panels = x.new_empty(blocks * shape.tokens, depth)
+        self._order[shape.tokens]((-(-depth // (CHUNK * _ORDER_CHUNKS)), blocks * tiles), x, panels, rows, depth)
+        out = x.new_empty(rows, width)
+        self._kernels[key](
+            shape.grid(kind, rows, width), panels, weight.codes, weight.scales, weight.zeros, bias, residual, out,
+            rows, width, depth,
+        )  # fmt: skip
+        return out
+
+    def _key(self, kind: str, rows: int) -> tuple[str, int] | None:
+        key = next((key for key in self._shapes if key[0] == kind and rows <= key[1]), None)
+        return self._key("add", rows) if key is None and kind == "add_long" else key
+
+
+def read_source(width: Width, shapes: TallShapes) -> str:
+    """What is compiled."""
+    parts = [*read_files((*FILES, "gemm_groups.cu", "gemm_tall.cu")), weights_line(width)]
+    parts += [
+        f"GROUP_KERNEL({kind}_{most}, {shape.threads}, {shape.blocks}, {shape.cluster}, {shape.call}, {KINDS[kind]})\n"
+        for (kind, most), shape in shapes.items()
+    ]
+    parts += [f"ORDER_KERNEL(order_{tokens}, {tokens // 8})\n" for tokens in _tokens(shapes)]
+    return "".join(parts)
+
+
+def compile_ahead(dtype: torch.dtype, width: Width, capability: tuple[int, int]) -> None:
+    """Puts what `tall_gemm` compiles into the user's cache folder, for devices of this compute capability."""
+    shapes = shapes_for(width.bits, capability, dtype)
+    if shapes:
+        compile_tall(width, shapes, capability)
+
+
+def compile_tall(width: Width, shapes: TallShapes, capability: tuple[int, int]) -> bytes:
+    """The image of these kernels, which is also kept in the user's cache folder."""
+    return compile_source(read_source(width, shapes), _OPTIONS, capability)
+
+
+@functools.cache
+def tall_gemm(device: torch.device, dtype: torch.dtype, width: Width) -> TallGemm | None:
+    """Compiles on first use. None where there are no kernels. Raises OSError without NVRTC."""
+    shapes = shapes_for(width.bits, torch.cuda.get_device_capability(device), dtype)
+    return TallGemm(device, width, shapes) if shapes else None
+
+
+def _tokens(shapes: TallShapes) -> list[int]:
+    return sorted({shape.tokens for shape in shapes.values()})

@@ -1,0 +1,37 @@
+"""What the kernels that run on the CPU (ops/gemm_host.cpp) are given."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.types import QuantizedRows
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
+def quantized(width: Width, rows: int, columns: int, tall: int, wide: int, seed: int = 1) -> QuantizedRows:
+    made = torch.Generator().manual_seed(seed)
+    tall, wide = tall or rows, wide or columns
+    down, across = -(-rows // tall), -(-columns // wide)
+    scales = (torch.rand(down, across, generator=made) + 0.5) * columns**-0.5
+    if width.bits == 8 and not width.fp8:
+        codes = torch.randint(-128, 128, (rows, columns), generator=made).to(torch.int8)
+        return QuantizedRows(codes, 8, scales / 64, None, tall, wide, None)
+    if width.fp8:
+        codes = torch.randint(0, 127, (rows, columns), generator=made) + 128 * torch.randint(
+            0, 2, (rows, columns), generator=made
+        )
+        return QuantizedRows(codes.to(torch.uint8).view(torch.float8_e4m3fn), 8, scales / 64, None, tall, wide, None)
+    codes = torch.randint(-8, 8, (rows, columns), generator=made).to(torch.int8)
+    zeros = torch.randint(-9, 9, (down, across), generator=made).to(torch.int16) if width.zeros else None
+    return QuantizedRows(codes, 4, scales / 4, zeros, tall, wide, None)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()

@@ -1,0 +1,124 @@
+"""The kernels of gemm_tall.cu in C++ on the CPU (gemm_host.cpp), beside a product in float64. What only a GPU can tell
+is in test_cuda_tall.py."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from gemm_inputs import pointer, quantized, random
+from torch import Tensor
+
+from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.cuda.gemm_tall import TallShape, read_source
+from draftwing.ops.groups import CHUNK, WHOLE, PackedGroups, pack, unpacked
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+LAYOUTS = {  # groups of rows and columns, 0: all of them
+    Width(4, False, 1): (1, 128),
+    Width(4, True, -1): (1, 32),
+    Width(8, False, WHOLE, True): (1, 0),
+    Width(8, False, 0): (1, 64),
+}
+CUTS = (
+    TallShape(64, groups=1, row_tiles=1, stages=3, ahead=2),
+    TallShape(128, groups=2, row_tiles=2, stages=4, ahead=3),
+    TallShape(192, groups=2, row_tiles=1, stages=3, ahead=1),
+    TallShape(256, groups=2, row_tiles=1, stages=3, ahead=2, cluster=2),
+    TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
+)
+SHAPES = {(kind, most): shape for most, shape in enumerate(CUTS) for kind in ("plain", "add", "silu")}
+LATE, EARLY, COPIES_EARLY = 0, 1, 2  # copies and instructions, as gemm_host.cpp has them
+
+
+class Host:
+    """The kernels of one width."""
+
+    def __init__(self, folder: Path, width: Width) -> None:
+        self.width = width
+        _, begin, source = read_source(width, SHAPES).partition("enum { PLAIN")
+        before, _, rest = source.partition("#if TYPE_BF16")
+        source = begin + before + rest[rest.index("// Weights as these are") :]
+        assert source.count("extern __shared__ float sums[];") == 6
+        source = source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
+        (folder / "gemm.inc").write_text(source)
+        library = folder / "gemm.so"
+        subprocess.run(
+            ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-DGROUPS", "-DTALL",
+             f'-DSOURCE="{folder / "gemm.inc"}"', str(Path(__file__).with_name("gemm_host.cpp")), "-o", str(library)],
+            check=True,
+        )  # fmt: skip
+        self._library = ctypes.CDLL(str(library))
+
+    def __call__(
+        self, key: tuple[str, int], x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None, early: int
+    ) -> Tensor:
+        (kind, most), shape, (rows, depth) = key, SHAPES[key], x.shape
+        panels = self.ordered(shape, x)
+        width = w.rows // (2 if kind == "silu" else 1)
+        out = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
+        self._library.groups(pointer(w.scales), pointer(w.zeros), 1)
+        kernel = ctypes.cast(getattr(self._library, f"{kind}_{most}"), ctypes.c_void_p)
+        pointers = map(pointer, (panels, w.codes, bias, extra if kind == "add" else None, out))
+        sizes = (rows, width, depth, *shape.grid(kind, rows, width))
+        cut = (shape.threads, shape.cluster, shape.shared_bytes(self.width.part))
+        assert self._library.run(kernel, *cut, *pointers, *sizes, early), "more shared memory than was asked for"
+        return out
+
+    def ordered(self, shape: TallShape, x: Tensor) -> Tensor:
+        rows, depth = x.shape
+        blocks, tiles = -(-rows // shape.tokens), shape.tokens // 8
+        panels = torch.full((blocks * shape.tokens, depth), torch.nan, dtype=torch.bfloat16)
+        order = ctypes.cast(getattr(self._library, f"order_{shape.tokens}"), ctypes.c_void_p)
+        self._library.run_order(
+            order, pointer(x), pointer(panels), rows, depth, -(-depth // (4 * CHUNK)), blocks * tiles
+        )
+        return panels
+
+
+@pytest.fixture(
+    scope="module", params=LAYOUTS, ids=lambda w: f"{'fp' * w.fp8}{w.bits}{'z' if w.zeros else ''}{w.shift}"
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return Host(tmp_path_factory.mktemp("tall"), request.param)
+
+
+def test_panels(run: Host) -> None:
+    x = random(70, 192, seed=0)
+    for shape in CUTS[:2]:
+        blocks = -(-70 // shape.tokens)
+        whole = torch.zeros(blocks * shape.tokens, 192, dtype=torch.bfloat16)
+        whole[:70] = x
+        # By block, tile and row of 8; chunk, half, unit t and word i of it, and its two columns.
+        split = whole.view(blocks, shape.tokens // 8, 8, 3, 2, 4, 4, 2)
+        expected = split.permute(0, 3, 4, 6, 1, 2, 5, 7)
+        assert torch.equal(run.ordered(shape, x).flatten(), expected.flatten())
+
+
+@pytest.mark.parametrize("key", SHAPES, ids=lambda key: f"{key[0]}{CUTS[key[1]].tokens}x{CUTS[key[1]].cluster}")
+def test_against_float64(run: Host, key: tuple[str, int]) -> None:
+    kind, shape = key[0], SHAPES[key]
+    for depth, rows, features in ((448, shape.tokens + 5, 96), (64, 9, 160)):
+        layout = LAYOUTS[run.width]
+        if depth == 64 and (run.width.shift != WHOLE and run.width.shift >= 0):
+            continue  # there is but one group
+        packed = pack(quantized(run.width, features, depth, *layout), torch.bfloat16, "cpu")
+        assert packed.shift == run.width.shift
+        x, matrix = random(rows, depth, seed=0), unpacked(packed).double()
+        width = features // 2 if kind == "silu" else features
+        bias, extra = random(features, seed=2) if rows > 9 else None, random(rows, width, seed=3)
+        expected = x.double() @ matrix.T + (0 if bias is None else bias.double())
+        if kind == "add":
+            expected += extra.double()
+        if kind == "silu":
+            expected = torch.nn.functional.silu(expected[:, :width]) * expected[:, width:]
+        first = None
+        for early in (LATE, EARLY, COPIES_EARLY):
+            got = run(key, x, packed, bias, extra, early)
+            torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=1e-3)
+            first = got if first is None else first
+            assert torch.equal(got, first), early
