@@ -40,15 +40,31 @@ class TorchGroupGemm:
         return unpacked(weight._replace(order=None))
 
 
+class TorchTallGemm(TorchGroupGemm):
+    """For up to 256 rows."""
+
+    def linear(  # type: ignore[override]
+        self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor | None:
+        return super().linear(x, weight, bias, residual) if len(x) <= 256 else None
+
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        return super().gated(x, weight, bias) if len(x) <= 256 else None
+
+
 class GroupTorchOps(TorchOps):
     keeps_groups = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.gemm = TorchGroupGemm()
+        self.tall: TorchTallGemm | None = None
 
     def group_gemm(self, weight: PackedGroups) -> TorchGroupGemm:
         return self.gemm
+
+    def tall_gemm(self, weight: PackedGroups) -> TorchTallGemm | None:
+        return self.tall
 
     def small_m_gemm(self, weight: Tensor) -> RowByRow:
         return RowByRow()

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from group_ops import GroupTorchOps, RowByRow
+from group_ops import GroupTorchOps, RowByRow, TorchTallGemm
 from torch import Tensor
 
 from draftwing.layers.linear import Linear
@@ -165,3 +165,18 @@ def test_dense_weights_are_quantised(scheme: str, most: float) -> None:
 
 def test_formats_are_compared_by_what_they_store() -> None:
     assert GroupFormat(None, GroupTorchOps(CPU)) == GroupFormat(None) != GroupFormat("fp8")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_kernels_of_many_rows(deterministic: bool) -> None:
+    """They take what they are for, but in deterministic mode, whose bits they have not."""
+    part, ops = int4(64, order=5), GroupTorchOps(CPU)
+    ops.tall = TorchTallGemm()
+    layer = made(ops, part, deterministic=deterministic)
+    for rows in (128, 200, 300):
+        x, residual = inputs(rows), torch.randn(rows, 64).to(BF16)
+        added, gated = layer(x, residual.clone(), overwrite=True), layer.gated(x)
+        right = RowByRow()
+        torch.testing.assert_close(added, right.linear(x, part.dense(BF16), None, residual), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(gated, right.gated(x, part.dense(BF16), None), rtol=2e-2, atol=2e-2)
+    assert ops.gemm.rows == [128, 128] and ops.tall.rows == ([] if deterministic else [200, 200])

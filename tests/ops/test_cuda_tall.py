@@ -1,0 +1,66 @@
+"""GEMMs of many rows with quantised weights: there is room for each kernel, and on a GPU results are those of a float64
+product. What they compute is tested without one, too, in test_cuda_tall_host.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gemm_inputs import quantized, random
+
+from draftwing.ops.cuda.gemm_groups import Width
+from draftwing.ops.cuda.gemm_tall import TallGemm, TallShape, shapes_for
+from draftwing.ops.groups import WHOLE, pack, unpacked
+
+on_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU: CUDA C++"
+)
+CASES = [
+    (Width(4, False, 1), 128),
+    (Width(4, True, -1), 32),
+    (Width(8, False, WHOLE, True), 0),
+    (Width(8, False, 0), 64),
+]
+CUTS = (
+    TallShape(128, groups=2, row_tiles=2, stages=5, ahead=4),
+    TallShape(128, groups=2, row_tiles=1, stages=3, ahead=3, cluster=4, blocks=2),
+    TallShape(256, groups=2, row_tiles=1, stages=4, ahead=4, cluster=2),
+)
+
+
+def test_shape() -> None:
+    shape = TallShape(128, groups=2, row_tiles=2, stages=5, ahead=4, cluster=2)
+    assert shape.features == 256 and shape.threads == 256 and shape.call == "tall_gemm, 16, 2, 2, 5, 4, 2"
+    assert shape.grid("plain", 300, 1000) == (6, 4) and shape.grid("silu", 128, 1024) == (2, 8)
+    assert shape.shared_bytes(Width(4, False, 1).part) == max(5 * (128 * 128 + 16) + 8 * 2 * 4 * 640, 128 * 260 * 4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shapes_that_are_taken(bits: int) -> None:
+    """There is room for them, and devices and types that have none have no kernels."""
+    assert not shapes_for(bits, (8, 0), torch.bfloat16) and not shapes_for(bits, (9, 0), torch.float16)
+    for shape in shapes_for(bits, (9, 0), torch.bfloat16).values():
+        assert shape.blocks * (shape.shared_bytes(Width(bits, bits == 4, -1).part) + 1024) <= 228 << 10
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, wide", CASES)
+def test_against_float64(width: Width, wide: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    shapes = {(kind, most): shape for most, shape in enumerate(CUTS) for kind in ("plain", "add", "silu")}
+    ours = TallGemm(device, width, shapes)
+    packed = pack(quantized(width, 416, 1088, 1, wide), torch.bfloat16, device)
+    matrix = unpacked(packed).double()
+    for (kind, most), rows in zip(shapes, (65, 128, 300) * len(CUTS), strict=True):
+        ours.only = kind, most
+        x, bias = random(rows, 1088, seed=0).to(device), random(416, seed=2).to(device)
+        extra = random(rows, 416, seed=3).to(device)
+        expected = x.double() @ matrix.T + bias.double()
+        if kind == "silu":
+            got = ours.gated(x, packed, bias)
+            expected = torch.nn.functional.silu(expected[:, :208]) * expected[:, 208:]
+        else:
+            got = ours.linear(x, packed, bias, extra if kind == "add" else None)
+            expected = expected + (extra.double() if kind == "add" else 0)
+        assert got is not None
+        torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=2e-3)
