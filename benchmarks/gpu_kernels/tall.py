@@ -179,7 +179,7 @@ def main(seconds: float) -> None:
             except RuntimeError as error:  # behind some errors a device gives no more results
                 print(f"WRONG: {label} {product.name}: {str(error)[:300]}", flush=True)
     print(f"{time.monotonic() - begin:.0f} s; rows, microseconds: best, multiplied out and cuBLAS, cuBLAS in bfloat16, "
-          "the share of its rate; the best three: tokens, groups, row tiles, stages, ahead, cluster, blocks")  # fmt: skip
+          "the share of its rate; best three: tokens, groups, row tiles, stages, ahead, cluster, blocks")  # fmt: skip
     print("\n".join(lines))
 
 
