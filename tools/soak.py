@@ -310,6 +310,8 @@ async def faults(server: Server, seed: int, end: float, out: Outcome) -> None:
     for i in range(len(EVENTS)):
         await asyncio.sleep(max((end - began) / (len(EVENTS) + 1) * generator.uniform(0.8, 1.0), 1.0))
         pid, kind = server.engine, EVENTS[i]
+        if server.ended:
+            return
         if pid is None or time.monotonic() > end:
             continue
         out.counts[f"engine {kind}"] += 1
