@@ -14,9 +14,9 @@ class OnMadeUpMachine(MostTokens):
     """Drafts cost little for few rows and a lot for many, so that few draft and many rest. `chosen` counts steps by
     shape."""
 
-    FEW = 4  # rows
-
-    def __init__(self, menu: Sequence[TreeShape]) -> None:
+    def __init__(self, menu: Sequence[TreeShape], few: int = 4, query: float = 0.1) -> None:
+        """few: rows; query: milliseconds of a draft that is verified, for each of them."""
+        self._few, self._query = few, query
         prices = Prices(menu, False)
         for shape in menu:
             for rows in (1, 2, 3, 4, 6, 8, 16, 32):
@@ -26,7 +26,7 @@ class OnMadeUpMachine(MostTokens):
 
     def seconds(self, shape: TreeShape, rows: int) -> float:
         levels = 0 if shape.by == LOOKUP_ALONE else shape.depth
-        return 1e-3 * (2.0 + 0.2 * levels + (0.1 if rows <= self.FEW else 3.0) * rows * (shape.queries - 1))
+        return 1e-3 * (2.0 + 0.2 * levels + (self._query if rows <= self._few else 3.0) * rows * (shape.queries - 1))
 
     def choose(self, load: Load) -> TreeShape:
         shape = super().choose(load)

@@ -1,17 +1,30 @@
 """With speculation on, sampled tokens follow the target's distribution: frequencies against exact probabilities from a
-dense float64 forward, by chi-square."""
+dense float64 forward, by chi-square. Trees are whole, parts, or whatever the policy learns from drafts that were drawn,
+too."""
 
 import math
 
 import pytest
 import torch
+from made_up_prices import OnMadeUpMachine
 
-from draftwing.core import TreeShape
+from draftwing.core import PLAIN, TreeShape
+from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
 from draftwing.ops.types import Drawing
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.spec.heads import DraftLM
+from draftwing.spec.model_drafter import ModelDrafter
 
 DRAWS = 3000
+WHOLE = TreeShape(3, 3, 8)
+MENU = (WHOLE, WHOLE._replace(verified=4), WHOLE._replace(verified=2), TreeShape(1, 3, 4, 2), PLAIN)
+
+
+def sampling_drafter(harness):
+    """A small model whose distributions are flatter than the target's, and which draws as that does."""
+    ops, draft = make_ops(torch.device(harness.device)), harness.tiny_model(sharpen=1.7)
+    return ModelDrafter(DraftLM(draft, harness.VOCAB), 33, WHOLE.topk, torch.float32, ops)
 
 
 def dense_logits(model, tokens):
@@ -68,7 +81,7 @@ def draw_by_row(rig, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verified", [0, 3])
+@pytest.mark.parametrize("verified", [0, 3, "learnt"])
 def test_frequencies_of_the_tokens_of_a_tree_step(harness, verified, monkeypatch):
     model = harness.tiny_model(sharpen=2.5)
     prompt = [1, 17, 30, 5]
@@ -78,13 +91,19 @@ def test_frequencies_of_the_tokens_of_a_tree_step(harness, verified, monkeypatch
     whole = torch.tensor([*prompt, *answers.tokens["0"]])
     book = torch.zeros(vocab, harness.CONTEXT + 64, dtype=torch.int64)
     book[1, : len(whole)] = whole
-    rig = harness.Rig(model, shapes=(TreeShape(3, 3, 8, verified),), drafter="oracle", book=book, rows=32)
+    if verified == "learnt":
+        policy, drafter = OnMadeUpMachine(MENU, 32, 0.015), sampling_drafter(harness)
+        rig = harness.Rig(model, policy=policy, drafter=drafter, rows=32)
+    else:
+        rig = harness.Rig(model, shapes=(TreeShape(3, 3, 8, verified),), drafter="oracle", book=book, rows=32)
     parts = draw_by_row(rig, monkeypatch) if verified else []
     for seed in range(DRAWS):
         rig.submit(str(seed), prompt, SamplingParams(max_new_tokens=3, temperature=1.0, sampling_seed=seed))
     got = rig.run()
     drawn = torch.tensor([got.tokens[str(seed)] for seed in range(DRAWS)])  # [DRAWS, 3]
-    assert (len(parts) > 50) == (verified > 0)
+    assert (len(parts) > 50) == (verified != 0)
+    if verified == "learnt":
+        assert sum(steps > 10 for steps in policy.chosen.values()) > 2, "too few shapes ran"
     assert rig.accept_length > (1.05 if verified else 1.15), "too few drafts were accepted to test what follows them"
 
     first = dense_logits(model, torch.tensor([prompt])).softmax(-1)[0]
