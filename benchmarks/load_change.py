@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from load_runs import (
     Step,
     add_arguments,
+    check_pinned,
     fixed_shapes,
     let_go,
     listed,
@@ -112,7 +113,7 @@ def rate(steps: Sequence[Step]) -> float:
 
 def followed(shares: Sequence[float]) -> int | None:
     """Steps before the first window whose choices are worth `ENOUGH` of the best on average; None if there is none.
-    shares: of each step's shape, of the best one's tokens per second."""
+    shares: of each step's shape, of the best one's tokens per second. Steps whose shape was not pinned are left out."""
     for begin in range(len(shares) - WINDOW + 1):
         if statistics.fmean(shares[begin : begin + WINDOW]) >= ENOUGH:
             return begin
@@ -122,7 +123,7 @@ def followed(shares: Sequence[float]) -> int | None:
 def pinned_rates(
     engine: Any, load: Load, phases: Sequence[Phase], chosen: Sequence[list[Step]]
 ) -> list[dict[str, float]]:
-    """Tokens per second of each shape, in each phase."""
+    """Tokens per second of each shape that ran more than now and then, in each phase."""
     found = []
     for phase, steps in zip(phases, chosen, strict=True):
         used = [step.shape for step in steps]
@@ -133,6 +134,7 @@ def pinned_rates(
             with watched(engine) as seen, pinned(engine, shape):
                 load.run(phase._replace(steps=min(phase.steps, 120)), seen)
             counted = [step for step in seen if full(step, phase)]
+            check_pinned(seen, shape)
             rates[name_of(shape)] = rate(counted[int(len(counted) * SETTLED) :])
         found.append(rates)
     return found
@@ -144,7 +146,8 @@ def report(
     rows = []
     for phase, steps, known in zip(phases, chosen, rates, strict=True):
         best = max(known, key=lambda name: known[name])
-        shares = [known.get(name_of(step.shape), 0.0) / known[best] for step in steps]
+        shares = [known[name] / known[best] for name in (name_of(step.shape) for step in steps) if name in known]
+        settled = shares[WITHIN:] or shares
         after = followed(shares)
         rows.append(
             {
@@ -154,7 +157,7 @@ def report(
                 "followed_after": after,
                 "ok": after is not None and after <= WITHIN,
                 "rate": rate(steps[WITHIN:] or steps),
-                "of_best": statistics.fmean(shares[WITHIN:] or shares),
+                "of_best": statistics.fmean(settled) if settled else None,
             }
         )
     return rows
@@ -173,7 +176,8 @@ def plot(phases: Sequence[Phase], chosen: Sequence[list[Step]], rows: Sequence[d
         best = row["rates"][row["best"]]
         for i in range(begin, end):
             measured.append((i, rate(steps[max(begin, i - SMOOTHED + 1) : i + 1]) / best))
-            worth.append((i, row["rates"].get(name_of(steps[i].shape), 0.0) / best))
+            if (known := row["rates"].get(name_of(steps[i].shape))) is not None:
+                worth.append((i, known / best))
     panels = [
         Panel("requests in a step", [Line("requests", [(i, step.rows) for i, step in enumerate(steps)])], _ticks(most)),
         Panel(
@@ -198,9 +202,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "|" + "---|" * 7,
     ]
     for row in rows:
+        share = "" if row["of_best"] is None else f"{row['of_best']:.3f}"
         lines.append(
             f"| {row['phase']} | {row['best']} | {row['rates'][row['best']]:.0f} | {row['rate']:.0f} | "
-            f"{row['of_best']:.3f} | {row['followed_after']} steps | {'' if row['ok'] else '**late**'} |"
+            f"{share} | {row['followed_after']} steps | {'' if row['ok'] else '**late**'} |"
         )
     return "\n".join(lines)
 

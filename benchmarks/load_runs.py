@@ -21,6 +21,7 @@ from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy import FixedShape
 
 TOP_P = {0.7: 0.95}  # by temperature; 1 elsewhere
 
@@ -199,28 +200,17 @@ def watched(engine: Engine) -> Iterator[list[Step]]:
         loop._watch = before
 
 
-class Pinned:
-    """A policy that takes one shape of another's menu wherever anything can be drafted."""
-
-    def __init__(self, policy: Any, shape: TreeShape) -> None:
-        self._policy, self._shape = policy, shape
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def choose(self, load: Any) -> TreeShape:
-        return self._shape if any(getattr(load, "confidences", load)) else PLAIN
-
-
 @contextmanager
 def pinned(engine: Engine, shape: TreeShape) -> Iterator[None]:
-    choice: Any = engine.parts.sched.choice
-    policy = choice.policy
-    choice.policy = Pinned(policy, shape)
-    try:
+    """One shape of the engine's menu is taken wherever anything can be drafted, and nothing is learnt."""
+    with engine.parts.sched.choice.replaced(FixedShape(shape)):
         yield
-    finally:
-        choice.policy = policy
+
+
+def check_pinned(steps: Sequence[Step], shape: TreeShape) -> None:
+    """Raises AssertionError if a step drafted anything else."""
+    others = {step.shape for step in steps if step.kind == "tree"} - {shape, PLAIN}
+    assert not others, f"{name_of(shape)} was pinned, but {', '.join(map(name_of, others))} ran"
 
 
 def fixed_shapes(engine: Engine) -> list[TreeShape]:

@@ -4,8 +4,8 @@
 
 A cell is a number of requests, a length of prompt, a temperature, a kind of text and a drafter. Cells are chosen so
 that every pair of values occurs, as far as it fits into the pool and the time. In a cell both engines do the same work
-in turn, after one run that is not timed, so that the policy has met the load. Times are those of whole runs, prompts
-included.
+in turn, now one first and now the other, after one run of prompts like these that is not timed, so that the policy has
+met the load. Times are those of whole runs, prompts included.
 
 `--fixed` also pins each shape of the drafter's menu in turn. `--tokens` sets lengths of answers, else `--seconds` for a
 run decides. `enable_deterministic_inference=true` makes `same` the number of answers that must be equal.
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from load_runs import (
     Answered,
     add_arguments,
+    check_pinned,
     drive,
     fixed_shapes,
     jobs_of,
@@ -49,6 +50,9 @@ DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair
 LONG = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
+SETTLING = (
+    32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to that
+)
 MOST_PROMPT_SECONDS = 15.0  # a run whose prompts alone take longer is left out
 
 
@@ -118,7 +122,11 @@ def measure_costs(engine: Any, texts: Texts, requests: Sequence[int]) -> Costs:
             with watched(engine) as seen:
                 drive(engine, jobs, count)
         trees = [step for step in seen if step.kind == "tree"]
-        most = max(step.rows for step in trees)  # all of them, unless some had ended before others began
+        most = max((step.rows for step in trees), default=0)
+        if most < count:
+            print(f"of {count} requests only {most} were ever in one step, which counts as theirs", flush=True)
+        if not trees:
+            continue  # no cell of so many is possible
         steps[count] = statistics.median(step.seconds for step in trees if step.rows == most)
     engine.flush_cache()
     prompt = texts.prompts("random", min(2000, engine.info.context_length // 2), 1, 100000)
@@ -131,7 +139,8 @@ def possible(cell: Cell, engine: Any, costs: Costs) -> bool:
     info, options = engine.info, engine.options
     longest = cell.prompt + ANSWER[1]
     return bool(
-        cell.requests <= options.max_running_requests
+        cell.requests in costs.step
+        and cell.requests <= options.max_running_requests
         and longest <= info.context_length
         and cell.requests * (cell.prompt + ANSWER[0] * 2) <= 0.95 * info.max_total_tokens
         and costs.prompt * cell.prompt * cell.requests <= MOST_PROMPT_SECONDS
@@ -161,13 +170,13 @@ def run_cell(
     count, tokens = costs.work(cell, args.seconds)
     tokens = args.tokens or tokens
     jobs = jobs_of(texts.prompts(cell.text, cell.prompt, count), cell.temperature, tokens, SPREAD)
-    settle = texts.prompts(cell.text, min(cell.prompt, 100), cell.requests, 5000)
+    settle = texts.prompts(cell.text, min(cell.prompt, max(100, SETTLING // cell.requests)), cell.requests, 5000)
     for each in (none, engine):
-        timed(each, jobs_of(settle, cell.temperature, min(tokens, 64)), cell.requests)
+        timed(each, jobs_of(settle, cell.temperature, tokens), cell.requests)
     rounds: list[tuple[float, float]] = []
-    for _ in range(args.repeats):
-        plain, expected, _ = timed(none, jobs, cell.requests)
-        drafted, found, told = timed(engine, jobs, cell.requests)
+    for turn in range(args.repeats):
+        runs = {id(each): timed(each, jobs, cell.requests) for each in ((none, engine), (engine, none))[turn % 2]}
+        (plain, expected, _), (drafted, found, told) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
     plain, drafted = (statistics.mean(each) for each in zip(*rounds, strict=True))
     record: dict[str, Any] = {
@@ -192,8 +201,9 @@ def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any]) -> dict[str, float
     """Tokens per second with each shape of the menu."""
     rates = {}
     for shape in fixed_shapes(engine):
-        with pinned(engine, shape):
+        with pinned(engine, shape), watched(engine) as steps:
             rates[name_of(shape)], _, _ = timed(engine, jobs, cell.requests)
+        check_pinned(steps, shape)
     return rates
 
 

@@ -17,35 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_cpu import generate, questions
+from load_runs import check_pinned, pinned, watched
 
 from draftwing import LLM
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import PLAIN
 
 Clock = Callable[[], float]
-
-
-class FixedPlain:
-    """The policy: another one's menu, of which it always chooses plain decoding."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self.menu, self.sees_predictions = policy.menu, policy.sees_predictions
-
-    def choose(self, *args: Any, **more: Any) -> TreeShape:
-        return PLAIN
-
-    def record(self, *args: Any, **more: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-
-def held(llm: LLM) -> LLM:
-    """The engine with its policy held at plain decoding."""
-    choice = llm.engine.parts.sched.choice
-    choice.policy = FixedPlain(choice.policy)
-    return llm
 
 
 def seconds(llm: LLM, prompts: list[list[int]], tokens: int, clock: Clock) -> float:
@@ -57,12 +34,16 @@ def seconds(llm: LLM, prompts: list[list[int]], tokens: int, clock: Clock) -> fl
 
 
 def ratios(plain: LLM, other: LLM, prompts: list[list[int]], tokens: int, pairs: int, clock: Clock) -> list[float]:
-    """Speed of the other as a share of plain's, pair by pair; who begins takes turns."""
+    """Speed of the other, held at plain decoding, as a share of plain's, pair by pair; who begins takes turns."""
     found = []
-    for pair in range(pairs):
-        order: Sequence[LLM] = (plain, other) if pair % 2 else (other, plain)
-        spent = {id(llm): seconds(llm, prompts, tokens, clock) for llm in order}
-        found.append(spent[id(plain)] / spent[id(other)])
+    with pinned(other.engine, PLAIN):
+        with watched(other.engine) as steps:  # one run more: to watch costs time
+            seconds(other, prompts, tokens, clock)
+        check_pinned(steps, PLAIN)
+        for pair in range(pairs):
+            order: Sequence[LLM] = (plain, other) if pair % 2 else (other, plain)
+            spent = {id(llm): seconds(llm, prompts, tokens, clock) for llm in order}
+            found.append(spent[id(plain)] / spent[id(other)])
     return found
 
 
@@ -81,7 +62,7 @@ def main() -> None:
         more["num_threads"], clock = 1, time.process_time
     plain = LLM(speculative_algorithm="none", **more)
     for name in args.drafters.split(","):
-        other = held(LLM(speculative_algorithm=name, **more))
+        other = LLM(speculative_algorithm=name, **more)
         for size in map(int, args.batches.split(",")):
             prompts = questions(plain, size)
             ratios(plain, other, prompts, args.tokens, 2, clock)  # what is made once

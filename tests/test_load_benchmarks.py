@@ -6,9 +6,10 @@ import argparse
 import importlib
 import itertools
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,7 +20,16 @@ from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.engine import Engine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-MODULES = ("agent_edits", "load_change", "load_runs", "load_texts", "never_slower", "open_loop", "svg_plot")
+MODULES = (
+    "agent_edits",
+    "load_change",
+    "load_runs",
+    "load_texts",
+    "never_slower",
+    "off_is_free",
+    "open_loop",
+    "svg_plot",
+)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +203,47 @@ def test_load_change(modules: dict[str, ModuleType], engines: list[Engine]) -> N
     assert [row["phase"] for row in rows] == ["1 x code", "3 x chat"]
     picture = ElementTree.fromstring(change.plot(phases, chosen, rows))
     assert "3 x chat" in "".join(picture.itertext())
+
+
+def test_a_shape_that_was_not_pinned_has_no_share(modules: dict[str, ModuleType]) -> None:
+    change, step = modules["load_change"], modules["load_runs"].Step
+    seen, rare = TreeShape(3, 1, 4), TreeShape(1, 1, 2)
+    steps = [step(0.0, "tree", 1, rare if i == 25 else seen, 2, 0.01) for i in range(60)]
+    phase, rates = change.Phase(1, "code", 60), {modules["load_runs"].name_of(seen): 200.0}
+    (row,) = change.report([phase], [steps], [rates])
+    assert (row["of_best"], row["followed_after"], row["ok"]) == (1.0, 0, True)
+    assert change.report([phase], [[step(0.0, "tree", 1, rare, 2, 0.01)]], [rates])[0]["of_best"] is None
+
+
+def test_a_drafter_held_at_plain_decoding(modules: dict[str, ModuleType], engines: list[Engine]) -> None:
+    off, runs = modules["off_is_free"], modules["load_runs"]
+    plain, other = (SimpleNamespace(engine=engine, flush_cache=engine.flush_cache) for engine in engines)
+    jobs = [runs.Job([5, 6, 7, 5, 6, 7, 5], runs.sampling(0.0, 12, 0))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(off, "generate", lambda llm, *_: lambda: runs.drive(llm.engine, jobs, 1))
+        found = off.ratios(plain, other, [], 12, 2, time.perf_counter)
+    assert len(found) == 2 and min(found) > 0
+
+
+def test_steps_of_other_shapes_are_found(modules: dict[str, ModuleType]) -> None:
+    runs = modules["load_runs"]
+    shape, other = TreeShape(3, 1, 4), TreeShape(1, 1, 2)
+    steps = [runs.Step(0.0, kind, 1, one, 1, 0.01) for kind, one in
+             (("tree", shape), ("tree", PLAIN), ("prefill", other))]  # fmt: skip
+    runs.check_pinned(steps, shape)
+    with pytest.raises(AssertionError, match="1-1-2 ran"):
+        runs.check_pinned([*steps, steps[0]._replace(shape=other)], shape)
+
+
+def test_costs_where_requests_never_ran_together(
+    modules: dict[str, ModuleType], engines: list[Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid, texts = modules["never_slower"], modules["load_texts"].Texts(engines[0].tokenizer, 300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "jobs_of", lambda prompts, temperature, tokens: modules["load_runs"].jobs_of(prompts, 0, 1))
+        costs = grid.measure_costs(engines[0], texts, (2,))
+    assert not costs.step and "only 0 were" in capsys.readouterr().out
+    assert not grid.possible(grid.Cell(2, 50, 0.0, "copy", "NGRAM"), engines[0], costs)
 
 
 def test_pinned(modules: dict[str, ModuleType], engines: list[Engine]) -> None:

@@ -38,10 +38,10 @@ class Chosen:
     shape = PLAIN
     sees_predictions = True
 
-    def choose(self, confidences):
+    def choose(self, load):
         return self.shape
 
-    def record(self, shape, confidences, accepted, seconds):
+    def record(self, shape, load, result, plain=True):
         pass
 
 

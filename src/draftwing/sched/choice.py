@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from draftwing.core import Chunk, Plan, StepResult, TreeShape
 from draftwing.sched.pace import Pace
@@ -19,6 +20,17 @@ class ShapeChoice:
         """draws_alike: see `SchedulerConfig`."""
         self.policy, self._pace, self._draws_alike = policy, pace, draws_alike
         self._priced = PricedSteps()
+
+    @contextmanager
+    def replaced(self, policy: ShapePolicy) -> Iterator[None]:
+        """Asks another policy for a while, of the same menu or parts of it: for measurements."""
+        before = self.policy
+        assert set(policy.menu) <= set(before.menu)
+        self.policy = policy
+        try:
+            yield
+        finally:
+            self.policy = before
 
     def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk]) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before."""

@@ -105,6 +105,25 @@ def test_what_prices_depend_on(tmp_path: Path) -> None:
         assert name(dataclasses.replace(options, **change)) == name()
 
 
+def test_a_build_is_what_its_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An install anew of the same code keeps prices; a kernel, the sampler or the pool that changed does not."""
+    monkeypatch.setattr(files.draftwing, "__file__", str(tmp_path / "__init__.py"))
+    code = [tmp_path / name for name in ("ops/cpu/a.so", "sampling/b.py", "kv/c.py", "engine/deep/d.py")]
+    for file in code:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"1234")
+    build = files._build()
+    for file in code:
+        os.utime(file, (1, 1))
+        assert files._build() == build
+        file.write_bytes(b"4321")
+        assert files._build() != build
+        file.write_bytes(b"1234")
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server/e.py").write_bytes(b"1")
+    assert files._build() == build
+
+
 def test_the_next_engine_measures_nothing(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwing.engine.startup.warm_up.SECONDS", 600.0)
     monkeypatch.setattr(measuring, "CPU_CONTEXT", 64)

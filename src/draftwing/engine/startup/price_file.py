@@ -30,6 +30,7 @@ _PRICED = (
 _NOT_PRICED = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_fixed_shape", "speculative_explain",
 )  # fmt: skip
+_CODE = ("ops", "parallel", "kv", "layers", "models", "sampling", "spec", "engine")  # folders of what a step runs
 
 
 class PriceFile:
@@ -97,8 +98,9 @@ def _bytes(path: Path) -> int:
 
 def _build() -> str:
     """Returns a hash of which code this is: another version of a kernel has other prices."""
-    root, folders = Path(draftwing.__file__).parent, ("ops", "parallel", "layers", "engine", "spec", "models")
-    stats = [(str(file.relative_to(root)), file.stat()) for folder in folders
-             for file in (root / folder).rglob("*") if file.suffix in (".py", ".so", ".cu")]  # fmt: skip
-    found = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+    root, digest = Path(draftwing.__file__).parent, hashlib.sha256()
+    files = (file for folder in _CODE for file in (root / folder).rglob("*") if file.suffix in (".py", ".so", ".cu"))
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(root)} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
