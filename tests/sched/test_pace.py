@@ -5,7 +5,7 @@ import random
 import pytest
 
 from draftwing.core import Chunk
-from draftwing.sched.pace import ALONE, BESIDE, LEAST, LONG, SHARE, STALL, Pace
+from draftwing.sched.pace import ALONE, BESIDE, LEAST, LONG, MOST, SHARE, STALL, Pace
 
 SIZES = [60, 600, 200, 250, 500] * 20
 
@@ -75,6 +75,14 @@ def test_alone_it_is_worth_what_each_takes_at_least() -> None:
         pace.record(part(tokens), 0.0104 + 2.2e-5 * tokens)
     tokens = pace.most([9.0], False) / pace.price(0)
     assert 0.1 * 2.2e-5 * tokens > 0.0104  # of dense weights a part would be half as long
+
+
+def test_alone_it_is_bounded_whatever_each_takes_at_least() -> None:
+    pace = Pace()
+    for tokens in SIZES:
+        pace.record_step(0.003)
+        pace.record(part(tokens), 0.05 + 2e-5 * tokens)
+    assert pace.most([9.0], False) == pytest.approx(MOST * ALONE * 0.003)  # a twentieth would allow 1 s
 
 
 def test_of_long_prompts_it_is_shorter() -> None:
