@@ -103,7 +103,8 @@ def test_frequencies_of_the_tokens_of_a_tree_step(harness, verified, monkeypatch
     drawn = torch.tensor([got.tokens[str(seed)] for seed in range(DRAWS)])  # [DRAWS, 3]
     assert (len(parts) > 50) == (verified != 0)
     if verified == "learnt":
-        assert sum(steps > 10 for steps in policy.chosen.values()) > 2, "too few shapes ran"
+        often = [steps for steps in policy.chosen.values() if steps > 10]
+        assert len(policy.chosen) > 2 and len(often) > 1, f"too few shapes ran: {policy.chosen}"
     assert rig.accept_length > (1.05 if verified else 1.15), "too few drafts were accepted to test what follows them"
 
     first = dense_logits(model, torch.tensor([prompt])).softmax(-1)[0]

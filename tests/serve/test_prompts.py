@@ -34,3 +34,9 @@ def test_bodies_that_are_cut() -> None:
     whole = json.dumps({"messages": [{"role": "user", "content": "é" * 100}]}, ensure_ascii=False).encode()
     assert beginning(whole[:101])[:40] == beginning(whole[:150])[:40] != ""
     assert beginning(b"") == ""
+
+
+@pytest.mark.parametrize("depth", [2_000, 200_000])
+def test_bodies_that_are_nested_too_deeply(depth: int) -> None:
+    whole = b'{"prompt": ' + b"[" * depth + b'"A"' + b"]" * depth + b"}"
+    assert beginning(whole) == whole.decode()

@@ -13,14 +13,14 @@ _INNER = ("content", "text")
 
 def beginning(body: bytes) -> str:
     """The texts of a request's prompt; empty for a body without any. One that is no whole JSON is its own text: where
-    it was cut, its beginning is the same as that of others."""
+    it was cut, its beginning is the same as that of others. So is one that is nested too deeply to be read."""
     try:
         request = json.loads(body)
-    except ValueError:
+        if not isinstance(request, dict):
+            return ""
+        return "".join(text for name in _FIELDS for text in _texts(request.get(name)))
+    except (ValueError, RecursionError):
         return body.decode(errors="replace")
-    if not isinstance(request, dict):
-        return ""
-    return "".join(text for name in _FIELDS for text in _texts(request.get(name)))
 
 
 def _texts(value: Any) -> Iterator[str]:

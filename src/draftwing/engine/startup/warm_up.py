@@ -10,6 +10,7 @@ import numpy as np
 
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.executor import Executor
+from draftwing.engine.lag import COUNTS
 from draftwing.engine.startup.prices import measure_steps
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
@@ -22,7 +23,6 @@ log = logging.getLogger("draftwing")
 
 SECONDS = 0.6  # no step begins later; a large model is not kept from its first request
 PROMPT = 32  # tokens
-COUNTS = (1, 2, 16)  # of prompts: kernels are compiled for one, for a multiple of 16 and for others
 GREEDY = SamplingParams(temperature=0.0)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
