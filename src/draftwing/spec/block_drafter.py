@@ -18,7 +18,7 @@ from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import Continuations, Draft, First, RowTensors
 from draftwing.spec.drafter import Drafter
-from draftwing.spec.model_drafter import BANNED
+from draftwing.spec.model_drafter import without
 
 
 class BlockDrafter(Drafter):
@@ -114,10 +114,8 @@ class BlockDrafter(Drafter):
         if constrained is not None:
             some, banned, noisy_some = constrained
             place = torch.zeros_like(table.kv_len).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
-            banned = banned[:, : head.vocab] if head.target_ids is None else banned[:, head.target_ids]
-            # Not minus infinity: where everything is banned the scores must still be numbers. A copy, for what
-            # makes continuations may overwrite the logits.
-            own = logits.index_select(0, place.index_select(0, some)).float().masked_fill(banned, BANNED)
+            # A copy, for what makes continuations may overwrite the logits.
+            own = without(logits.index_select(0, place.index_select(0, some)), banned, head.target_ids)
             parts.append((some, own, noisy_some))
         for which, scores, sampled in parts:
             following = ops.continuations(scores, table, which, 1, topk, head.target_ids, sampled)

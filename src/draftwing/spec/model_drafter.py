@@ -95,9 +95,7 @@ class ModelDrafter(Drafter):
 
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         logits, ids = self.head.logits(self.ops.take_rows(self._newest_hidden, rows)), self.head.target_ids
-        banned = banned[:, : self.head.vocab] if ids is None else banned[:, ids]
-        # Not minus infinity: where everything is banned the scores must still be numbers.
-        logits = logits.float().masked_fill(banned, BANNED)
+        logits = without(logits, banned, ids)
         self._constrained = rows, self.ops.continuations(logits, table, rows, 1, self.topk, ids, noisy)
 
     def unconstrain(self) -> None:
@@ -269,3 +267,11 @@ def _with_sampled(batch: Batch, next_ids: Tensor) -> Batch:
         offset += length
     ids, positions, write_slots = (torch.cat(column) for column in zip(*parts, strict=True))
     return batch._replace(ids=ids, positions=positions, write_slots=write_slots, chunks=tuple(spans))
+
+
+def without(logits: Tensor, banned: Tensor, target_ids: Tensor | None) -> Tensor:
+    """logits [b, V of the head], banned [b, V of the target] bool -> float32, with nothing left of what is banned.
+    target_ids: of the head's tokens, None where they are the target's first ones."""
+    banned = banned[:, : logits.shape[1]] if target_ids is None else banned[:, target_ids]
+    # Not minus infinity: where everything is banned the scores must still be numbers.
+    return logits.float().masked_fill(banned, BANNED)
