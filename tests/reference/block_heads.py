@@ -69,6 +69,9 @@ def dspark_head(target: Checkpoint, seed: int = 400, confidence: bool = True, **
     if config["markov_head_type"] == "gated":
         body["markov_head.gate_proj.weight"] = make.matrix(rank, hidden + rank)
         body["markov_head.gate_proj.bias"] = make.vector(rank)
+    if config["markov_head_type"] == "rnn":
+        body["markov_head.joint_proj.weight"] = make.matrix(3 * rank, 2 * rank + hidden, 2.0)
+        body["markov_head.joint_proj.bias"] = make.vector(3 * rank)
     if confidence:
         body["confidence_head.proj.weight"] = make.matrix(1, hidden + rank)
         body["confidence_head.proj.bias"] = make.vector(1)
@@ -108,24 +111,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
-def block_pass(
-    target: Checkpoint, head: Checkpoint, tokens: Sequence[int], rows: int, from_anchor: bool,
-    windows: Sequence[int] = (0, 0), causal: Sequence[bool] = (False, False),
-) -> DraftPass:  # fmt: skip
-    """What the head knows after x_0 .. x_T, of which the target has not seen x_T; as plain as the formats have it.
-
-    rows, from_anchor, windows (0: none), causal: what its config is expected to say.
-    """
-    w, t = cast(head.tensors, torch.float64), cast(target.tensors, torch.float64)
+def block_rows(
+    head: Checkpoint, w: dict[str, Tensor], block: Tensor, aux_hidden: Tensor, windows: Sequence[int],
+    causal: Sequence[bool],
+) -> tuple[Tensor, list[KV]]:  # fmt: skip
+    """The normed states of a block's rows, of which block [rows, H] is the embedding, after a text whose hidden states
+    of the target are aux_hidden [T, ...]; and the text's keys and values. w: the head's weights."""
     config = head.config.get("transformer_layer_config", head.config)
-    dim = head_counts(config)[2]
-    eps, freq, mask = config["rms_norm_eps"], rope_frequencies(config, dim, torch.float64), 5
-    *text, newest = tokens
-    known, last = torch.arange(len(text)), len(text)
-    streams = run_target(target.tensors, target.config, text).streams
-    c = rms_norm(linear(torch.cat([streams[i + 1] for i in IDS], 1), w, "fc"), w["hidden_norm.weight"], eps)
-    block = torch.arange(last, last + rows)
-    x = t["model.embed_tokens.weight"][torch.tensor([newest] + [mask] * (rows - 1))]
+    dim, eps, rows, last = head_counts(config)[2], config["rms_norm_eps"], len(block), len(aux_hidden)
+    freq = rope_frequencies(config, dim, torch.float64)
+    known, places = torch.arange(last), torch.arange(last, last + rows)
+    c, x = rms_norm(linear(aux_hidden, w, "fc"), w["hidden_norm.weight"], eps), block
     kv: list[KV] = []
 
     def heads_of(z: Tensor, name: str, part: str, at: Tensor) -> Tensor:
@@ -136,27 +132,61 @@ def block_pass(
         name = f"layers.{i}.self_attn"
         h = rms_norm(x, w[f"layers.{i}.input_layernorm.weight"], eps)
         of_text = tuple(heads_of(c, name, part, known) for part in "kv")
-        of_block = tuple(heads_of(h, name, part, block) for part in "kv")
+        of_block = tuple(heads_of(h, name, part, places) for part in "kv")
         kv.append(of_text)
         reach = known > last - windows[i] if windows[i] else known >= 0
         inside = torch.ones(rows, rows, dtype=torch.bool)
         seen = torch.cat((reach.expand(rows, -1), inside.tril() if causal[i] else inside), 1)
         keys, values = (torch.cat(pair) for pair in zip(of_text, of_block, strict=True))
-        x = x + linear(_attend(heads_of(h, name, "q", block), keys, values, seen), w, f"{name}.o_proj")
+        x = x + linear(_attend(heads_of(h, name, "q", places), keys, values, seen), w, f"{name}.o_proj")
         x = x + mlp(rms_norm(x, w[f"layers.{i}.post_attention_layernorm.weight"], eps), w, f"layers.{i}.mlp")
-    y = rms_norm(x, w["norm.weight"], eps)[0 if from_anchor else 1 :]
+    return rms_norm(x, w["norm.weight"], eps), kv
+
+
+def corrected(w: dict[str, Tensor], lm_head: Tensor, y: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The logits of what follows some drafted tokens, the newest token of the text before them; y: states of the
+    rows."""
+    row, logits = y[len(tokens) - 1], lm_head @ y[len(tokens) - 1]
+    if "markov_head.markov_w1.weight" in w:
+        e = w["markov_head.markov_w1.weight"][tokens[-1]]
+        if "markov_head.gate_proj.weight" in w:
+            e = torch.sigmoid(linear(torch.cat((row, e)), w, "markov_head.gate_proj")) * e
+        if "markov_head.joint_proj.weight" in w:
+            e = recurrent(w, tokens, y)
+        logits = logits + w["markov_head.markov_w2.weight"] @ e
+    return logits
+
+
+def recurrent(w: dict[str, Tensor], tokens: Sequence[int], y: Tensor) -> Tensor:
+    """What W2 is fed after some drafted tokens, the newest token of the text before them; y: states of the rows."""
+    state = out = torch.zeros(w["markov_head.markov_w1.weight"].shape[1], dtype=y.dtype)
+    for token, row in zip(tokens, y, strict=False):
+        fed = torch.cat((state, w["markov_head.markov_w1.weight"][token], row))
+        gate, fresh, out = linear(fed, w, "markov_head.joint_proj").chunk(3)
+        state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(fresh)
+    return torch.tanh(out)
+
+
+def block_pass(
+    target: Checkpoint, head: Checkpoint, tokens: Sequence[int], rows: int, from_anchor: bool,
+    windows: Sequence[int] = (0, 0), causal: Sequence[bool] = (False, False),
+) -> DraftPass:  # fmt: skip
+    """What the head knows after x_0 .. x_T, of which the target has not seen x_T; as plain as the formats have it.
+
+    rows, from_anchor, windows (0: none), causal: what its config is expected to say.
+    """
+    w, t = cast(head.tensors, torch.float64), cast(target.tensors, torch.float64)
+    *text, newest = tokens
+    streams = run_target(target.tensors, target.config, text).streams
+    aux_hidden = torch.cat([streams[i + 1] for i in IDS], 1)
+    ids = torch.tensor([newest] + [5] * (rows - 1))
+    y, kv = block_rows(head, w, t["model.embed_tokens.weight"][ids], aux_hidden, windows, causal)
+    y = y[0 if from_anchor else 1 :]
     own = "d2t" in w
     lm_head = w["lm_head.weight"] if own else t.get("lm_head.weight", t["model.embed_tokens.weight"])
     ids = torch.arange(len(lm_head)) + (w["d2t"] if own else 0)
 
     def at(path: tuple[int, ...]) -> Tensor:
-        above, row = (newest, *path)[-1], y[len(path)]
-        logits = lm_head @ row
-        if "markov_head.markov_w1.weight" in w:
-            e = w["markov_head.markov_w1.weight"][above]
-            if "markov_head.gate_proj.weight" in w:
-                e = torch.sigmoid(linear(torch.cat((row, e)), w, "markov_head.gate_proj")) * e
-            logits = logits + w["markov_head.markov_w2.weight"] @ e
-        return logits
+        return corrected(w, lm_head, y, (newest, *path))
 
     return DraftPass(list(tokens), kv, ids, at)

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
+from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model
 from draftwing.train.fit import Fit, FitConfig, FitReport, join_world, recipe
-from draftwing.train.heads import TargetHead, new_eagle3_head, new_eagle_head
+from draftwing.train.heads import TargetHead, new_block_head, new_eagle3_head, new_eagle_head
 from draftwing.train.store import Sample, SourceMeta
 from draftwing.train.ttt import Loss
 
 KEPT = torch.arange(0, 64, 2)
+BLOCK = BlockConfig((2, 4), 3, 63, True, (), (), 0, "rnn", 8, "markov")
 
 
 class Random:
@@ -45,7 +47,7 @@ class Random:
 
 
 def config(algorithm: str, **changes: Any) -> FitConfig:
-    loss = Loss(steps=3) if algorithm == "EAGLE3" else recipe("EAGLE").loss
+    loss = Loss(steps=3) if algorithm == "EAGLE3" else recipe(algorithm).loss
     small = {"tokens": 40, "steps": 11, "max_length": 18, "lr": 1e-2, "log_every": 4, "eval_every": 3, "save_every": 3}
     return recipe(algorithm, **{"loss": loss, "precision": "float32", **small, **changes})
 
@@ -54,7 +56,11 @@ def run(
     target_path: Path, out: Path, settings: FitConfig, algorithm: str = "EAGLE3", pause: float = 0
 ) -> tuple[Any, FitReport]:
     target = load_model(target_path, torch.float32, "cpu")
-    head: Any = new_eagle3_head(target, KEPT) if algorithm == "EAGLE3" else new_eagle_head(target)
+    head: Any
+    if algorithm == "DSPARK":
+        head = new_block_head(target, BLOCK, KEPT, layers=2)
+    else:
+        head = new_eagle3_head(target, KEPT) if algorithm == "EAGLE3" else new_eagle_head(target)
     meta = SourceMeta(
         "tiny", algorithm, head.aux_layers, target.config.hidden_size, target.config.vocab_size, "float32"
     )

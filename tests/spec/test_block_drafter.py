@@ -72,6 +72,7 @@ CASES = {
     "dflash, speculators": Case("DFLASH", lambda: speculators_head(TARGET, "dflash"), 5, False),
     "dspark": Case("DSPARK", lambda: dspark_head(TARGET), 5, True),
     "dspark, gated": Case("DSPARK", lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True),
+    "dspark, recurrent": Case("DSPARK", lambda: dspark_head(TARGET, markov_head_type="rnn"), 5, True),
     "dspark, speculators": Case("DSPARK", lambda: speculators_head(TARGET), 5, False),
     "dspark, speculators, from the anchor": Case(
         "DSPARK", lambda: speculators_head(TARGET, sample_from_anchor=True), 5, True
@@ -200,7 +201,8 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
 def test_a_block_of_one_token_less_than_its_rows() -> None:
     """What a step may write: the rows of a block, however few nodes it verifies; nothing where nobody drafts."""
     config = SimpleNamespace(rows=6)
-    head: Any = SimpleNamespace(aux_layers=(1,), kv_layers=(), config_of_block=config)
+    kinds: Any = {"config_of_block": config, "state_width": 0, "state_dtype": torch.float32}
+    head: Any = SimpleNamespace(aux_layers=(1,), kv_layers=(), **kinds)
     drafter = BlockDrafter(head, 3, 2, TorchOps(CPU))
     assert drafter.span(PLAIN) == 1 and drafter.span(TreeShape(1, 1, 2)) == 6 and drafter.span(TreeShape(2, 4, 9)) == 9
     assert drafter.lookahead == drafter.tail == 0

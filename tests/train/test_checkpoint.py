@@ -8,21 +8,32 @@ from typing import Any
 
 import pytest
 import torch
+from reference.block_heads import dflash_head
 from reference.checkpoints import llama_target, qwen2_target
 from reference.learnable import ENGINE, VOCAB, drafting, write_target
 from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
 from draftwing.engine.device import pick_device
+from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
+from draftwing.train import blocks
 from draftwing.train.capture import FeatureModel
 from draftwing.train.checkpoint import aux_layer_ids, save_head
-from draftwing.train.heads import load_head, load_target_ends, new_eagle3_head, new_eagle_head, new_mtp_head
+from draftwing.train.heads import (
+    load_head,
+    load_target_ends,
+    new_block_head,
+    new_eagle3_head,
+    new_eagle_head,
+    new_mtp_head,
+)
 from draftwing.train.ttt import unroll
 
 HIDDEN, FFN, HEADS, KV, SIZE, V = 32, 48, 4, 2, 8, 64
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 KEPT = torch.tensor([1, 4, 5, 9, 20, 33, 40, 63])
 
 
@@ -127,6 +138,52 @@ def test_an_mtp_layer_has_mimos_names(family, tmp_path):
     load_draft_head(folder, head.target, "NEXTN", torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("markov", ["", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("kept", [None, KEPT])
+def test_a_block_head_is_stored_as_published(markov, kept, tmp_path):
+    """z-lab's layout without a Markov head, DeepSpec's with one; what is loaded again is the same head."""
+    target = target_of("llama", tmp_path)
+    rank, confidence = (8, "markov") if markov else (0, "")
+    block = BlockConfig((2, 4, 5), 6, 60, bool(markov), (), (), 0, markov, rank, confidence)
+    head = new_block_head(target, block, kept, layers=2, ffn_size=FFN)
+    folder = save_head(head, tmp_path / "head")
+    norms = ("input_layernorm", "post_attention_layernorm")
+    shapes = {"fc.weight": [HIDDEN, 3 * HIDDEN], "hidden_norm.weight": [HIDDEN], "norm.weight": [HIDDEN]}
+    for i in range(2):
+        shapes |= layer(f"layers.{i}", HIDDEN, norms)
+        shapes |= {f"layers.{i}.self_attn.{part}_norm.weight": [SIZE] for part in "qk"}
+    rows = V if kept is None else len(kept)
+    if markov:
+        shapes |= {"markov_head.markov_w1.weight": [V, 8], "markov_head.markov_w2.weight": [rows, 8]}
+        shapes |= {"confidence_head.proj.weight": [1, HIDDEN + 8], "confidence_head.proj.bias": [1]}
+    if markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": [8, HIDDEN + 8], "markov_head.gate_proj.bias": [8]}
+    if markov == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": [24, HIDDEN + 16], "markov_head.joint_proj.bias": [24]}
+    expected = half(shapes | ({} if kept is None else {"lm_head.weight": [rows, HIDDEN]}))
+    maps = {} if kept is None else {"d2t": ("I64", [rows]), "t2d": ("BOOL", [V])}
+    assert stored(folder) == expected | maps
+    config = json.loads((folder / "config.json").read_text())
+    inner = config if markov else config["dflash_config"]
+    assert inner["target_layer_ids"] == [1, 3, 4] and inner["mask_token_id"] == 60 and config["block_size"] == 6
+    assert config["architectures"] == ["Qwen3DSparkModel" if markov else "DFlashDraftModel"]
+    loaded = load_head(folder, target, "DSPARK" if markov else "DFLASH")
+    assert loaded.config_of_block == head.config_of_block and loaded.config.ffn_size == FFN
+    assert loaded.target_ids is None if kept is None else torch.equal(loaded.target_ids, kept)
+    for a, b in zip(loaded.parameters(), head.parameters(), strict=True):
+        assert torch.equal(a, b.bfloat16().float()) and a.requires_grad
+
+
+@pytest.mark.parametrize("changes", [SLIDING, {**SLIDING, "is_causal": False}, {"dflash_config": {"causal": True}}])
+def test_windows_and_causal_layers_of_a_block_head_that_is_trained_on(changes, tmp_path):
+    plain = llama_target(4, num_hidden_layers=5, vocab_size=12)
+    target = load_model(plain.write(tmp_path / "target"), torch.float32, "cpu")
+    head = load_head(dflash_head(plain, **changes).write(tmp_path / "published"), target, "DFLASH")
+    again = load_head(save_head(head, tmp_path / "again", torch.float32), target, "DFLASH")
+    assert again.config_of_block == head.config_of_block
+    assert any(head.config_of_block.windows) or all(head.config_of_block.causal)
+
+
 def test_weights_are_split_into_files_of_a_given_size(tmp_path):
     head = new_eagle3_head(target_of("llama", tmp_path), KEPT)
     one, many = save_head(head, tmp_path / "one"), save_head(head, tmp_path / "many", max_file_bytes=8000)
@@ -204,6 +261,47 @@ def test_the_ends_of_a_target_are_enough(tmp_path):
 @pytest.fixture(scope="module")
 def served_target(tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("served") / "target")
+
+
+@pytest.mark.parametrize("markov", ["", "vanilla", "rnn"])
+def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, served_target, tmp_path):
+    """Of a chain: each draft's logits are those of training, where the text goes on as it was drafted."""
+    target, prompt = load_model(served_target, torch.float32, "cpu"), [7, 130, 4, 99, 250]
+    block = BlockConfig((2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0)
+    head = new_block_head(target, block, torch.arange(0, VOCAB, 2), layers=2, seed=5)
+    with torch.no_grad():
+        for i, param in enumerate(head.parameters()):
+            if param.dim() == 1:
+                param.add_(0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i)))
+    folder = save_head(head, tmp_path / "head", torch.float32)
+    served: list[torch.Tensor] = []
+    with LLM(str(served_target), **ENGINE, **drafting("DSPARK", folder, 4)) as llm:
+        drafter = llm.engine.parts.executor.drafter
+        given = drafter.head.given
+
+        def watched(logits, *rest):
+            found = given(logits, *rest)
+            served.append(found[0].clone())
+            return found
+
+        drafter.head.given = watched
+        (answer,) = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True})
+    served = served[:4]
+    drafts = [int(head.target_ids[row[0].argmax()]) for row in served]
+    ids = torch.tensor([[*prompt, answer.token_ids[0], *drafts]])
+    aux_hidden, _ = FeatureModel(target, head.aux_layers, pick_device("cpu"))(torch.tensor(prompt))
+    missing = aux_hidden.new_zeros(ids.shape[1] - len(prompt), aux_hidden.shape[1])
+    head.set_max_positions(64)
+    with torch.no_grad():
+        hidden = blocks.unroll(
+            head, ids, head.features(torch.cat((aux_hidden, missing))), torch.tensor([[len(prompt)]])
+        )
+        state, weight = head.readout(hidden)
+        expected = state @ weight.t()
+        if markov:
+            above = ids[:, len(prompt) : len(prompt) + 4]
+            expected = expected + blocks.mixed(head, hidden, above) @ head.markov.out.weight.t()
+    torch.testing.assert_close(torch.cat(served), expected[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])

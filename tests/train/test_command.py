@@ -33,6 +33,9 @@ pytestmark = pytest.mark.slow
 
 UNTRAINED, TRAINED = 1.25, 2.5  # accept lengths at (3, 1, 4), greedy: at most, at least
 LEARN = ("--steps", "250", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
+LEARN_BLOCKS = ("--steps", "80", "--batch-tokens", "512", "--lr", "0.015", "--block-steps", "4", "--draft-layers", "2",
+                "--markov-rank", "32", "--block-loss", "lk_hybrid", "--anchors", "0.5", "--draft-vocab-size",
+                "128")  # fmt: skip
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", "16",
           "--num-threads", "1")  # fmt: skip
 
@@ -46,7 +49,8 @@ class Bench(NamedTuple):
         return [
             "train", *([stage] if stage else []), "--model", self.target, "--algorithm", algorithm,
             "--prompts", str(self.folder / "p.jsonl"), "--eval-prompts", str(self.folder / "e.jsonl"),
-            "--out", str(self.folder / out), "--max-tokens", "48", "--max-length", "128", *ENGINE, *LEARN, *vocabulary,
+            "--out", str(self.folder / out), "--max-tokens", "48", "--max-length", "128", *ENGINE, *vocabulary,
+            *(LEARN_BLOCKS if algorithm == "DSPARK" else LEARN),
             "--shapes", "3,1,4", "4,3,9", "--eval-tokens", "24", "--licence", "made here: CC0-1.0", *more,
         ]  # fmt: skip
 
@@ -128,6 +132,27 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
         "80 prompts", "256 tokens", "--speculative-algorithm EAGLE3",
     ):  # fmt: skip
         assert part in card, part
+
+
+def test_a_head_that_drafts_blocks(bench: Bench, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the same answers, trained with features that are not kept; a tree accepts more than a chain."""
+    out = bench.train("spark", "--data", str(run), "--online", algorithm="DSPARK")
+    assert accept(out) > 2.0 and accept(out, (4, 3, 9)) > accept(out)
+    config = json.loads((out / "head" / "config.json").read_text())
+    assert (config["block_size"], config["markov_rank"], config["draft_vocab_size"]) == (4, 32, 128)
+    used = {i for line in (run / "responses.jsonl").read_text().splitlines() for i in json.loads(line)["ids"]}
+    assert config["mask_token_id"] == max(set(range(258)) - used)
+    card = (out / "head" / "README.md").read_text()
+    assert "DSpark head" in card and "128 tokens" in card and "--block-loss lk_hybrid" in card
+    short = ("--online", "--steps", "1", "--lr", "1e-9", "--shapes", "3,1,4", "--eval-temperatures", "0")
+    more = ("--data", str(run), "--init-head", str(out / "head"))
+    again = bench.train("spark again", *more, *short, algorithm="DSPARK")
+    assert abs(accept(again) - accept(out)) < 0.05
+    args = ["train", "--model", bench.target, "--prompts", str(bench.folder / "p.jsonl"), "--out", str(out) + "x"]
+    assert "--markov-rank: for --algorithm DFLASH and DSPARK, found EAGLE3" in refused(
+        [*args, "--markov-rank", "8"], capsys
+    )
+    assert "--ttt-steps: for --algorithm" in refused([*args, "--algorithm", "DFLASH", "--ttt-steps", "3"], capsys)
 
 
 def test_fine_tuning_starts_from_the_head(bench: Bench, run: Path) -> None:

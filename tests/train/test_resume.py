@@ -48,7 +48,7 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])  # EAGLE: with noise
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "DSPARK"])  # EAGLE: with noise; DSPARK: with anchors
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(algorithm, accumulate, target, tmp_path, monkeypatch):
     """Killed in a step, before, in and after a save, and before the first: bit for bit the run that was not."""

@@ -31,15 +31,19 @@ PAIR = "EAGLE3+NGRAM"  # an example of one
 class Training(NamedTuple):
     """How `draftwing train` makes a head.
 
-    name: what --algorithm calls it.  title: of the head's card.  loss: what differs from `train.fit.Loss`'s defaults.
-    aux_hidden_states: whether it reads hidden states of several layers of the target, and drafts from a vocabulary of
-    its own; else it reads what comes after the target's final norm, and drafts from all tokens.
+    name: what --algorithm calls it.  title: of the head's card.  loss: what differs from the defaults of
+    `train.ttt.Loss`, or of `train.block_loss.BlockLoss`.
+    aux_hidden_states: whether it reads hidden states of several layers of the target, and may draft from a vocabulary
+    of its own; else it reads what comes after the target's final norm, and drafts from all tokens.
+    block: how many tokens it writes in one forward, unless another number is asked for; 0: it writes one after the
+    other.
     """
 
     name: str
     title: str
     loss: Mapping[str, Any]
     aux_hidden_states: bool = False
+    block: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ DRAFTERS = (
         draft_model="required",
         tree=BLOCK,
         heads=("dflash", "dspark"),
+        training=Training("DFLASH", "DFlash head", {"kind": "kl"}, aux_hidden_states=True, block=7),
     ),
     DrafterSpec(
         "DSPARK",
@@ -148,6 +153,7 @@ DRAFTERS = (
         draft_model="required",
         tree=BLOCK,
         heads=("dspark", "dflash"),
+        training=Training("DSPARK", "DSpark head", {"kind": "tv"}, aux_hidden_states=True, block=7),
     ),
     DrafterSpec(
         "NEXTN",

@@ -100,8 +100,10 @@ def _block_weights(
     if markov:
         rank = raw.get("markov_rank") or 256
         weights |= {f"markov_head.markov_w{i}.weight": meta(target.vocab_size, rank) for i in (1, 2)}
-        if raw.get("markov_head_type") == "gated":
-            weights["markov_head.gate_proj.weight"] = meta(1)
+        if raw.get("enable_confidence_head"):
+            weights["confidence_head.proj.weight"] = meta(
+                1, hidden + bool(raw.get("confidence_head_with_markov")) * rank
+            )
     return weights
 
 

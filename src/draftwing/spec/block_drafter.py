@@ -29,11 +29,11 @@ class BlockDrafter(Drafter):
         device = ops.device
         self.head, self.topk, self.ops = head, topk, ops
         self.aux_layers, self.kv_layers = head.aux_layers, head.kv_layers
-        # The root's continuations, row-indexed as `ops.expand` reads them; written by every `propose`.
+        # The root's continuations and its state, row-indexed as `ops.expand` reads them; written by every `propose`.
         self._first = First(
             ids=torch.zeros(rows, topk, dtype=torch.int64, device=device),
             logp=torch.zeros(rows, topk, dtype=torch.float32, device=device),
-            feature=torch.zeros(rows, 0, dtype=torch.float32, device=device),
+            feature=torch.zeros(rows, head.state_width, dtype=head.state_dtype, device=device),
         )
         # What `constrain` was told, for the next `propose`: rows, what is banned, which of them are noisy.
         self._constrained: tuple[Tensor, Tensor, Tensor] | None = None
@@ -56,16 +56,17 @@ class BlockDrafter(Drafter):
         base = head.logits(hidden.flatten(0, 1)).view(size, depth, -1)
         self._keep_root(table, rows, base[:, 0], hidden[:, 0], noisy)
         expansion = self.ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
-        nothing = self._first.feature[:1].expand(size, topk, 0)  # a node's children are fed its token alone
+        state = self._first.feature[:1].expand(size, topk, -1)  # what nodes hand down; mostly nothing
         for level in range(1, depth):
             above = expansion.level().ids.flatten()  # [B * K]
             lanes = topk if head.markov is not None else 1  # else all nodes of a level go on alike
             logits, states = (x[:, level].repeat_interleave(lanes, 0) for x in (base, hidden))
-            logits = head.given(logits, states, above)
+            handed = expansion.level_feature() if head.state_width else None
+            logits, handed = head.given(logits, states, above, handed)
             following = self.ops.continuations(logits, table, rows, level + 1, topk, head.target_ids, noisy)
             if lanes < topk:
                 following = Continuations(*(x.repeat_interleave(topk, 0) for x in following))
-            expansion.add(following, nothing)
+            expansion.add(following, state if handed is None else handed.view(size, topk, -1))
         return expansion.draft()
 
     def _block(self, table: RowTensors, rows: Tensor, max_kv_len: int) -> Tensor:
@@ -109,7 +110,12 @@ class BlockDrafter(Drafter):
         """base [B, V], hidden [B, H]: of the rows that predict the first token -> what may follow the roots."""
         head, ops, topk = self.head, self.ops, self.topk
         constrained, self._constrained = self._constrained, None
-        logits = head.given(base.contiguous(), hidden.contiguous(), table.last.index_select(0, rows))
+        newest, state = table.last.index_select(0, rows), None
+        if head.state_width:
+            state = self._first.feature.new_zeros(len(rows), head.state_width)
+        logits, state = head.given(base.contiguous(), hidden.contiguous(), newest, state)
+        if state is not None:
+            self._first.feature.index_copy_(0, rows, state)
         parts = [(rows, logits, noisy)]
         if constrained is not None:
             some, banned, noisy_some = constrained

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwing.train.store import FeatureSource, FeatureStore, Part, Sample
-from draftwing.train.ttt import Batch
+from draftwing.train.teacher import Batch
 
 SHORTEST = 3  # tokens: one for the feature, one drafted from, one predicted
 _POOL = 64  # batches whose sequences are sorted by length together: little padding, and still at random

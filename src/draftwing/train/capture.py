@@ -20,7 +20,7 @@ from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops.attention import Attend, FunctionAttend
-from draftwing.train.checkpoint import aux_layer_ids
+from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,21 @@ def eagle3_aux_layers(layers: int) -> tuple[int, ...]:
     return layers // 4, layers // 2, layers - layers // 4
 
 
+def block_aux_layers(layers: int) -> tuple[int, ...]:
+    """Returns the residual streams that a head which drafts blocks reads by default: five, evenly between the outputs
+    of the second layer and of the last but two, as published heads do."""
+    return tuple(sorted({round(1 + i * max(layers - 4, 0) / 4) + 1 for i in range(5)}))
+
+
 def target_aux_layers(algorithm: str, layers: int, aux_layers: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Returns what `DecoderModel.forward` is asked for. aux_layers: other residual streams for EAGLE-3, 0 the
-    embedding, `layers` what comes before the final norm. Raises ConfigError for streams that the target does not
+    """Returns what `DecoderModel.forward` is asked for. aux_layers: other residual streams for heads that read several,
+    0 the embedding, `layers` what comes before the final norm. Raises ConfigError for streams that the target does not
     have."""
-    if not training(algorithm).aux_hidden_states:
+    how = training(algorithm)
+    if not how.aux_hidden_states:
         return (layers + 1,)  # `DecoderModel.final_aux_layer`
+    if how.block:
+        return checked_aux_layers(tuple(aux_layers or block_aux_layers(layers)), layers)
     aux_layers = tuple(aux_layers or eagle3_aux_layers(layers))
     aux_layer_ids(aux_layers, layers)  # refuses what a config could not name, before anything is computed
     return aux_layers

@@ -1,4 +1,5 @@
-"""Writes a trained head as published heads are: the tensor names and config keys of EAGLE, EAGLE-3 and MiMo.
+"""Writes a trained head as published heads are: the tensor names and config keys of EAGLE, EAGLE-3, DFlash, DSpark and
+MiMo.
 
 Names and shapes come from the head's own `stored_tensors`, the table that the loader reads by.
 """
@@ -18,6 +19,7 @@ from draftwing.files import replace_file, write_json
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
 from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
@@ -74,6 +76,8 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the config.json of a head whose tensors are stored in `dtype`."""
     if isinstance(head, MTPHead):
         return _mtp_config(head, dtype)
+    if isinstance(head, BlockHead):
+        return _block_keys(head, dtype)
     if not isinstance(head, EagleHead | Eagle3Head):
         raise ConfigError(f"{type(head).__name__} has no published format")
     config = head.config
@@ -105,10 +109,7 @@ def aux_layer_ids(aux_layers: Sequence[int], layers: int) -> list[int] | None:
     Ids count the layers whose output is meant, unless that would be read otherwise; see `resolve_aux_layers`. Raises
     ConfigError for auxiliary hidden states that no ids name without being misread.
     """
-    if min(aux_layers) < 0 or max(aux_layers) > layers:
-        raise ConfigError(
-            f"aux_layers: expected 0 to {layers} for a target of {layers} layers, found {list(aux_layers)}"
-        )
+    checked_aux_layers(aux_layers, layers)
     for ids in (None, [layer - 1 for layer in aux_layers], list(aux_layers)):
         raw = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
         try:
@@ -120,6 +121,48 @@ def aux_layer_ids(aux_layers: Sequence[int], layers: int) -> list[int] | None:
         f"auxiliary layers {list(aux_layers)}: a config could only name them in a way that is taken for others; "
         "let the first be neither 0 nor 3, or the last the number of layers"
     )
+
+
+def checked_aux_layers(aux_layers: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Returns them. Raises ConfigError for residual streams that a target of so many layers does not have."""
+    if min(aux_layers) < 0 or max(aux_layers) > layers:
+        raise ConfigError(
+            f"aux_layers: expected 0 to {layers} for a target of {layers} layers, found {list(aux_layers)}"
+        )
+    return tuple(aux_layers)
+
+
+def _block_keys(head: BlockHead, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the config of a head that drafts blocks: DeepSpec's of one with a Markov head, else z-lab's; with the
+    speculators library's key of a vocabulary of its own, where it has one."""
+    block, config = head.config_of_block, head.config
+    own = {
+        "block_size": block.rows,
+        "mask_token_id": block.mask,
+        "target_layer_ids": [layer - 1 for layer in block.aux_layers],
+    }
+    keys = {"model_type": "qwen3", **_sizes(config, dtype), "num_target_layers": head.target.config.num_layers}
+    if any(block.windows):
+        keys["layer_types"] = ["sliding_attention" if window else "full_attention" for window in block.windows]
+        keys["sliding_window"] = max(block.windows)
+    if block.draft_vocab:
+        keys["draft_vocab_size"] = block.draft_vocab
+    if not any(block.windows) or block.causal != tuple(map(bool, block.windows)):  # what the kinds of layers say
+        own["is_causal"] = all(block.causal)
+    if not block.markov:
+        keys = {"architectures": ["DFlashDraftModel"], **keys, "block_size": block.rows}
+        return keys | {"sample_from_anchor": block.from_anchor, "dflash_config": own}
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **keys,
+        **own,
+        "num_draft_layers": config.num_layers,
+        "sample_from_anchor": block.from_anchor,
+        "markov_rank": block.rank,
+        "markov_head_type": block.markov,
+        "enable_confidence_head": bool(block.confidence),
+        "confidence_head_with_markov": block.confidence == "markov",
+    }
 
 
 def _mtp_config(head: MTPHead, dtype: torch.dtype) -> dict[str, Any]:

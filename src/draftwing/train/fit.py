@@ -1,4 +1,4 @@
-"""Trains a head: the loop around `ttt.Objective`, on one device or, started by torchrun, on several.
+"""Trains a head: the loop around its objective (`train.objectives`), on one device or, started by torchrun, on several.
 
 A run can be killed at any moment and go on: the state it saves is complete or not there, and what comes next is a
 function of the seed and the number of the step alone; there is no random state to keep.
@@ -28,11 +28,13 @@ from draftwing.engine.device import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.files import replace_file
 from draftwing.train.batches import epoch_batches, in_order, load, stream, to_device, usable
-from draftwing.train.heads import TargetHead
+from draftwing.train.block_loss import BlockLoss
+from draftwing.train.heads import AnyHead, TargetHead
+from draftwing.train.objectives import AnyLoss, make_objective
 from draftwing.train.optimizer import OPTIMIZERS, HeadOptimizer, OptimizerName
 from draftwing.train.progress import Progress, Row, summary
 from draftwing.train.store import FeatureSource
-from draftwing.train.ttt import STATS, AnyHead, Loss, Objective
+from draftwing.train.ttt import Loss
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +50,14 @@ class FitConfig:
 
     steps: of the optimizer; 0: as many as `epochs` over the samples take.  tokens: of one forward, padding included.
     accumulate: forwards per step and process.  max_length: tokens of a sequence, beyond which it is cut.
-    optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: 0.4 / the head's hidden size.
+    optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: the loss's own.
     warmup: share of the steps in which it rises; final_lr: share of it that is left at the end.
     clip: largest norm of a gradient.
     precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
     readers: threads that read ahead.
     """
 
-    loss: Loss = field(default_factory=Loss)
+    loss: AnyLoss = field(default_factory=Loss)
     steps: int = 0
     epochs: float = 1.0
     tokens: int = 8192
@@ -81,7 +83,7 @@ class FitConfig:
                 raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
         if self.steps < 0 or (self.steps == 0 and self.epochs <= 0):
             raise ConfigError(f"expected steps or epochs above 0, found {self.steps} and {self.epochs}")
-        if self.loss.steps < 1:
+        if isinstance(self.loss, Loss) and self.loss.steps < 1:
             raise ConfigError(f"loss.steps: expected at least 1, found {self.loss.steps}")
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {self.optimizer!r}")
@@ -92,7 +94,7 @@ class FitConfig:
 
     def learning_rate(self, step: int, total: int, hidden: int) -> float:
         """Returns the rate of step 0, 1, ..: up in a line, then down in half a cosine."""
-        highest, rise = self.lr or 0.4 / hidden, self.warmup * total
+        highest, rise = self.lr or self.loss.rate(hidden), self.warmup * total
         if step < rise:
             return highest * (step + 1) / (rise + 1)
         done = (step - rise) / max(1.0, total - rise)
@@ -101,7 +103,9 @@ class FitConfig:
 
 def recipe(algorithm: str, **changes: Any) -> FitConfig:
     """Returns the config that `algorithm` is trained with by default. Raises ConfigError for an unknown one."""
-    return FitConfig(**{"loss": Loss(**training(algorithm).loss), **changes})
+    how = training(algorithm)
+    loss = BlockLoss(**how.loss) if how.block else Loss(**how.loss)
+    return FitConfig(**{"loss": loss, **changes})
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Fit:
             raise ConfigError(f"nothing to train on: none of {len(source)} samples has 3 tokens or more")
         self.eval_lengths = usable(eval_source, config.max_length) if eval_source is not None else {}
         self.total = config.steps or self._steps_of_epochs()
-        head.set_max_positions(config.max_length + config.loss.steps)
+        self.objective = make_objective(head, target_head_fn, config.loss, config.max_length)
         self.optimizer = HeadOptimizer(head, config.optimizer, config.betas, config.weight_decay)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.window = self._no_stats()  # what was counted since the last row
@@ -171,7 +175,6 @@ class Fit:
         out.mkdir(parents=True, exist_ok=True)
         if (out / STATE_FILE).exists():
             history = self._restore(torch.load(out / STATE_FILE, map_location="cpu", weights_only=True))
-        self.objective = Objective(head, target_head_fn, config.loss)
         self.wrapped: Any = self.objective
         if self.world > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
@@ -238,11 +241,11 @@ class Fit:
         for turn in range(config.accumulate):
             batch, tokens, last = next(batches)
             batch = to_device(batch, self.device, self.feature_dtype)
-            noise = self._generator(turn) if config.loss.noise else None
+            chance = self._generator(turn) if self.objective.random else None
             sync = contextlib.nullcontext() if last or self.world == 1 else self.wrapped.no_sync()
             with sync:
                 with self.autocast:
-                    loss, stats = self.wrapped(batch, noise)
+                    loss, stats = self.wrapped(batch, chance)
                 # Processes' gradients are averaged, their losses are to be summed.
                 (loss * (self.world / tokens)).backward()
             self.window += stats
@@ -253,7 +256,7 @@ class Fit:
         return norm
 
     def _generator(self, turn: int) -> torch.Generator:
-        """Returns the noise's generator for one forward: the same whether or not the run was interrupted before it."""
+        """Returns the generator of what a forward draws: the same whether or not the run was interrupted before it."""
         number = (self.step * self.config.accumulate + turn) * self.world + self.rank
         return torch.Generator(self.device).manual_seed((self.config.seed << 32) + number)
 
@@ -270,24 +273,15 @@ class Fit:
     # -- numbers ----------------------------------------------------------------------------------------------------
 
     def _no_stats(self) -> Tensor:
-        return torch.zeros(self.config.loss.steps, len(STATS), dtype=torch.float64, device=self.device)
+        steps, columns = self.objective.steps, self.objective.columns
+        return torch.zeros(steps, columns, dtype=torch.float64, device=self.device)
 
     def _metrics(self, stats: Tensor) -> dict[str, float]:
         """Returns a row of metrics from the counts, summed over all processes."""
         stats = stats.clone()
         if self.world > 1:
             dist.all_reduce(stats)
-        rows, token_loss, feature_loss, hits, chains, chain_hits = stats.t().tolist()
-        loss, accept = self.config.loss, [_ratio(*pair) for pair in zip(chain_hits, chains, strict=True)]
-        means = [loss.tokens * _ratio(t, n) + loss.features * _ratio(f, n)
-                 for t, f, n in zip(token_loss, feature_loss, rows, strict=True)]  # fmt: skip
-        return {
-            "loss": sum(loss.decay**k * mean for k, mean in enumerate(means)),
-            "token_loss": _ratio(token_loss[0], rows[0]),
-            "hit_rate": _ratio(hits[0], rows[0]),
-            "accept_length": 1 + sum(accept),
-            **{f"accept_{k}": rate for k, rate in enumerate(accept, 1)},
-        }
+        return self.objective.metrics(stats)
 
     def _log(self, norm: Tensor) -> None:
         rate = self.config.learning_rate(self.step - 1, self.total, self.head.width)
@@ -387,10 +381,6 @@ def _check(head: AnyHead, params: Sequence[Tensor], source: FeatureSource, eval_
                 f"expected features of the target's size, hidden {head.target.config.hidden_size} and vocabulary "
                 f"{head.target.config.vocab_size}; found those of another size, {one.meta.hidden} and {one.meta.vocab}"
             )
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def _short(value: object) -> str:

@@ -14,12 +14,12 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftwing.models.heads.loader import load_draft_head
@@ -30,6 +30,7 @@ from draftwing.ops.torch.layer_ops import PLAIN
 from draftwing.train.capture import eagle3_aux_layers
 from draftwing.train.checkpoint import aux_layer_ids
 
+AnyHead = EagleHead | Eagle3Head | MTPHead | BlockHead
 Head = TypeVar("Head", bound=FeatureHead)
 
 TRAINED = torch.float32  # what parameters are kept in
@@ -84,11 +85,10 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
         layer.attention.qkv.weight[:, hidden:].copy_(last.attention.qkv.dense_weight())
         layer.hidden_norm.weight.copy_(last.attn_norm.weight)
         layer.attention.o.weight.copy_(last.attention.o.dense_weight())
-    mlp = last.mlp  # of experts there is none to begin with
-    if isinstance(mlp, GatedMLP) and layer.mlp.down.weight.shape == (mlp.down.out_features, mlp.down.in_features):
+    if layer.mlp.down.weight.shape == (last.mlp.down.out_features, last.mlp.down.in_features):
         layer.mlp_norm.weight.copy_(last.mlp_norm.weight)
-        layer.mlp.gate_up.weight.copy_(mlp.gate_up.dense_weight())
-        layer.mlp.down.weight.copy_(mlp.down.dense_weight())
+        layer.mlp.gate_up.weight.copy_(last.mlp.gate_up.dense_weight())
+        layer.mlp.down.weight.copy_(last.mlp.down.dense_weight())
 
 
 def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:
@@ -110,10 +110,45 @@ def new_mtp_head(target: DecoderModel, seed: int = 0) -> MTPHead:
     return trainable(head)
 
 
+def new_block_head(
+    target: DecoderModel,
+    block: BlockConfig,
+    target_ids: Tensor | None = None,
+    layers: int = 5,
+    ffn_size: int = 0,
+    seed: int = 0,
+) -> BlockHead:
+    """Returns an untrained head that drafts blocks: layers of the target's sizes with norms of their heads, as
+    published ones have them.
+
+    block: its windows and causal layers are made to be as many as there are layers, and its draft_vocab that of
+    target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
+
+    Its final norm starts as the target's, and so does an lm_head of its own. Raises ConfigError for ids that are no
+    ascending ids of the target.
+    """
+    config = replace(_layer_config(target.config, ffn_size), num_layers=layers, qk_norm=True)
+    rows = 0
+    if target_ids is not None:
+        _check_ids(target_ids, config.vocab_size)
+        rows = len(target_ids)
+    block = replace(block, windows=(0,) * layers, causal=(False,) * layers, draft_vocab=rows)
+    device = target.embed.weight.device
+    head = BlockHead(config, block, target, TRAINED, device)
+    head.target_ids = None if target_ids is None else target_ids.to(device)
+    _initialise(head, seed)
+    with torch.no_grad():
+        head.norm.weight.copy_(target.norm.weight)
+        if head.lm_head is not None:
+            head.lm_head.weight.copy_(_head_weight(target)[head.target_ids])
+    return trainable(head)
+
+
 def new_head(
     kind: str, target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int], ffn_size: int, seed: int
 ) -> EagleHead | Eagle3Head | MTPHead:
-    """An untrained head of a kind (`DrafterSpec.heads`); each takes of these what it can use."""
+    """An untrained head of a kind (`DrafterSpec.heads`) that drafts one token after the other; each takes of these what
+    it can use."""
     if kind == "eagle3":
         return new_eagle3_head(target, target_ids, aux_layers, ffn_size, seed)
     if kind == "eagle":
@@ -121,17 +156,15 @@ def new_head(
     return new_mtp_head(target, seed)
 
 
-def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> EagleHead | Eagle3Head | MTPHead:
+def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> AnyHead:
     """Loads a published head to be trained further, on the device of the target's embedding.
 
     algorithm: of `draftwing train`.  Raises CheckpointError, and ConfigError for several prediction layers.
     """
-    head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device)
-    assert not isinstance(head, BlockHead), "these have no training"
-    return trainable(head)
+    return trainable(load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device))
 
 
-def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> EagleHead | Eagle3Head | MTPHead:
+def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> AnyHead:
     """Returns the mean of heads that were trained on from the same one, which often accepts a little more than each of
     them (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.
 
@@ -176,6 +209,8 @@ def _traits(head: FeatureHead) -> dict[str, Any]:
     traits = {"kind": type(head).__name__, **asdict(head.config)}
     if isinstance(head, Eagle3Head):
         traits |= asdict(head.eagle)
+    if isinstance(head, BlockHead):
+        traits |= asdict(head.config_of_block)
     traits = {name: value for name, value in traits.items() if name not in unlike}
     shapes = {f"shape of {name}": list(parameter.shape) for name, parameter in head.named_parameters()}
     return traits | {"aux_layers": head.aux_layers} | shapes

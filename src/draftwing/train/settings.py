@@ -23,6 +23,11 @@ from draftwing.files import write_json
 
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
 _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
+MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.block_config.MARKOV`
+BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.block_loss.Kind`
+_OF_BLOCKS = (
+    "draft_layers", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
+)  # fmt: skip
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 
@@ -65,7 +70,8 @@ class Settings:
     aux_layers: tuple[int, ...] = option(
         (),
         CAPTURE,
-        "auxiliary hidden states that EAGLE-3 reads, as layers before them (default: 2, L/2, L-3)",
+        "auxiliary hidden states that heads of several depths read, as layers before them (default: EAGLE3 2, L/2, "
+        "L-3; DFLASH and DSPARK five)",
         fixed=False,
     )
     held_out: float = option(
@@ -77,9 +83,27 @@ class Settings:
         (), FIT, "head to start from, in place of a fresh one; the mean of several that came from one head"
     )
     draft_vocab_size: int | None = option(
-        None, FIT, "tokens that EAGLE-3 may draft (default: a quarter of the vocabulary, at most 32000)", minimum=64,
+        None, FIT, "tokens that heads of several depths may draft (default: EAGLE3 a quarter of the vocabulary, at "
+        "most 32000; DFLASH and DSPARK all, with the target's lm_head)", minimum=64, fixed=False,
+    )  # fmt: skip
+    draft_layers: int = option(5, FIT, "layers of a head that drafts blocks", minimum=1, maximum=64, fixed=False)
+    block_steps: int = option(
+        0, FIT, "tokens that DFLASH and DSPARK draft at once (default: 7)", minimum=0, maximum=63, fixed=False
+    )
+    markov_head: str = option(
+        "vanilla", FIT, "what corrects DSPARK's tokens by those above them", choices=MARKOV_HEADS, fixed=False
+    )
+    markov_rank: int = option(256, FIT, "rank of that correction", minimum=1, fixed=False)
+    mask_token: int | None = option(
+        None, FIT, "token id that stands for those to be drafted (default: the highest that no text has)", minimum=0,
         fixed=False,
     )  # fmt: skip
+    block_loss: str | None = option(
+        None, FIT, "what a block is trained for (default: DFLASH kl, DSPARK tv)", choices=BLOCK_LOSSES, fixed=False
+    )
+    anchors: float = option(
+        0.25, FIT, "share of a text's tokens that open a block in each forward", minimum=0.001, maximum=1, fixed=False
+    )
     ffn_size: int = option(0, FIT, "width of the head's MLP (default: the target's)", minimum=0, fixed=False)
     epochs: float = option(
         1.0, FIT, "passes over the data; 0: train nothing and keep --init-head as it is", minimum=0, fixed=False
@@ -92,7 +116,9 @@ class Settings:
         choices=("adamw", "muon"),
         fixed=False,
     )
-    lr: float = option(0.0, FIT, "highest learning rate (default: 0.4 / hidden size)", minimum=0, fixed=False)
+    lr: float = option(
+        0.0, FIT, "highest learning rate (default: 0.4 / hidden size; DFLASH and DSPARK 6e-4)", minimum=0, fixed=False
+    )
     warmup: float = option(
         0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1, fixed=False
     )
@@ -102,7 +128,11 @@ class Settings:
         None, FIT, "drafts per chain of the training-time test (default: 7; EAGLE: 1)", minimum=1, fixed=False
     )
     ttt_decay: float | None = option(
-        None, FIT, "weight of each draft of a chain, relative to the one before (default: 0.8)", minimum=0, fixed=False
+        None,
+        FIT,
+        "weight of each draft of a chain, relative to the one before (default: 0.8; blocks: exp(-1/4))",
+        minimum=0,
+        fixed=False,
     )
     target_temperature: float = option(
         1.0, FIT, "temperature of the target's distribution in the loss; below 1 for greedy traffic", minimum=0.01,
@@ -136,6 +166,11 @@ class Settings:
         if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
             able = " and ".join(name for name in TRAINED if training(name).aux_hidden_states)
             raise ConfigError(f"--aux-layers and --draft-vocab-size are for --algorithm {able}")
+        odd = ("ttt_steps",) if self.training.block else _OF_BLOCKS
+        given = [flag(name) for name in odd if getattr(self, name) != _FIELDS[name]["default"]]
+        if given:
+            able = " and ".join(name for name in TRAINED if bool(training(name).block) != bool(self.training.block))
+            raise ConfigError(f"{' and '.join(given)}: for --algorithm {able}, found {self.algorithm}")
         if not self.trains and not self.init_head:
             raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
         self.trees()
@@ -165,7 +200,7 @@ class Settings:
         return found
 
 
-_FIELDS = {spec.name: spec.metadata for spec in dataclasses.fields(Settings)}
+_FIELDS = {spec.name: {**spec.metadata, "default": spec.default} for spec in dataclasses.fields(Settings)}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 from draftwing.train import heads
+from draftwing.train.blocks import fresh_block
 from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
@@ -39,7 +40,6 @@ from draftwing.train.generate import Sampling, finished, generate, usable
 from draftwing.train.sequences import read_responses, responses_files
 from draftwing.train.settings import Run
 from draftwing.train.store import FeatureSource, FeatureStore, OnlineSource, Part, Tokens
-from draftwing.train.ttt import AnyHead
 from draftwing.train.vocabulary import Vocabulary, covered, draft_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ class Stages:
             head = heads.load_mean(self.init_heads, self._target_ends(torch.device("cpu")), self.settings.algorithm)
             self._save(head, FitReport(0, 0.0, 0, {}, {}))
 
-    def _head(self, target: DecoderModel, tokens: Sequence[Tokens]) -> AnyHead:
+    def _head(self, target: DecoderModel, tokens: Sequence[Tokens]) -> heads.AnyHead:
         settings = self.settings
         if settings.init_head:
             head = heads.load_mean(self.init_heads, target, settings.algorithm)
@@ -296,11 +296,15 @@ class Stages:
                 self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
             return head
         ids = self._target_ids(tokens) if settings.training.aux_hidden_states else None
+        if settings.training.block:
+            block = fresh_block(settings, self.aux_layers, tokens, self.config.vocab_size)
+            layers, width = settings.draft_layers, settings.ffn_size
+            return heads.new_block_head(target, block, ids, layers, width, settings.seed)
         return heads.new_head(settings.drafter.heads[0], target, ids, self.aux_layers, settings.ffn_size, settings.seed)
 
     def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:
         vocab = self.config.vocab_size
-        size = self.settings.draft_vocab_size or min(32000, vocab // 4)
+        size = self.settings.draft_vocab_size or (vocab if self.settings.training.block else min(32000, vocab // 4))
         found = draft_vocabulary(tokens, size, vocab, self.tokenizer.stop_ids)
         self._note(found)
         return found.target_ids() if len(found.ids) < vocab else None
@@ -313,13 +317,17 @@ class Stages:
 
     def _fit_config(self) -> FitConfig:
         settings = self.settings
-        asked = {"steps": settings.ttt_steps, "decay": settings.ttt_decay, "temperature": settings.target_temperature}
-        changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        asked: dict[str, Any] = {"decay": settings.ttt_decay, "temperature": settings.target_temperature}
+        if settings.training.block:
+            asked |= {"kind": settings.block_loss, "anchors": settings.anchors}
+        else:
+            asked["steps"] = settings.ttt_steps
+        changes = {name: value for name, value in asked.items() if value is not None}
         loss = dataclasses.replace(recipe(settings.algorithm).loss, **changes)
         same = {name: value for name, value in vars(settings).items() if name in vars(FitConfig())}
         return FitConfig(**{**same, "loss": loss, "tokens": settings.batch_tokens})
 
-    def _save(self, head: AnyHead, report: FitReport) -> None:
+    def _save(self, head: heads.AnyHead, report: FitReport) -> None:
         out = self.run.out
         dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
         save_head(head, out / "head", dtype, self.settings.max_file_mb * 1_000_000)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,29 +23,11 @@ from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.train.chain_attention import ChainAttention, wide
-from draftwing.train.cross_entropy import chunks, linear_cross_entropy
+from draftwing.train.cross_entropy import linear_cross_entropy
 from draftwing.train.heads import TargetHead
+from draftwing.train.teacher import Batch, Teacher, ratio, teach
 
-AnyHead = EagleHead | Eagle3Head | MTPHead
-
-
-class Batch(NamedTuple):
-    """B sequences, padded at their ends to the length T of the longest, and the n loss positions."""
-
-    ids: Tensor  # [B, T] int64
-    aux_hidden: Tensor  # [B, T, len(aux_layers) * hidden]
-    final: Tensor  # [n, hidden]: the target's state after its final norm at each loss position
-    position: Tensor  # [n] int64: index into the flat [B * T]
-    depth: Tensor  # [n] int64: index within the sequence
-    lengths: Tensor  # [B] int64
-
-
-class Teacher(NamedTuple):
-    """The target's predictions at each loss position."""
-
-    probs: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
-    best: Tensor  # [n] int64: its most likely token, -1 where the head cannot say it
-    known: Tensor  # [n] bool: whether that is in the draft vocabulary
+ChainHead = EagleHead | Eagle3Head | MTPHead
 
 
 @dataclass(frozen=True)
@@ -67,6 +48,10 @@ class Loss:
     noise: float = 0.0
     temperature: float = 1.0
 
+    def rate(self, hidden: int) -> float:
+        """The learning rate where none is asked for."""
+        return 0.4 / hidden
+
 
 # Columns of what `Objective` counts, per step.
 STATS = ("rows", "token_loss", "feature_loss", "hits", "chains", "chain_hits")
@@ -75,10 +60,16 @@ STATS = ("rows", "token_loss", "feature_loss", "hits", "chains", "chain_hits")
 class Objective(nn.Module):
     """The loss of a head on a batch. A module, so that torch's data parallelism can wrap it."""
 
-    def __init__(self, head: AnyHead, target_head: TargetHead, loss: Loss) -> None:
+    columns = len(STATS)
+
+    def __init__(self, head: ChainHead, target_head: TargetHead, loss: Loss, max_length: int = 0) -> None:
+        """max_length: of a text; 0: the head's rotary table is there."""
         super().__init__()
         self.head, self.loss = head, loss
         self._target_head = target_head
+        self.steps, self.random = loss.steps, bool(loss.noise)
+        if max_length:
+            head.set_max_positions(max_length + loss.steps)
 
     def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Returns the loss summed over steps and positions, a scalar, and the counts, [steps, len(STATS)] float64.
@@ -91,7 +82,7 @@ class Objective(nn.Module):
         greedy.
         """
         loss, head = self.loss, self.head
-        teacher = self._teach(batch.final)
+        teacher = teach(head, self._target_head, batch.final, loss.temperature)
         features = head.features(batch.aux_hidden.flatten(0, 1))  # [B * T, width]
         if loss.noise and generator is not None:
             features = features + _noise(features, batch, loss.noise, generator)
@@ -109,34 +100,19 @@ class Objective(nn.Module):
             stats.append(torch.stack([value.double() for value in sums]))
         return total, torch.stack(stats)
 
-    # -- the target -------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _teach(self, final: Tensor) -> Teacher:
-        """final [n, hidden]"""
-        kept, vocab = self.head.target_ids, self.head.vocab
-        # Half precision holds a probability to 3 digits and saves half of what is this step's largest tensor.
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(final.device.type) else self._dtype
-        probs = final.new_empty(final.shape[0], vocab, dtype=dtype)
-        best = final.new_empty(final.shape[0], dtype=torch.int64)
-        known = torch.ones_like(best, dtype=torch.bool)
-        for part in chunks(final.shape[0], self.head.config.vocab_size, final.device):
-            with torch.autocast(final.device.type, enabled=False):
-                if kept is None:
-                    logits = self._target_head(final[part])
-                else:
-                    logits, known[part] = self._target_head.of(kept, final[part])
-            best[part] = logits.argmax(-1)
-            if self.loss.temperature != 1:
-                logits = logits / self.loss.temperature
-            probs[part] = logits.softmax(-1).to(dtype)
-        if kept is not None:
-            best = torch.where(known, kept[best], -1)
-        return Teacher(probs, best, known)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.head.parameters()).dtype
+    def metrics(self, stats: Tensor) -> dict[str, float]:
+        """Returns a row of metrics from the counts."""
+        rows, token_loss, feature_loss, hits, chains, chain_hits = stats.t().tolist()
+        loss, accept = self.loss, [ratio(*pair) for pair in zip(chain_hits, chains, strict=True)]
+        means = [loss.tokens * ratio(t, n) + loss.features * ratio(f, n)
+                 for t, f, n in zip(token_loss, feature_loss, rows, strict=True)]  # fmt: skip
+        return {
+            "loss": sum(loss.decay**k * mean for k, mean in enumerate(means)),
+            "token_loss": ratio(token_loss[0], rows[0]),
+            "hit_rate": ratio(hits[0], rows[0]),
+            "accept_length": 1 + sum(accept),
+            **{f"accept_{k}": rate for k, rate in enumerate(accept, 1)},
+        }
 
     # -- terms ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +131,7 @@ class Objective(nn.Module):
         return (distance * counts).sum()
 
 
-def unroll(head: AnyHead, ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+def unroll(head: ChainHead, ids: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
     """Gives the hidden states [B * T, width] of step 0, 1, ...; ids [B, T], features [B * T, width].
 
     Rows without a token of their own, at the end, are made of token 0: they are not looked at.

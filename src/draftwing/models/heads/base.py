@@ -136,3 +136,13 @@ class FeatureHead(nn.Module):
         assert self.rope.numel(), "call set_max_positions first"
         cos, sin = self.ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)
         return cos, sin
+
+
+def vocabulary_maps(target_ids: Tensor | None, vocab: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the maps between the vocabularies, as published heads store them: `d2t` the offset of each
+    draft token's id, and `t2d` whether a target's token is one of them. None of a head that drafts all of them."""
+    if target_ids is None:
+        return
+    yield "d2t", target_ids - torch.arange(target_ids.shape[0], device=target_ids.device)
+    kept = torch.zeros(vocab, dtype=torch.bool, device=target_ids.device)
+    yield "t2d", kept.index_fill(0, target_ids, True)

@@ -7,49 +7,27 @@ other. DSpark corrects a node's logits by the token above it, so that branches o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.base import FeatureHead, vocabulary_maps
 from draftwing.models.heads.block_config import BlockConfig
+from draftwing.models.heads.markov import ConfidenceHead, MarkovHead
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.parallel.cut import Cut
 
 
-class MarkovHead(nn.Module):
-    """A product of low rank: from the token above a node to what is added to the node's logits."""
-
-    def __init__(
-        self, config: ModelConfig, block: BlockConfig, vocab: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """vocab: of the logits; the token above may be any of the target's."""
-        super().__init__()
-        hidden, rank = config.hidden_size, block.rank
-        rows, form = config.vocab_format.of_rows, config.vocab_format
-        self.above = Embedding(Linear(rank, config.vocab_size, False, dtype, device, rows))
-        self.out = Linear(rank, vocab, False, dtype, device, form)
-        self.gate = Linear(hidden + rank, rank, True, dtype, device) if block.markov == "gated" else None
-
-    def forward(self, logits: Tensor, hidden: Tensor, above: Tensor) -> Tensor:
-        """logits [M, vocab], hidden [M, H] of the rows that predict M nodes, above [M] int64: the tokens above them
-        -> [M, vocab]"""
-        x = self.above(above)  # [M, rank]
-        if self.gate is not None:
-            x = torch.sigmoid(self.gate(torch.cat((hidden, x), 1))) * x
-        return self.out(x, logits)
-
-    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
-
-
 class BlockHead(FeatureHead):
-    """fc and a norm over the auxiliary hidden states, decoder layers, a final norm, perhaps a `MarkovHead`.
+    """fc and a norm over the auxiliary hidden states, decoder layers, a final norm, perhaps a `MarkovHead` and a
+    `ConfidenceHead`.
 
     kv of position t depends on the target's hidden states at t alone.
     """
@@ -67,7 +45,7 @@ class BlockHead(FeatureHead):
     ) -> None:
         super().__init__(config, target, block.aux_layers, dtype)
         device, hidden, eps = torch.device(device), config.hidden_size, config.norm_eps
-        self.config_of_block = block
+        self.config_of_block, self.state_dtype = block, dtype
         count, size = len(block.aux_layers), target.config.hidden_size
         self.fc = Linear(count * size, hidden, False, dtype, device, config.weight_format)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
@@ -81,6 +59,7 @@ class BlockHead(FeatureHead):
             self.lm_head = vocab_parallel(lm_head, self.ranks, block.draft_vocab)
             self.vocab = block.draft_vocab
         self.markov = MarkovHead(config, block, self.vocab, dtype, device) if block.markov else None
+        self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]: what keys and values are made of"""
@@ -100,12 +79,23 @@ class BlockHead(FeatureHead):
             x = layer(x, cos, sin, attend)
         return self.norm(x)
 
-    def given(self, logits: Tensor, hidden: Tensor, above: Tensor) -> Tensor:
-        """The logits [M, vocab] of nodes, hidden [M, H] of the rows that predict them, given the tokens above [M]."""
-        return logits if self.markov is None else self.markov(logits, hidden, above)
+    def given(
+        self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits [M, vocab] of nodes, hidden [M, H] of the rows that predict them, given the tokens above [M] and
+        the states of these [M, state_width]; and the nodes' own states, None where they have none."""
+        return (logits, None) if self.markov is None else self.markov(logits, hidden, above, state)
+
+    @property
+    def state_width(self) -> int:
+        """Size of what a node hands down to its children, 0: nothing."""
+        return 0 if self.markov is None else self.markov.width
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
         return None, super().output_layer()[1] if self.lm_head is None else self.lm_head
+
+    def readout(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, self.shared_readout() if self.lm_head is None else self.lm_head.weight
 
     def names(self) -> dict[str, ParamSlice]:
         config, block, hidden = self.config, self.config_of_block, self.config.hidden_size
@@ -115,13 +105,15 @@ class BlockHead(FeatureHead):
         if block.draft_vocab:
             share = self.ranks.share(block.draft_vocab)
             table |= named(config.vocab_format, "lm_head", "lm_head", 0, share.size, Cut(0, share))
-        if block.markov:
-            rows = config.vocab_format.of_rows
-            table |= named(rows, "markov_head.markov_w1", "markov.above.table", 0, config.vocab_size)
-            table |= named(config.vocab_format, "markov_head.markov_w2", "markov.out", 0, self.vocab)
-        if block.markov == "gated":
-            for part in ("weight", "bias"):
-                table[f"markov_head.gate_proj.{part}"] = ParamSlice(f"markov.gate.{part}", 0, block.rank)
+        if self.markov is not None:
+            table |= self.markov.names(config, self.vocab)
+        if self.confidence is not None:
+            table |= self.confidence.names()
         for i in range(config.num_layers):
             table |= layer_names(config, f"layers.{i}", f"layers.{i}", ranks=self.ranks)
         return table
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As published: with the maps between the vocabularies, where the head has one of its own."""
+        yield from super().stored_tensors()
+        yield from vocabulary_maps(self.target_ids, self.config.vocab_size)

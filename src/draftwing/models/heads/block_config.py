@@ -14,10 +14,11 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.fields import Fields
 from draftwing.requests.refusals import show
 
-Markov = Literal["", "vanilla", "gated"]
+Markov = Literal["", "vanilla", "gated", "rnn"]
+Confidence = Literal["", "plain", "markov"]
 
 MOST_ROWS = 64  # of a block
-_MARKOV: tuple[Markov, ...] = ("vanilla", "gated")
+MARKOV: tuple[Markov, ...] = ("vanilla", "gated", "rnn")
 # Scalars that change the arithmetic, with the values at which they do not.
 _NEUTRAL = {
     "input_embedding_scale": 1,
@@ -37,7 +38,9 @@ class BlockConfig:
     windows: of each layer, how far back it attends from the newest token, which counts; 0: to everything.  causal: of
     each layer, whether rows of a block do without those after them.
     draft_vocab: rows of the head's own lm_head, 0 where it shares the target's.
-    markov: how the token above a node corrects the node's logits, "" where it does not.  rank: of that product.
+    markov: how the tokens above a node correct the node's logits, "" where they do not.  rank: of that product.
+    confidence: what a head that estimates acceptance reads, the row's state alone or the embedding of the token above,
+    too; "" where there is none.
     """
 
     aux_layers: tuple[int, ...]
@@ -49,6 +52,7 @@ class BlockConfig:
     draft_vocab: int = 0
     markov: Markov = ""
     rank: int = 0
+    confidence: Confidence = ""
 
     @property
     def steps(self) -> int:
@@ -80,6 +84,7 @@ def block_config(
         draft_vocab=rows if rows != vocab else 0,
         markov=markov,
         rank=weights["markov_head.markov_w1.weight"].shape[1] if markov else 0,
+        confidence=_confidence(weights, config.hidden_size, bool(markov)),
     )
 
 
@@ -90,10 +95,20 @@ def _markov(raw: Mapping[str, Any], weights: Mapping[str, Any]) -> Markov:
         return ""
     if first.dim() != 2:
         raise CheckpointError(f"markov_head.markov_w1.weight: expected a matrix, found the shape {list(first.shape)}")
-    kind = raw.get("markov_head_type") or ("gated" if "markov_head.gate_proj.weight" in weights else "vanilla")
-    if kind not in _MARKOV:
-        raise CheckpointError(f"config: markov_head_type: expected {' or '.join(_MARKOV)}, found {show(kind)}")
+    parts = (("gated", "gate_proj"), ("rnn", "joint_proj"))
+    stored = [kind for kind, name in parts if f"markov_head.{name}.weight" in weights]
+    kind = raw.get("markov_head_type") or (stored or ["vanilla"])[0]
+    if kind not in MARKOV:
+        raise CheckpointError(f"config: markov_head_type: expected {', '.join(MARKOV)}, found {show(kind)}")
     return cast(Markov, kind)
+
+
+def _confidence(weights: Mapping[str, Any], hidden: int, markov: bool) -> Confidence:
+    """As the weights have it, by what it reads."""
+    weight = weights.get("confidence_head.proj.weight")
+    if weight is None:
+        return ""
+    return "markov" if markov and weight.shape[-1] > hidden else "plain"
 
 
 def _reach(fields: Fields, raw: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:

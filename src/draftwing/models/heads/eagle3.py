@@ -20,7 +20,7 @@ from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
-from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.base import FeatureHead, vocabulary_maps
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
 from draftwing.parallel.cut import Cut
@@ -179,14 +179,9 @@ class Eagle3Head(FeatureHead):
         return table
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As published: with the maps between the vocabularies, `d2t` the offset of each draft token's id and `t2d`
-        whether a target's token is one of them."""
+        """As published: with the maps between the vocabularies, where the head has one of its own."""
         yield from super().stored_tensors()
-        if self.target_ids is not None:
-            ids = self.target_ids
-            yield "d2t", ids - torch.arange(ids.shape[0], device=ids.device)
-            kept = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ids.device)
-            yield "t2d", kept.index_fill(0, ids, True)
+        yield from vocabulary_maps(self.target_ids, self.config.vocab_size)
 
 
 def first_layer_name(layers: int) -> str:

@@ -265,16 +265,9 @@ def _block(
     tensors = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in weights.items()}
     offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
     shared = {"embed_tokens.weight"} if block.draft_vocab else {"embed_tokens.weight", "lm_head.weight"}
-    strange = [
-        name
-        for name in set(tensors) - set(head.names()) - shared
-        if not name.startswith("confidence_head.") and not name.endswith("rotary_emb.inv_freq")
-    ]
+    strange = [name for name in set(tensors) - set(head.names()) - shared if not name.endswith("rotary_emb.inv_freq")]
     if strange:
         raise CheckpointError(f"tensors of a part that is not served: {', '.join(sorted(strange)[:4])}")
-    if any(name.startswith("confidence_head.") for name in tensors):
-        logger.info("confidence_head is not read: how often drafts are right is counted while the engine runs")
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
     _fill(head, _without_shared(tensors, *shared), device, dummy)
     ids = _target_ids(offsets, kept, head.vocab, target.config.vocab_size)
     head.target_ids = None if ids is None else ids.to(device)

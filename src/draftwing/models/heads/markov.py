@@ -1,0 +1,93 @@
+"""What a DSpark head adds to its block: a product of low rank that corrects a node's logits by the tokens above it, and
+an estimate of how often a node is accepted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.layers.embedding import Embedding
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import ParamSlice
+from draftwing.models.config import ModelConfig
+from draftwing.models.heads.block_config import BlockConfig
+from draftwing.models.weight_map import named
+
+
+class MarkovHead(nn.Module):
+    """From the token above a node, and with "rnn" from all drafted tokens above it, to what is added to its logits.
+
+    vanilla: W2 w1, where w1 is the embedding of the token above.  gated: W2 (g w1), g = sigmoid(G [y; w1] + b) with y
+    the state of the row that predicts the node.  rnn: J [s; w1; y] + b are three parts a, c and o; W2 tanh(o) is added,
+    and s' = g s + (1 - g) tanh(c) with g = sigmoid(a) is the node's state, which its children start from; that of the
+    newest token is 0.
+    """
+
+    def __init__(
+        self, config: ModelConfig, block: BlockConfig, vocab: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """vocab: of the logits; the token above may be any of the target's."""
+        super().__init__()
+        hidden, rank = config.hidden_size, block.rank
+        rows, form = config.vocab_format.of_rows, config.vocab_format
+        self.rank, self.width = rank, rank if block.markov == "rnn" else 0  # width: of a node's state
+        self.above = Embedding(Linear(rank, config.vocab_size, False, dtype, device, rows))
+        self.out = Linear(rank, vocab, False, dtype, device, form)
+        self.gate = Linear(hidden + rank, rank, True, dtype, device) if block.markov == "gated" else None
+        self.joint = Linear(2 * rank + hidden, 3 * rank, True, dtype, device) if block.markov == "rnn" else None
+
+    def mix(self, hidden: Tensor, above: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """hidden [M, H] of the rows that predict M nodes, above [M] int64: the tokens above them, state [M, width] of
+        these -> what `out` is fed [M, rank], and the nodes' own states [M, width]; None where they have none."""
+        x = self.above(above)  # [M, rank]
+        if self.gate is not None:
+            return torch.sigmoid(self.gate(torch.cat((hidden, x), 1))) * x, None
+        if self.joint is None:
+            return x, None
+        assert state is not None
+        keep, fresh, out = self.joint(torch.cat((state.to(x.dtype), x, hidden.to(x.dtype)), 1)).chunk(3, 1)
+        keep = torch.sigmoid(keep)
+        return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(fresh)
+
+    def forward(
+        self, logits: Tensor, hidden: Tensor, above: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """logits [M, vocab], the others as for `mix` -> the corrected logits [M, vocab], and the nodes' states."""
+        x, state = self.mix(hidden, above, state)
+        return self.out(x, logits), state
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+    def names(self, config: ModelConfig, vocab: int) -> dict[str, ParamSlice]:
+        """Name in a checkpoint -> slice of the head's parameter."""
+        table = named(config.vocab_format.of_rows, "markov_head.markov_w1", "markov.above.table", 0, config.vocab_size)
+        table |= named(config.vocab_format, "markov_head.markov_w2", "markov.out", 0, vocab)
+        for name, part, layer in (("gate_proj", "gate", self.gate), ("joint_proj", "joint", self.joint)):
+            if layer is not None:
+                for kind in ("weight", "bias"):
+                    table[f"markov_head.{name}.{kind}"] = ParamSlice(f"markov.{part}.{kind}", 0, layer.out_features)
+        return table
+
+
+class ConfidenceHead(nn.Module):
+    """How often a node of a row is accepted, were it drawn from the head's own distribution: sum min(p, q)."""
+
+    def __init__(self, config: ModelConfig, block: BlockConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.with_markov = block.confidence == "markov"
+        self.proj = Linear(config.hidden_size + self.with_markov * block.rank, 1, True, dtype, device)
+
+    def forward(self, hidden: Tensor, markov: MarkovHead | None, above: Tensor) -> Tensor:
+        """hidden [M, H] of the rows that predict M nodes, above [M] int64 as for `MarkovHead` -> log odds [M]"""
+        if self.with_markov:
+            assert markov is not None
+            x = markov.above(above)
+            hidden = torch.cat((hidden.to(x.dtype), x), 1)
+        return self.proj(hidden).squeeze(1)
+
+    __call__ = forward  # as above
+
+    def names(self) -> dict[str, ParamSlice]:
+        """Name in a checkpoint -> slice of the head's parameter."""
+        return {f"confidence_head.proj.{kind}": ParamSlice(f"confidence.proj.{kind}", 0, 1)
+                for kind in ("weight", "bias")}  # fmt: skip

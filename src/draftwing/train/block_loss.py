@@ -1,0 +1,170 @@
+"""The loss of heads that draft a block, from logits that are made and used up a piece at a time.
+
+Of a row's logits z, q = softmax(z), the target's distribution p and the text's next token t it takes
+- the cross-entropy with the text, -log q[t];
+- the cross-entropy with the target's distribution, -sum p log q, whose gradient is that of KL(p, q);
+- the distance of both distributions, 1 - a with a = sum min(p, q): a is how often a token that is drawn from q is
+  accepted (Leviathan et al. 2023, arXiv 2211.17192).
+Their gradients of z are q - [t], q sum p - p and, with m = [q < p], -q (m - sum q m). As in `train.cross_entropy` they
+are known as soon as the logits are, so that nothing of these is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.train.chain_attention import wide
+from draftwing.train.cross_entropy import chunks
+
+Kind = Literal["text", "kl", "tv", "lk_hybrid", "d_pace"]  # as `train.settings.BLOCK_LOSSES`
+_PACE = 0.5  # alpha of D-PACE
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """How a block is trained.
+
+    kind: text: the cross-entropy with the text. kl: with the target's distribution. tv: DSpark's, 0.1 of the former and
+    0.9 of the L1 distance to the target's distribution, which is twice 1 - a. lk_hybrid: of kl and 1 - a by
+    exp(-3 a), so that a row which hardly ever is right learns as with kl, and one that is mostly right the share itself
+    (arXiv 2602.23881). d_pace: text, where a position weighs what is to be won from it on, sum over m >= j of the
+    product of (q[t] + 1) / 2 of the block's positions up to m, without a gradient.
+    decay: weight of each position beside the one before.  confidence: of the confidence head's cross-entropy with a.
+    anchors: share of a text's tokens that open a block in each forward.  temperature: of the target's distribution.
+    """
+
+    kind: Kind = "kl"
+    decay: float = math.exp(-1 / 4)
+    confidence: float = 1.0
+    anchors: float = 0.25
+    temperature: float = 1.0
+
+    def rate(self, hidden: int) -> float:
+        """The learning rate where none is asked for."""
+        return 6e-4
+
+
+class Rows(NamedTuple):
+    """What N blocks of S positions are to predict."""
+
+    place: Tensor  # [N, S] int64: which of the target's distributions
+    token: Tensor  # [N, S] int64: the text's next token as the head counts, -1 where it cannot say it
+    counts: Tensor  # [N, S] bool: whether there is anything to predict
+    known: Tensor  # [N, S] bool: whether the target's distribution is among what counts
+
+
+class Found(NamedTuple):
+    """What came of them; only the first has gradients."""
+
+    total: Tensor  # the loss, summed over all positions
+    loss: Tensor  # [N, S]: that of each, as weighted
+    best: Tensor  # [N, S] int64: the most likely token, as the head counts
+    accepted: Tensor  # [N, S]: a, 0 where nothing is to be predicted
+
+
+def block_loss(parts: Sequence[tuple[Tensor, Tensor]], probs: Tensor, rows: Rows, loss: BlockLoss) -> Found:
+    """parts: (x [N, S, width], weight [V, width]) of the products whose sum are the logits; probs [n, V]: the target's
+    distributions. Products are in the dtype of autocast where it is on, sums in float32 or wider."""
+    device = probs.device.type
+    product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parts[0][0].dtype
+    flat = [tensor.to(product) for part in parts for tensor in part]
+    if not torch.is_grad_enabled():  # which the function's own forward pass is not told
+        flat = [tensor.detach() for tensor in flat]
+    return Found(*_BlockLoss.apply(probs, rows, loss, *flat))
+
+
+class _BlockLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, rows: Rows, loss: BlockLoss, *parts: Tensor) -> tuple[Tensor, ...]:
+        xs, weights, needed = parts[::2], parts[1::2], ctx.needs_input_grad[3:]
+        (count, steps), vocab, exact = rows.place.shape, weights[0].shape[0], wide(parts[0])
+        best, value = torch.zeros_like(rows.place), torch.zeros(count, steps, dtype=exact, device=probs.device)
+        accepted = torch.zeros_like(value)
+        to_x = [torch.empty_like(x) if need else None for x, need in zip(xs, needed[::2], strict=True)]
+        to_weight = [
+            torch.zeros_like(weight, dtype=exact) if need else None
+            for weight, need in zip(weights, needed[1::2], strict=True)
+        ]
+        for part in chunks(count, steps * vocab, probs.device):  # whole blocks
+            here = [x[part].flatten(0, 1) for x in xs]
+            logits = here[0] @ weights[0].t()
+            for x, weight in zip(here[1:], weights[1:], strict=True):
+                logits = torch.addmm(logits, x, weight.t())
+            mine = Rows(*(tensor[part] for tensor in rows))
+            value[part], best[part], accepted[part], slope = terms(
+                logits.view(-1, steps, vocab), probs, mine, loss, any(needed)
+            )
+            if slope is None:
+                continue
+            slope = slope.to(logits.dtype).flatten(0, 1)
+            for i, (x, weight) in enumerate(zip(here, weights, strict=True)):
+                if (grad := to_x[i]) is not None:
+                    grad[part] = (slope @ weight).view(-1, steps, weight.shape[1])
+                if (total := to_weight[i]) is not None:
+                    total += slope.t() @ x
+        kept = [None if total is None else total.to(weight.dtype)
+                for total, weight in zip(to_weight, weights, strict=True)]  # fmt: skip
+        ctx.save_for_backward(*to_x, *kept)
+        ctx.mark_non_differentiable(value, best, accepted)
+        return value.sum(), value, best, accepted
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        by, kept = grads[0], ctx.saved_tensors
+        half = len(kept) // 2
+        out = [None if one is None else one * by.to(one.dtype) for pair in zip(kept[:half], kept[half:], strict=True)
+               for one in pair]  # fmt: skip
+        return (None, None, None, *out)
+
+
+def terms(
+    logits: Tensor, probs: Tensor, rows: Rows, loss: BlockLoss, sloped: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """logits [N, S, V], probs [n, V] -> `loss`, `best` and `accepted` of `Found`, and the gradient of the loss
+    [N, S, V]; None where it is not asked for."""
+    exact = wide(logits)
+    z = logits.to(exact)
+    best = z.argmax(-1)
+    log_q = z.log_softmax(-1)
+    q, p = log_q.exp(), probs[rows.place].to(exact)
+    said = (rows.token >= 0) & rows.counts
+    token = rows.token.clamp(min=0).unsqueeze(-1)
+    text = -log_q.gather(-1, token).squeeze(-1) * said  # [N, S]
+    less = q < p
+    accepted = torch.where(less, q, p).sum(-1) * rows.counts
+    by_text, by_kl, by_tv, weight = _shares(loss, text, accepted, rows)
+    value = weight * (by_text * text + by_tv * (1 - accepted))
+    if loss.kind in ("kl", "lk_hybrid"):
+        value = value - weight * by_kl * (p * log_q).sum(-1)
+    if not sloped:
+        return value, best, accepted, None
+    a, b, c = ((weight * share).unsqueeze(-1) for share in (by_text, by_kl, by_tv))
+    inner = (q * less).sum(-1, keepdim=True)
+    slope = q * (a + b * p.sum(-1, keepdim=True) - c * (less.to(exact) - inner)) - b * p
+    return value, best, accepted, slope.scatter_add_(-1, token, -a)
+
+
+def _shares(loss: BlockLoss, text: Tensor, accepted: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weights [N, S] of the three terms, and of the positions."""
+    steps, soft = rows.counts.shape[1], (rows.counts & rows.known).to(text.dtype)
+    hard = ((rows.token >= 0) & rows.counts).to(text.dtype)
+    weight = (loss.decay ** torch.arange(steps, dtype=text.dtype, device=text.device)).expand_as(text)
+    none = torch.zeros_like(text)
+    if loss.kind == "kl":
+        return none, soft, none, weight
+    if loss.kind == "tv":
+        return 0.1 * hard, none, 1.8 * soft, weight
+    if loss.kind == "lk_hybrid":
+        blend = torch.exp(-3 * accepted)
+        return none, blend * soft, (1 - blend) * soft, weight
+    if loss.kind == "d_pace":
+        sure = (1 - _PACE) * torch.exp(-text) + _PACE
+        reached = (sure * rows.counts).cumprod(1)  # [N, S]: of each m, the product up to it
+        return hard, none, none, reached.flip(1).cumsum(1).flip(1)
+    return hard, none, none, weight

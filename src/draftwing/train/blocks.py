@@ -1,0 +1,216 @@
+"""Trains heads that draft a block (DFlash, DSpark): in each text some positions are anchors, and each of them opens a
+block as the engine would draft it there.
+
+Indices. A block at anchor a stands at positions a, a + 1, ...: the text's token at a and masks. Its draft s = 0, 1, ...
+is for the position a + 1 + s; the target's distribution of it is that of its state at j = a + s, and the token above it
+is the text's at a + s. Where the token at j + 1 is to be learnt, j is one of the batch's loss positions
+(`train.ttt.Batch`). Anchors are tokens that the target wrote itself, for in serving the newest token always is; a
+block counts up to the first position that is not to be learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.models.heads.block import BlockHead
+from draftwing.models.heads.block_config import BlockConfig, Markov
+from draftwing.train.block_attention import BlockAttention
+from draftwing.train.block_loss import BlockLoss, Rows, block_loss
+from draftwing.train.heads import TargetHead
+from draftwing.train.settings import Settings
+from draftwing.train.store import Tokens
+from draftwing.train.teacher import Batch, Teacher, ratio, teach
+
+# Columns of what `BlockObjective` counts, per draft.
+STATS = ("rows", "loss", "accepted", "confidence_loss", "hits", "chains", "chain_hits")
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, lie evenly
+
+
+class Blocks(NamedTuple):
+    """A blocks of each of B texts, with S drafts each."""
+
+    anchors: Tensor  # [B, A] int64
+    scale: Tensor  # as many blocks as there could be, for each that there is
+    above: Tensor  # [B * A, S] int64: the token above each draft
+    rows: Rows  # of N = B * A blocks
+
+
+class BlockObjective(nn.Module):
+    """The loss of a `BlockHead` on a batch. A module, so that torch's data parallelism can wrap it."""
+
+    random = True  # whether `forward` draws anything
+    columns = len(STATS)
+
+    def __init__(self, head: BlockHead, target_head: TargetHead, loss: BlockLoss, max_length: int) -> None:
+        """max_length: of a text."""
+        super().__init__()
+        self.head, self.loss = head, loss
+        self._target_head = target_head
+        self.steps = head.config_of_block.steps
+        head.set_max_positions(max_length + head.config_of_block.rows)
+        self._ids = None if head.target_ids is None else _draft_ids(head.target_ids, head.config.vocab_size)
+
+    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the loss, a scalar, and the counts, [steps, len(STATS)] float64. The loss is summed over drafts and
+        scaled to as many blocks as there could be, so that it does not depend on the share that is looked at.
+
+        generator: of the anchors; without one they lie evenly, and are the same each time.
+
+        rows: positions that the draft predicts.  accepted: of these, sum min(p, q).  hits: where the head's most likely
+        token is the target's.  chains, chain_hits: of rows that are predicted at all, those up to which all drafts of
+        their block hit.
+        """
+        head, teacher = self.head, teach(self.head, self._target_head, batch.final, self.loss.temperature)
+        blocks = self._blocks(batch, teacher, generator)
+        hidden = unroll(head, batch.ids, head.features(batch.aux_hidden.flatten(0, 1)), blocks.anchors)
+        state, weight = head.readout(hidden)
+        parts = [(state, weight)]
+        if head.markov is not None:
+            parts.append((mixed(head, hidden, blocks.above), head.markov.out.weight))
+        found = block_loss(parts, teacher.probs, blocks.rows, self.loss)
+        counts = blocks.rows.counts
+        unsure = self._confidence_loss(hidden, blocks, found.accepted)  # [N, S]
+        guess = found.best if head.target_ids is None else head.target_ids[found.best]
+        hit = (guess == teacher.best[blocks.rows.place]) & counts
+        columns = (counts, found.loss, found.accepted, unsure.detach(), hit, counts, hit.long().cumprod(1))
+        stats = torch.stack([column.sum(0, dtype=torch.float64) for column in columns], 1)
+        total = found.total + self.loss.confidence * unsure.sum()
+        return total * blocks.scale, stats
+
+    def metrics(self, stats: Tensor) -> dict[str, float]:
+        """Returns a row of metrics from the counts."""
+        rows, loss, accepted, unsure, hits, chains, chain_hits = stats.t().tolist()
+        accept = [ratio(*pair) for pair in zip(chain_hits, chains, strict=True)]
+        more = {"confidence_loss": ratio(sum(unsure), sum(rows))} if self.head.confidence is not None else {}
+        return {
+            "loss": sum(ratio(*pair) for pair in zip(loss, rows, strict=True)),
+            "overlap": ratio(sum(accepted), sum(rows)),
+            **more,
+            "hit_rate": ratio(hits[0], rows[0]),
+            "accept_length": 1 + sum(accept),
+            **{f"accept_{k}": rate for k, rate in enumerate(accept, 1)},
+        }
+
+    # -- blocks -----------------------------------------------------------------------------------------------------
+
+    def _blocks(self, batch: Batch, teacher: Teacher, generator: torch.Generator | None) -> Blocks:
+        ids, steps = batch.ids, self.steps
+        count, length = ids.shape
+        place = torch.full((count * length,), -1, dtype=torch.int64, device=ids.device)
+        place = place.index_copy_(0, batch.position, torch.arange(len(batch.position), device=ids.device))
+        # A loss position's number, -1 elsewhere and past the end.
+        place = F.pad(place.view(count, length), (0, steps), value=-1)  # [B, T + S]
+        learnt = place[:, :length] >= 0
+        able = learnt & F.pad(learnt, (1, 0))[:, :length]  # a token that is to be learnt, after one that was
+        anchors, open_ = self._anchors(able, generator)
+        scale = able.sum() / open_.sum().clamp(min=1)
+        at = anchors.unsqueeze(2) + torch.arange(steps, device=ids.device)  # [B, A, S]
+        where = place.gather(1, at.flatten(1)).view(-1, steps)  # [N, S]
+        counts = ((where >= 0).long().cumprod(1) * open_.view(-1, 1)).bool()
+        where = where.clamp(min=0)
+        padded = F.pad(ids, (0, steps + 1))
+        above, token = (padded.gather(1, (at + by).flatten(1)).view(-1, steps) for by in (0, 1))
+        said = token if self._ids is None else self._ids[token]
+        return Blocks(anchors, scale, above, Rows(where, said, counts, teacher.known[where]))
+
+    def _anchors(self, able: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """able [B, T] bool: what may be one -> anchors [B, A], ascending, and which of them are blocks [B, A]: a text
+        may have fewer."""
+        count, length = able.shape
+        size = max(1, min(length, round(self.loss.anchors * length)))
+        if generator is None:
+            order = (torch.arange(length, device=able.device) * _GOLDEN).frac().expand(count, -1)
+        else:
+            order = torch.rand(count, length, generator=generator, device=able.device)
+        value, at = torch.where(able, order, -1.0).topk(size, 1)
+        at, by = torch.where(value >= 0, at, 0).sort(1)
+        return at, (value >= 0).gather(1, by)
+
+    # -- terms ------------------------------------------------------------------------------------------------------
+
+    def _confidence_loss(self, hidden: Tensor, blocks: Blocks, accepted: Tensor) -> Tensor:
+        """[N, S]: the cross-entropy of the confidence head with how often a draft would be accepted; hidden
+        [N, S, H]."""
+        head, counts = self.head, blocks.rows.counts
+        if head.confidence is None:
+            return torch.zeros_like(accepted)
+        odds = head.confidence(hidden.flatten(0, 1), head.markov, blocks.above.flatten()).view_as(accepted)
+        unsure = F.binary_cross_entropy_with_logits(odds.to(accepted.dtype), accepted.clamp(0, 1), reduction="none")
+        steps = self.loss.decay ** torch.arange(self.steps, dtype=accepted.dtype, device=accepted.device)
+        return unsure * counts * steps
+
+
+def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterable[Tokens], vocab: int) -> BlockConfig:
+    """Returns what a new head's block is like, as asked for. tokens: all texts; vocab: the target's.
+
+    A DSpark head's first row predicts, and it has a Markov head and a confidence head; of a DFlash head that row is
+    lost. Raises ConfigError for a mask that the target does not have, and where every token is in use."""
+    spark, steps = settings.drafter.heads[0] == "dspark", settings.block_steps or settings.training.block
+    mask = settings.mask_token
+    if mask is None:
+        mask = unused_token(tokens, vocab)
+    if mask >= vocab:
+        raise ConfigError(f"--mask-token: expected a token id below {vocab}, found {mask}")
+    return BlockConfig(
+        aux_layers=aux_layers,
+        rows=steps + (not spark),
+        mask=mask,
+        from_anchor=spark,
+        windows=(),
+        causal=(),
+        markov=cast(Markov, settings.markov_head) if spark else "",
+        rank=settings.markov_rank if spark else 0,
+        confidence="markov" if spark else "",
+    )
+
+
+def unused_token(tokens: Iterable[Tokens], vocab: int) -> int:
+    """Returns the highest token id that no text has. Raises ConfigError where there is none."""
+    free = np.ones(vocab, np.bool_)
+    for one in tokens:
+        free[one.ids] = False
+    found = np.flatnonzero(free)
+    if not len(found):
+        raise ConfigError("every token of the vocabulary is in the texts: name one as --mask-token")
+    return int(found[-1])
+
+
+def unroll(head: BlockHead, ids: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+    """The states [B * A, S, H] of the rows that predict; ids [B, T], features [B * T, H], anchors [B, A]."""
+    config, (count, length) = head.config_of_block, ids.shape
+    attention = BlockAttention(anchors, config.rows, length)
+    head.write_text(features, torch.arange(length, device=ids.device).repeat(count), attention.text())
+    tokens = torch.full((*anchors.shape, config.rows), config.mask, dtype=torch.int64, device=ids.device)
+    tokens[..., 0] = ids.gather(1, anchors)
+    positions = anchors.unsqueeze(2) + torch.arange(config.rows, device=ids.device)
+    kinds = {kind: attention.blocks(*kind) for kind in zip(config.windows, config.causal, strict=True)}
+    attends = [kinds[kind] for kind in zip(config.windows, config.causal, strict=True)]
+    hidden = head.block(tokens.flatten(), positions.flatten(), *attends)
+    return hidden.view(anchors.numel(), config.rows, -1)[:, config.rows - config.steps :]
+
+
+def mixed(head: BlockHead, hidden: Tensor, above: Tensor) -> Tensor:
+    """What the Markov head multiplies, [N, S, rank]: hidden [N, S, H], above [N, S] the text's own tokens."""
+    markov = head.markov
+    assert markov is not None
+    if not markov.width:
+        return markov.mix(hidden.flatten(0, 1), above.flatten(), None)[0].view(*above.shape, -1)
+    state: Tensor | None = hidden.new_zeros(len(hidden), markov.width)
+    out = []
+    for step in range(above.shape[1]):
+        x, state = markov.mix(hidden[:, step], above[:, step], state)
+        out.append(x)
+    return torch.stack(out, 1)
+
+
+def _draft_ids(target_ids: Tensor, vocab: int) -> Tensor:
+    """[vocab] int64: the head's own number of each of the target's tokens, -1 where it has none."""
+    numbers = torch.full((vocab,), -1, dtype=torch.int64, device=target_ids.device)
+    return numbers.index_copy_(0, target_ids, torch.arange(len(target_ids), device=target_ids.device))

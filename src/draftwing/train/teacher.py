@@ -1,0 +1,61 @@
+"""What a head is trained on: a batch of the target's texts, and the target's own predictions for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.models.heads.base import FeatureHead
+from draftwing.train.cross_entropy import chunks
+from draftwing.train.heads import TargetHead
+
+
+class Batch(NamedTuple):
+    """B sequences, padded at their ends to the length T of the longest, and the n loss positions."""
+
+    ids: Tensor  # [B, T] int64
+    aux_hidden: Tensor  # [B, T, len(aux_layers) * hidden]
+    final: Tensor  # [n, hidden]: the target's state after its final norm at each loss position
+    position: Tensor  # [n] int64: index into the flat [B * T]
+    depth: Tensor  # [n] int64: index within the sequence
+    lengths: Tensor  # [B] int64
+
+
+class Teacher(NamedTuple):
+    """The target's predictions at each loss position."""
+
+    probs: Tensor  # [n, Vd]: its probabilities, restricted to the draft vocabulary and normalised there
+    best: Tensor  # [n] int64: its most likely token, -1 where the head cannot say it
+    known: Tensor  # [n] bool: whether that is in the draft vocabulary
+
+
+@torch.no_grad()
+def teach(head: FeatureHead, target_head: TargetHead, final: Tensor, temperature: float) -> Teacher:
+    """final [n, hidden] -> the predictions at n positions, at a temperature."""
+    kept = head.target_ids
+    # Half precision holds a probability to 3 digits and saves half of what is this step's largest tensor.
+    half = torch.is_autocast_enabled(final.device.type)
+    dtype = torch.bfloat16 if half else next(head.parameters()).dtype
+    probs = final.new_empty(final.shape[0], head.vocab, dtype=dtype)
+    best = final.new_empty(final.shape[0], dtype=torch.int64)
+    known = torch.ones_like(best, dtype=torch.bool)
+    for part in chunks(final.shape[0], head.config.vocab_size, final.device):
+        with torch.autocast(final.device.type, enabled=False):
+            if kept is None:
+                logits = target_head(final[part])
+            else:
+                logits, known[part] = target_head.of(kept, final[part])
+        best[part] = logits.argmax(-1)
+        if temperature != 1:
+            logits = logits / temperature
+        probs[part] = logits.softmax(-1).to(dtype)
+    if kept is not None:
+        best = torch.where(known, kept[best], -1)
+    return Teacher(probs, best, known)
+
+
+def ratio(part: float, whole: float) -> float:
+    """Returns their quotient, 0 of nothing."""
+    return part / whole if whole else 0.0

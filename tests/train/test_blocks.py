@@ -1,0 +1,216 @@
+"""Blocks in training against serving, block by block: every anchor's block run on its own, and its losses by autograd
+through dense softmaxes, in float64 and from the formulas alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference.block_heads import IDS, block_rows, corrected, dflash_head, dspark_head, speculators_head
+from reference.checkpoints import Checkpoint, llama_target
+from reference.draft_heads import cast
+from torch import Tensor
+
+from draftwing.errors import ConfigError
+from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.loader import load_model
+from draftwing.train import cross_entropy
+from draftwing.train.batches import collate
+from draftwing.train.block_loss import BlockLoss
+from draftwing.train.blocks import STATS, BlockObjective, unused_token
+from draftwing.train.heads import TargetHead, trainable
+from draftwing.train.objectives import make_objective
+from draftwing.train.store import Sample, Tokens
+from draftwing.train.ttt import Loss
+
+TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
+LENGTHS = (9, 14, 4)
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
+class Case(NamedTuple):
+    """A head, what its config is expected to say, and what it is trained for."""
+
+    make: Callable[[], Checkpoint]
+    rows: int
+    from_anchor: bool
+    loss: BlockLoss
+    windows: tuple[int, int] = (0, 0)
+    causal: tuple[bool, bool] = (False, False)
+
+
+CASES = {
+    "dflash, kl": Case(lambda: dflash_head(TARGET), 6, False, BlockLoss("kl", anchors=1.0)),
+    "dflash, text, windows": Case(
+        lambda: dflash_head(TARGET, **SLIDING), 6, False, BlockLoss("text", anchors=1.0), (4, 0), (True, False)
+    ),
+    "dflash, d_pace": Case(lambda: dflash_head(TARGET), 6, False, BlockLoss("d_pace", anchors=1.0)),
+    "dspark, tv": Case(lambda: dspark_head(TARGET), 5, True, BlockLoss("tv", anchors=1.0)),
+    "dspark, gated, lk_hybrid": Case(
+        lambda: dspark_head(TARGET, markov_head_type="gated"), 5, True,
+        BlockLoss("lk_hybrid", decay=0.7, confidence=0.5, anchors=1.0),
+    ),
+    "dspark, recurrent, own vocabulary": Case(
+        lambda: recurrent(speculators_head(TARGET, sample_from_anchor=True)), 5, True,
+        BlockLoss("tv", anchors=1.0, temperature=0.5),
+    ),
+}  # fmt: skip
+
+
+def recurrent(head: Checkpoint) -> Checkpoint:
+    """A head with a vocabulary of its own and a recurrent Markov head."""
+    g, hidden = torch.Generator().manual_seed(3), TARGET.config["hidden_size"]
+    more = {
+        "markov_head.joint_proj.weight": torch.randn(24, 16 + hidden, generator=g) * 0.3,
+        "markov_head.joint_proj.bias": torch.randn(24, generator=g) * 0.3,
+    }
+    return Checkpoint(head.tensors | more, head.config | {"markov_head_type": "rnn"})
+
+
+def samples() -> list[Sample]:
+    generator, size = torch.Generator().manual_seed(0), TARGET.config["hidden_size"]
+    found = []
+    for length in LENGTHS:
+        ids = torch.randint(12, (length,), generator=generator, dtype=torch.int32)
+        # a prompt, an answer, a second turn: blocks must end where a turn does
+        mask = torch.arange(length) >= 2
+        mask[6:7] = False
+        aux_hidden = torch.randn(length, len(IDS) * size, generator=generator, dtype=torch.float64)
+        final = torch.randn(length, size, generator=generator, dtype=torch.float64)
+        found.append(Sample(ids, mask, aux_hidden, final))
+    return found
+
+
+class Reference:
+    """A head's weights by their names, and the loss of blocks one by one."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.checkpoint = case, case.make()
+        self.w = {
+            name: value.requires_grad_() if value.is_floating_point() else value
+            for name, value in cast(self.checkpoint.tensors, torch.float64).items()
+        }
+        t = cast(TARGET.tensors, torch.float64)
+        self.embed, self.target_head = t["model.embed_tokens.weight"], t["lm_head.weight"]
+        own = "d2t" in self.w
+        self.lm_head = self.w["lm_head.weight"] if own else self.target_head
+        self.kept = torch.arange(len(self.lm_head)) + (self.w["d2t"] if own else 0)
+        self.stats = torch.zeros(case.rows - (not case.from_anchor), len(STATS), dtype=torch.float64)
+
+    def of(self, found: list[Sample]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for sample in found:
+            for anchor in range(1, len(sample.ids) - 1):
+                if sample.loss_mask[anchor] and sample.loss_mask[anchor + 1]:
+                    total = total + self._block(sample, anchor)
+        return total
+
+    def _block(self, sample: Sample, anchor: int) -> Tensor:
+        case, ids, loss = self.case, sample.ids.tolist(), self.case.loss
+        block = self.embed[torch.tensor([ids[anchor]] + [5] * (case.rows - 1))]
+        aux_hidden = sample.aux_hidden[:anchor]
+        y, _ = block_rows(self.checkpoint, self.w, block, aux_hidden, case.windows, case.causal)
+        y = y[0 if case.from_anchor else 1 :]
+        texts: list[Tensor] = []
+        rest: list[Tensor] = []  # of each draft: what is weighted by its place alone
+        unsure = torch.zeros((), dtype=torch.float64)
+        right = True
+        for s in range(len(y)):
+            j = anchor + s
+            if j + 1 >= len(ids) or not sample.loss_mask[j + 1]:
+                break
+            log_q = corrected(self.w, self.lm_head, y, ids[anchor : j + 1]).log_softmax(0)
+            says = self.target_head @ sample.final[j]
+            p, q = (says[self.kept] / loss.temperature).softmax(0), log_q.exp()
+            known = float((self.kept == says.argmax()).any())
+            place = (self.kept == ids[j + 1]).nonzero().flatten()
+            text = -log_q[place].sum()  # 0 of a token that the head cannot say
+            accepted = torch.minimum(p, q).sum()
+            cross, far = -(p * log_q).sum() * known, (q - p).abs().sum() * known
+            texts.append(text)
+            blend = torch.exp(-3 * accepted.detach())
+            rest.append({
+                "text": text, "kl": cross, "tv": 0.1 * text + 0.9 * far, "d_pace": text,
+                "lk_hybrid": blend * cross + (1 - blend) * known * (1 - accepted),
+            }[loss.kind])  # fmt: skip
+            if "confidence_head.proj.weight" in self.w:
+                fed = torch.cat((y[s], self.w["markov_head.markov_w1.weight"][ids[j]]))
+                odds = self.w["confidence_head.proj.weight"][0] @ fed + self.w["confidence_head.proj.bias"][0]
+                unsure = unsure + loss.decay**s * F.binary_cross_entropy_with_logits(odds, accepted.detach())
+                self.stats[s, 3] += loss.decay**s * F.binary_cross_entropy_with_logits(odds, accepted).item()
+            hit = bool(self.kept[log_q.argmax()] == says.argmax())
+            right = right and hit
+            self.stats[s, [0, 2, 4, 5, 6]] += torch.tensor([1, accepted.item(), hit, 1, right], dtype=torch.float64)
+        weights = [loss.decay**s for s in range(len(rest))]
+        if loss.kind == "d_pace":
+            sure = [0.5 * math.exp(-text.item()) + 0.5 for text in texts]
+            reached = [math.prod(sure[: m + 1]) for m in range(len(sure))]
+            weights = [sum(reached[s:]) for s in range(len(sure))]
+        for s, (weight, value) in enumerate(zip(weights, rest, strict=True)):
+            self.stats[s, 1] += weight * value.item()
+        return sum(weight * value for weight, value in zip(weights, rest, strict=True)) + loss.confidence * unsure
+
+
+def load(case: Case, folder: Path) -> Any:
+    target = load_model(TARGET.write(folder / "target"), torch.float64, "cpu")
+    head = load_draft_head(case.make().write(folder / "head"), target, "DSPARK", torch.float64, "cpu")
+    return trainable(head)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_blocks_at_once_are_each_block_as_served(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    case, reference = CASES[name], Reference(CASES[name])
+    head, found = load(case, tmp_path), samples()
+    monkeypatch.setattr(
+        cross_entropy, "_CPU_ELEMENTS", 3 * head.vocab * case.rows
+    )  # several pieces, the last one short
+    expected = reference.of(found)
+    expected.backward()
+    objective = BlockObjective(head, TargetHead(head.target), case.loss, max(LENGTHS))
+    total, stats = objective(collate(found, 64))
+    torch.testing.assert_close(total, expected, rtol=1e-7, atol=0)  # angles are rounded to float32
+    torch.testing.assert_close(stats, reference.stats, rtol=1e-7, atol=1e-9)
+    rows, hits = stats[:, 0].tolist(), stats[:, 4].sum().item()
+    assert rows[0] > rows[-1] > 0 and 0 < hits < sum(rows)
+    total.backward()
+    params = dict(head.named_parameters())
+    for stored, part in head.names().items():
+        grad = params[part.param].grad
+        assert grad is not None and reference.w[stored].grad.abs().max() > 1e-7, f"{stored} is not exercised"
+        torch.testing.assert_close(part.of(grad), reference.w[stored].grad, rtol=1e-5, atol=2e-6, msg=stored)
+    metrics = objective.metrics(stats)
+    share = reference.stats[:, 6] / reference.stats[:, 5]
+    assert metrics["accept_length"] == pytest.approx(1 + share.sum().item())
+    assert metrics["overlap"] == pytest.approx((reference.stats[:, 2].sum() / sum(rows)).item())
+
+
+def test_some_anchors_stand_for_all(tmp_path: Path) -> None:
+    """Drawn by the generator and the same for the same seed; each counts for those that are not looked at; without a
+    generator always the same ones."""
+    case = CASES["dspark, tv"]
+    head, found = load(case, tmp_path), collate(samples(), 64)
+    some = BlockObjective(head, TargetHead(head.target), BlockLoss("tv", anchors=0.2), max(LENGTHS))
+    whole = BlockObjective(head, TargetHead(head.target), case.loss, max(LENGTHS))
+    draw = [some(found, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(draw[0][1], draw[1][1]) and not torch.equal(draw[0][1], draw[2][1])
+    assert draw[0][1][0, 0] <= 3 * round(0.2 * 14) < whole(found)[1][0, 0]
+    assert torch.equal(some(found)[1], some(found)[1])
+    with torch.no_grad():
+        mean = sum(some(found, torch.Generator().manual_seed(seed))[0] for seed in range(200)) / 200
+        # The shortest text is a fifth of the longest and has fewer anchors than are drawn of each.
+        assert float(mean) == pytest.approx(float(whole(found)[0]), rel=0.25)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    head = load(CASES["dspark, tv"], tmp_path)
+    with pytest.raises(ConfigError, match="expected one of a BlockHead, found a Loss"):
+        make_objective(head, TargetHead(head.target), Loss(), 8)
+    used = Tokens(torch.arange(4).int().numpy(), torch.ones(4).bool().numpy(), "a")
+    assert unused_token([used], 6) == 5
+    with pytest.raises(ConfigError, match="name one as --mask-token"):
+        unused_token([used], 4)
