@@ -124,7 +124,7 @@ def main() -> None:
         found = texts(parts, args.texts, args.tokens)
         took = time.monotonic() - begin
         print(f"texts {found}: {args.texts * args.tokens / took:.0f} tokens/s, {args.texts} requests", flush=True)
-    parts.executor.mirror.close()
+    parts.executor.close()
 
 
 if __name__ == "__main__":

@@ -133,8 +133,9 @@ def build(
         if drafter is not None and not options.speculative_fixed_shape:
             file = price_file(options, policy.menu, path, draft_path, precision, device)
         parts = assemble(options, model, precision, device, drafter, policy, file, mirror)
+        parts.executor.everywhere(Executor.hurry)
         mirror.watch()
-        return replace(parts, capability=found)
+        return replace(parts, capability=found | ({"sums": ranks.title} if ranks.size > 1 else {}))
     except BaseException as error:
         if ahead is not None:
             ahead.stop()

@@ -55,8 +55,12 @@ class Engine:
         tokenizer = load_tokenizer(tokenizer_path, options.chat_template)
         parts = build(options, path, tokenizer, rank_failed)
         self.options = parts.options
-        defaults = sampling_defaults(path) if options.sampling_defaults == "model" else {}
-        self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
+        try:
+            defaults = sampling_defaults(path) if options.sampling_defaults == "model" else {}
+            self._start(tokenizer, parts, stop_ids(path, parts.model.config, tokenizer.stop_ids), defaults)
+        except BaseException:
+            parts.executor.close()
+            raise
 
     def _start(
         self, tokenizer: Tokenizer, parts: Parts, stop: Iterable[int], defaults: Mapping[str, Any] | None = None
@@ -178,7 +182,7 @@ class Engine:
             parts = self.__dict__.pop("parts", None)
             if parts is not None:
                 parts.keep_prices()
-                parts.executor.mirror.close()
+                parts.executor.close()
             self.__dict__.pop("_loop", None)
             self.__dict__.pop("reporter", None)
             self.__dict__.pop("explainer", None)

@@ -151,6 +151,17 @@ class Executor:
         """Zeroes KV of slots [n] that is not finite: times a weight of 0 it would still be NaN."""
         self.attn.pool.clear(self.device.upload(slots))
 
+    def hurry(self) -> None:
+        """All ranks have started: see `Ranks.hurry`."""
+        self.model.ranks.hurry()
+
+    def close(self) -> None:
+        """Leaves the other ranks. Nothing can run afterwards."""
+        self.graphs.clear()
+        if self.prefills is not None:
+            self.prefills.clear()
+        self.mirror.close()
+
     def keep_calibration(self) -> None:
         """For `restore_calibration`: what follows says nothing of a drafter."""
         self._kept_calibration = [counts.clone() for counts in self.calibration]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Send = Callable[[Any], None]
 Receive = Callable[[], Any]
 T = TypeVar("T")
+COMPARED_EVERY = 64  # steps whose results ranks have seen
 
 
 class Mirror:
@@ -52,7 +54,8 @@ class Mirror:
         return error
 
     def compare(self) -> None:
-        """Raises DraftwingError where ranks have not drawn the same tokens so far. Nothing may run."""
+        """Raises DraftwingError where ranks have not drawn the same tokens so far. Nothing may run. What happens on the
+        way, every `COMPARED_EVERY` steps, is noticed by `step`."""
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -62,12 +65,20 @@ class Digest:
     """Of all tokens that a rank's steps have committed, in their order."""
 
     def __init__(self) -> None:
-        self.value = 0
+        self.value = self.steps = 0
+        self.due: deque[tuple[int, int]] = deque()  # (steps, value) at every `COMPARED_EVERY` steps
 
     def add(self, result: StepResult) -> None:
         there = np.arange(result.tokens.shape[1]) < result.count[:, None]
         tokens = np.where(there, result.tokens, -1)  # what lies past the count means nothing
         self.value = zlib.crc32(tokens.tobytes(), self.value)
+        self.steps += 1
+        if self.steps % COMPARED_EVERY == 0:
+            self.due.append(self.now)
+
+    @property
+    def now(self) -> tuple[int, int]:
+        return self.steps, self.value
 
 
 NO_OTHERS = Mirror()
@@ -80,10 +91,14 @@ class Told(Mirror, ABC):
     def send(self, message: Any) -> None:
         """To all other ranks, in order."""
 
+    def check(self) -> None:
+        """Raises DraftwingError where it is known by now that ranks have drawn other tokens. Waits for nothing."""
+
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         self.send((function, args))
 
     def step(self, plan: Plan, guidance: Guides | None) -> Guides | None:
+        self.check()
         self.send((None, (numbers_of(plan), None if guidance is None else guidance.processed)))
         return None if guidance is None else SharedGuidance(guidance, self.send)
 
@@ -155,7 +170,7 @@ class Follower:
     """A rank from 1 on: runs what rank 0 sends."""
 
     def __init__(self, executor: Executor, receive: Receive, answer: Send | None = None) -> None:
-        """answer: to `Mirror.compare`, the only question."""
+        """answer: tells rank 0 what was drawn, every `COMPARED_EVERY` steps, and when `Mirror.compare` asks."""
         self.executor, self._receive, self._answer = executor, receive, answer
         self._flying: InFlight | None = None
         self._digest = Digest()
@@ -167,7 +182,7 @@ class Follower:
         if function is Digest:
             self._land()
             assert self._answer is not None
-            self._answer(self._digest.value)
+            self._answer(self._digest.now)
             return
         if function is not None:
             function(self.executor, *args)
@@ -182,6 +197,10 @@ class Follower:
         if self._flying is not None:
             self.landed(self._flying)
             self._flying = None
+            while self._digest.due:
+                known = self._digest.due.popleft()
+                if self._answer is not None:
+                    self._answer(known)
 
     def landed(self, flying: InFlight) -> None:
         """A step's result is nobody's here, but what it came in is used again."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -11,15 +15,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from draftwing.errors import ConfigError
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, PeerSums
 from draftwing.parallel.ranks import Ranks
+
+logger = logging.getLogger("draftwing")
 
 HOST = "127.0.0.1"
 # Who watches the ranks notices one that hangs long before; this bounds a start on a slow disk.
 PATIENCE = timedelta(minutes=30)
 JOINING = timedelta(minutes=5)
-WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+HANGING = timedelta(seconds=30)  # that a collective of GPUs takes once all are at work, and no graph has it
+LEAVING = 5.0  # seconds that NCCL has to let go; it waits for graphs with collectives in them
+NCCL_SETTINGS = {
+    "NCCL_NVLS_ENABLE": "0",  # multicast, which adds in no order that is known
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_SOCKET_IFNAME": "lo",  # ranks are of one machine, and nobody else is to reach them
+}
 
 
 class Rendezvous:
@@ -47,13 +61,22 @@ def join(port: int, size: int, rank: int, device: torch.device) -> Group:
 
 
 class Group(Ranks):
-    """gloo on a CPU, NCCL on GPUs."""
+    """gloo on a CPU; on GPUs NCCL, and for sums of few rows `LayerOps.peer_sums`."""
 
     def __init__(self, store: dist.Store, size: int, rank: int, device: torch.device) -> None:
         self.size, self.rank, self.device = size, rank, device
-        backend = "NCCL" if device.type == "cuda" else "gloo"
-        self.title = f"gathered by {backend}, added in the order of the ranks, so that all of them hold the same bits"
+        self._backend = "NCCL" if device.type == "cuda" else "gloo"
         self._store = store
+        self._exchanges = 0
+        self._released = False
+        self._peers: PeerSums | str | None = None  # None: nobody has asked for it; a text: why there is none
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        parts = f"gathered by {self._backend}"
+        if self._peers is not None and not isinstance(self._peers, str):
+            parts = f"of few rows read from the other GPUs' memory, of more {parts}"
+        return f"{parts}, added in the order of the ranks, so that all of them hold the same bits"
 
     @cached_property
     def _group(self) -> Any:
@@ -64,23 +87,73 @@ class Group(Ranks):
         x = x.contiguous()
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         if x.numel():
-            self._group._allgather_base(out, x).wait()
+            options = AllgatherOptions()
+            options.asyncOp = False  # on the stream of those who compute
+            self._group._allgather_base(out, x, options).wait()
         return out.view(self.size, *x.shape)
+
+    def sum_rows(
+        self, partial: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, ops: LayerOps = PLAIN
+    ) -> Tensor:
+        """All ranks come here for the first time with the first forward, which is in no graph."""
+        if self._peers is None:
+            self._peers = ops.peer_sums(self.rank, self.size, self.exchange)
+            if self._peers and isinstance(self._peers, str):
+                logger.warning("sums of few rows go through %s, which is slower: %s", self._backend, self._peers)
+        if not isinstance(self._peers, str):
+            total = self._peers(partial, bias, residual)
+            if total is not None:
+                return total
+        return super().sum_rows(partial, bias, residual, ops)
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """What each rank gives, in their order. Not for the path of a step."""
+        self._exchanges += 1
+        places = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
+        self._store.set(places[self.rank], mine.hex())
+        until = time.monotonic() + JOINING.total_seconds()
+        while not self._store.check(places):
+            if self._released or time.monotonic() > until:
+                raise RuntimeError("another rank does not come to where ranks meet")
+            time.sleep(0.001)
+        return [bytes.fromhex(self._store.get(place).decode()) for place in places]
 
     def scalar(self, value: int) -> Tensor:
         return torch.tensor([value], device=self.device)
 
+    def hurry(self) -> None:
+        if "_group" in self.__dict__ and self._backend == "NCCL":
+            self._group._set_default_timeout(HANGING)
+
+    def release(self) -> None:
+        self._released = True
+        if self._peers is not None and not isinstance(self._peers, str):
+            self._peers.release()
+        if "_group" in self.__dict__ and self._backend == "NCCL":
+            self._leave(self._group.abort)
+
     def close(self) -> None:
         if "_group" in self.__dict__:
-            self._group.shutdown()
+            left = self._leave(self._group.shutdown)
+            if left and self._peers is not None and not isinstance(self._peers, str):
+                self._peers.close()
+
+    def _leave(self, how: Callable[[], None]) -> bool:
+        """Whether it did not take too long."""
+        thread = threading.Thread(target=how, name="draftwing-leave", daemon=True)
+        thread.start()
+        thread.join(LEAVING)
+        return not thread.is_alive()
 
 
 def make_group(store: dist.Store, size: int, rank: int, device: torch.device) -> Any:
     """The process group, which is not torch's default one: a process may have several engines."""
     if device.type == "cuda":
-        for name, value in WITHOUT_MULTICAST.items():  # which adds in no order that is known
+        for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
-        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = JOINING
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
     options._timeout = PATIENCE

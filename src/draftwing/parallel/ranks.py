@@ -63,8 +63,14 @@ class Ranks(ABC):
         """[1] int64, where `gather` wants its tensors."""
         return torch.tensor([value])
 
+    def hurry(self) -> None:  # noqa: B027
+        """All ranks are at work: from now on none has to be waited for for long."""
+
+    def release(self) -> None:  # noqa: B027
+        """Another rank is gone: what waits for it is not to wait any longer, and may give anything. From any thread."""
+
     def close(self) -> None:  # noqa: B027
-        """Leaves the others."""
+        """Leaves the others. No graph may be left that passes anything to them."""
 
 
 class Alone(Ranks):

@@ -52,6 +52,11 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def clear(self) -> None:
+        """Lets go of all graphs."""
+        self._graphs.clear()
+        self._sizes_of.clear()
+
     def key(self, shape: TreeShape, size: int) -> Key | None:
         """Under which a batch of `size` rows was captured, None if it was not."""
         sizes = self._sizes_of.get(shape, ())

@@ -64,6 +64,10 @@ class PrefillGraphs:
             self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)))
             bar.update()
 
+    def clear(self) -> None:
+        """Lets go of all graphs."""
+        self._graphs.clear()
+
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
         """What the forward gives of the chunks' queries, as long as no graph runs after it; None where there is no
         graph of so many queries or chunks."""

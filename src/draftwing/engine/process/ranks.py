@@ -29,6 +29,7 @@ logger = logging.getLogger("draftwing")
 RANK = "draftwing.engine.process.rank"
 PULSE = 0.25  # seconds between two beats
 LOOK = 1.0  # seconds between two looks
+RELEASED = 5.0  # seconds in which a start that waits for no rank any more says why it failed
 SILENT = 3  # looks without a beat; they are counted, for where the whole machine stood still nobody hung
 
 
@@ -61,11 +62,13 @@ class RankProcesses(Told):
     """All ranks but 0, which has this."""
 
     def __init__(self, setup: Setup, device: torch.device, failed: Callable[[BaseException], None] | None) -> None:
-        """setup: of any rank, without a port.  failed: is told, by a thread, of a rank that ended or hangs once
-        `watch` was called, by when all are killed. Raises ConfigError where ranks cannot meet."""
-        self._failed, self._armed, self._closing, self._failure = failed, False, threading.Event(), ""
+        """setup: of any rank, without a port.  failed: is told, by a thread, of a rank that ended or hangs, by when all
+        are killed: once `watch` was called, or where the start of the engine does not notice. Raises ConfigError where
+        ranks cannot meet."""
+        self._failed, self._armed, self._loaded, self._failure = failed, False, False, ""
+        self._closing = threading.Event()
         self._over = threading.Event()  # a failure is known
-        self.digest = Digest()
+        self.digest = self._digest = Digest()
         meeting, size = Rendezvous(), setup.options.tp_size
         self._processes, self._plans, self._pulses = [], list[Connection](), list[Connection]()
         for rank in range(1, size):
@@ -93,32 +96,58 @@ class RankProcesses(Told):
                 raise RankDied(f"rank {rank} of the engine ended while it loaded: {ended}") from None
             if isinstance(found, Failed):
                 raise _error(rank, found)
+        self._loaded = True
 
     def watch(self) -> None:
         """From now on a rank that hangs is noticed, as one that ends always is."""
         self._armed = True
 
     def send(self, message: Any) -> None:
+        if self._over.is_set():  # what waited for that rank was released, and may have given anything
+            raise RankDied(self._failure)
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for plans in self._plans:
             plans.send_bytes(packed)
 
+    def check(self) -> None:
+        due = self._digest.due
+        if len(due) < 2:  # the others have not come to the newest yet, or have just told it
+            return
+        steps, value = due.popleft()
+        for rank in range(1, len(self._plans) + 1):
+            self._compare(rank, steps, value)
+
     def compare(self) -> None:
-        assert self.digest is not None
         self.send((Digest, ()))
-        for rank, plans in enumerate(self._plans, 1):
-            if plans.recv() != self.digest.value:
-                raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
+        while self._digest.due:
+            steps, value = self._digest.due.popleft()
+            for rank in range(1, len(self._plans) + 1):
+                self._compare(rank, steps, value)
+        for rank in range(1, len(self._plans) + 1):
+            self._compare(rank, *self._digest.now)
+
+    def _compare(self, rank: int, steps: int, value: int) -> None:
+        """Takes the next that a rank tells of what it has drawn, and waits for it."""
+        if self._plans[rank - 1].recv() != (steps, value):
+            raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
 
     def blame(self, error: BaseException) -> BaseException:
         """What is to be raised in place of an error of this rank, which may be that another one is gone."""
         if isinstance(error, DraftwingError) or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
+        said = self._said()
+        if said is not None:
+            return said
+        return RankDied(self._failure) if self._over.wait(2 * LOOK) else error
+
+    def _said(self) -> DraftwingError | None:
+        """Why another rank has failed, where it said so."""
         for rank, plans in enumerate(self._plans, 1):
             with contextlib.suppress(EOFError, OSError):
-                if plans.poll() and isinstance(found := plans.recv(), Failed):
-                    return _error(rank, found)
-        return RankDied(self._failure) if self._over.wait(2 * LOOK) else error
+                while plans.poll():
+                    if isinstance(found := plans.recv(), Failed):
+                        return _error(rank, found)
+        return None
 
     def close(self) -> None:
         self._closing.set()
@@ -170,6 +199,9 @@ class RankProcesses(Told):
         logger.error("%s", self._failure)
         if self._failed is not None and self._armed:
             self._failed(RankDied(self._failure))
+        self.ranks.release()  # on GPUs whoever waits for a rank would wait for ever
+        if self._failed is not None and self._loaded and not self._closing.wait(RELEASED):
+            self._failed(self._said() or RankDied(self._failure))
 
 
 def _error(rank: int, found: Failed) -> DraftwingError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -82,6 +82,23 @@ class BlockGemm(FewRowsGemm, Protocol):
 
     def dense(self) -> Tensor:
         """Returns the weight, [outputs, inputs]."""
+        ...
+
+
+class PeerSums(Protocol):
+    """Sums of few rows over ranks whose devices read each other's memory."""
+
+    def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
+        """partial [M, n] of this rank, bias [n] and residual [M, n], the same on all -> the bits of `sum_parts` of all
+        ranks' parts; None, on all of them, where it takes no such rows. All ranks call it at the same place."""
+        ...
+
+    def release(self) -> None:
+        """Ends the waiting for ranks that are gone; sums mean nothing from now on. From any thread."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the memory, which nothing may use any more."""
         ...
 
 
@@ -188,6 +205,14 @@ class LayerOps:
         for other in (*others, bias, residual):
             total = total if other is None else total + other
         return total.to(parts.dtype)
+
+    def peer_sums(self, rank: int, ranks: int, exchange: Callable[[bytes], list[bytes]]) -> PeerSums | str:
+        """What sums few rows over the ranks; all of them ask together, and get the same. A text says why there is no
+        such thing, an empty one that the device does not know of it.
+
+        exchange: what this rank gives -> what each of them gave.
+        """
+        return ""
 
     def take_rows(self, source: Tensor, index: Tensor) -> Tensor:
         """source [R, ...], index [M] int64 -> source[index], [M, ...]"""

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from draftwing.ops import groups
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
+from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, SmallMGemm, TallGemm
-from draftwing.ops.triton import layers
+from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, PeerSums, SmallMGemm, TallGemm
+from draftwing.ops.triton import layers, peer_sums
 from draftwing.ops.types import QuantizedRows
 from draftwing.ops.upload import uploaded
 
@@ -25,6 +26,12 @@ class TritonLayerOps(LayerOps):
     silu_mul = staticmethod(layers.silu_mul)
     fuse_inputs = staticmethod(layers.fuse_inputs)
     sum_parts = staticmethod(layers.sum_parts)
+
+    def peer_sums(self, rank: int, ranks: int, exchange: Exchange) -> PeerSums | str:
+        try:
+            return peer_sums.PeerSums(rank, ranks, exchange, self.device)
+        except NoPeers as error:
+            return str(error)
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Torch's sum on a GPU takes another order when there are more rows."""

@@ -1,0 +1,118 @@
+"""Sums over ranks on several GPUs: by reading the other GPUs' memory, and by NCCL.
+
+    python benchmarks/gpu_kernels/sums.py [--ranks 2] [--sizes 4096,8192] [--rows 1,4,16,64] [--calls N]
+
+Each line is one sum with a residual, from a graph of 100. Before, so many sums of changing sizes and values are
+compared with those that NCCL gathers, to the bit. --seconds: after which all processes say where they stand, and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
+
+from draftwing.engine.device import Device, pick_device
+from draftwing.parallel.group import Group, Rendezvous, join
+from draftwing.parallel.ranks import Ranks
+
+CALLS, TIMES = 100, 5
+
+
+def all_reduce(group: Group, x: Tensor, residual: Tensor) -> Tensor:
+    """NCCL's own, whose order of sums is not known, and without the residual."""
+    options = AllreduceOptions()
+    options.asyncOp = False
+    group._group.allreduce([x], options).wait()
+    return x
+
+
+@torch.inference_mode()
+def seconds(device: Device, fn: Callable[[], object]) -> float:
+    def many() -> Any:
+        for _ in range(CALLS):
+            out = fn()
+        return out
+
+    run = device.record(many)[0]
+    run()
+    return min(device.timed(run, TIMES)) / CALLS
+
+
+@torch.inference_mode()
+def compare(group: Group, device: Device, calls: int) -> int:
+    """-> how many of the sums were other than they should be"""
+    wrong = torch.zeros((), dtype=torch.int64, device=device.device)
+    generator = torch.Generator(device.device).manual_seed(group.rank)
+    shapes = [(1, 4096), (64, 8192), (3, 576), (16, 8192), (33, 4096), (2, 8)]
+    for call in range(calls):
+        x = torch.randn(*shapes[call % len(shapes)], generator=generator, device=device.device).bfloat16()
+        ours, theirs = group.sum_rows(x, ops=device.ops), Ranks.sum_rows(group, x, ops=device.ops)
+        wrong += (ours != theirs).any()
+    return int(wrong)
+
+
+def work(group: Group, device: Device, args: argparse.Namespace) -> None:
+    def say(words: str) -> None:
+        if group.rank == 0:
+            print(words, flush=True)
+
+    wrong = compare(group, device, args.calls)
+    say(group.title)
+    found = group.exchange(str(wrong).encode())
+    say(f"{args.calls} sums, other than gathered on each rank: {', '.join(one.decode() for one in found)}")
+    say(f"{'rows':>5} {'columns':>8} {'us read':>9} {'us gathered':>12} {'us all-reduce':>14}")
+    for size in map(int, args.sizes.split(",")):
+        for rows in map(int, args.rows.split(",")):
+            x = torch.ones(rows, size, dtype=torch.bfloat16, device=device.device)
+            residual = torch.zeros_like(x)
+            ways = (
+                partial(group.sum_rows, x, None, residual, device.ops),
+                partial(Ranks.sum_rows, group, x, None, residual, device.ops),
+                partial(all_reduce, group, torch.zeros_like(x), residual),
+            )
+            times = [seconds(device, way) * 1e6 for way in ways]
+            say(f"{rows:5} {size:8} {times[0]:9.1f} {times[1]:12.1f} {times[2]:14.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default="4096,8192")
+    parser.add_argument("--rows", default="1,4,16,64")
+    parser.add_argument("--calls", type=int, default=600)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.seconds, exit=True)
+    device = pick_device("cuda", args.rank)
+    if args.rank:
+        work(join(args.port, args.ranks, args.rank, device.device), device, args)
+        os._exit(0)  # NCCL would wait for the graphs
+    meeting = Rendezvous()
+    others = [
+        subprocess.Popen([sys.executable, *sys.argv, "--rank", str(rank), "--port", str(meeting.port)])
+        for rank in range(1, args.ranks)
+    ]
+    try:
+        work(meeting.join(args.ranks, device.device), device, args)
+        for other in others:
+            other.wait()
+        os._exit(0)
+    finally:
+        for other in others:
+            other.kill()
+
+
+if __name__ == "__main__":
+    main()
