@@ -1,6 +1,7 @@
 """What a drafter costs while nothing is drafted: none against drafters whose policy is held at plain decoding.
 
     python benchmarks/off_is_free.py [--drafters EAGLE3,NGRAM] [--batches 1,4,16] [--pairs 15] [--cpu-time]
+        [--draft EAGLE3=FOLDER] [option=value ...]
 
 Greedy, on the device that there is. Competitors take turns in short runs, and what is reported is the median of their
 ratios and its quartiles: a shared machine disturbs neighbours alike. Where it is busy, `--cpu-time` counts the time of
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_cpu import generate, questions
-from load_runs import check_pinned, pinned, watched
+from load_runs import add_arguments, check_pinned, given_options, listed, pinned, watched
 
 from draftwing import LLM
 from draftwing.core import PLAIN
@@ -49,21 +50,21 @@ def ratios(plain: LLM, other: LLM, prompts: list[list[int]], tokens: int, pairs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="the default model if not given")
-    parser.add_argument("--drafters", default="EAGLE3,NGRAM")
-    parser.add_argument("--batches", default="1,4,16")
+    add_arguments(parser)
+    parser.add_argument("--drafters", type=listed(str), default=("EAGLE3", "NGRAM"))
+    parser.add_argument("--batches", type=listed(int), default=(1, 4, 16))
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--cpu-time", action="store_true", help="of one thread")
     args = parser.parse_args()
-    more: dict[str, Any] = {"model": args.model} if args.model else {}
+    more: dict[str, Any] = {}
     clock: Clock = time.perf_counter
     if args.cpu_time:
         more["num_threads"], clock = 1, time.process_time
-    plain = LLM(speculative_algorithm="none", **more)
-    for name in args.drafters.split(","):
-        other = LLM(speculative_algorithm=name, **more)
-        for size in map(int, args.batches.split(",")):
+    plain = LLM(**given_options(args, "none"), **more)
+    for name in args.drafters:
+        other = LLM(**given_options(args, name), **more)
+        for size in args.batches:
             prompts = questions(plain, size)
             ratios(plain, other, prompts, args.tokens, 2, clock)  # what is made once
             found = sorted(ratios(plain, other, prompts, args.tokens, args.pairs, clock))

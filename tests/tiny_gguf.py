@@ -26,8 +26,8 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def weights(arch: str) -> dict[str, np.ndarray]:
-    """GGUF names with the rows in Hugging Face order."""
+def weights(arch: str, experts: int = 0) -> dict[str, np.ndarray]:
+    """GGUF names with the rows in Hugging Face order. experts: in place of the MLP."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
     for name, rows, columns in (
@@ -39,12 +39,17 @@ def weights(arch: str) -> dict[str, np.ndarray]:
         ("ffn_up", FFN, HIDDEN),
         ("ffn_down", HIDDEN, FFN),
     ):
+        if experts and name.startswith("ffn"):
+            shapes[f"blk.0.{name}_exps.weight"] = (experts, rows, columns)
+            continue
         shapes[f"blk.0.{name}.weight"] = (rows, columns)
         if arch == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
             shapes[f"blk.0.{name}.bias"] = (rows,)
     for name in ("attn_norm", "ffn_norm"):
         shapes[f"blk.0.{name}.weight"] = (HIDDEN,)
-    if arch == "qwen3":
+    if experts:
+        shapes["blk.0.ffn_gate_inp.weight"] = (experts, HIDDEN)
+    if arch.startswith("qwen3"):
         shapes |= {"blk.0.attn_q_norm.weight": (HEAD_DIM,), "blk.0.attn_k_norm.weight": (HEAD_DIM,)}
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
@@ -55,6 +60,7 @@ def write(
     kind: Type = Type.F32,
     extra: dict[str, np.ndarray] | None = None,
     edit: Callable[[gguf_package.GGUFWriter], None] | None = None,
+    experts: int = 0,
 ) -> Path:
     writer = gguf_package.GGUFWriter(path, arch)
     writer.add_block_count(1)
@@ -67,12 +73,17 @@ def write(
     writer.add_rope_freq_base(5000.0)
     writer.add_token_list(["a", "<|im_end|>", "<|endoftext|>", *(f"t{i}" for i in range(VOCAB - 3))])
     writer.add_eos_token_id(4)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+        if arch == "qwen3moe":
+            writer.add_expert_feed_forward_length(FFN)
     if edit is not None:
         edit(writer)
-    for name, values in (weights(arch) | (extra or {})).items():
+    for name, values in (weights(arch, experts) | (extra or {})).items():
         if arch == "llama" and (".attn_q." in name or ".attn_k." in name):
             values = permuted(values, HEADS if ".attn_q." in name else KV_HEADS)
-        raw = kind if values.ndim == 2 else Type.F32
+        raw = kind if values.ndim > 1 and "gate_inp" not in name else Type.F32  # a router stays as it is
         writer.add_tensor(name, quantize(values, raw), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -4,8 +4,8 @@
 
 Products are those of an 8B Llama model (quantised.py), beside the matrix multiplied out for cuBLAS, and cuBLAS with
 bfloat16 weights; those of gate.up are without the activation, which is part of the kernels here. What differs from a
-float64 product by more than bfloat16 does is said to be WRONG and is not taken. The best shapes come last, as
-`TallShape` takes them.
+float64 product by more than bfloat16 does is said to be WRONG and is not taken. The last thing is gemm_tall.py's table with
+the best shapes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import functools
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from quantised import PRODUCTS, WIDTHS, Product, copies, each_us, inputs, mm, packed, unpack_first
@@ -44,6 +45,24 @@ SHAPES = tuple(
 KINDS = ("plain", "add", "silu")
 ROWS = (96, 128, 192, 256, 512, 1024, 2048)
 TIMED = ("fp8", "int4")
+NEAR = 1.02  # times the least time: for fewer kernels, a shape that is as good is also that of more rows
+
+
+class Measured(NamedTuple):
+    """Microseconds of a product of so many rows: by shape, and those of the ways without these kernels."""
+
+    label: str
+    product: Product
+    rows: int
+    took: dict[int, float]
+    unpacked: float  # the matrix multiplied out, and cuBLAS
+    plain: float  # cuBLAS in bfloat16
+
+    def __str__(self) -> str:
+        ordered = sorted((took, i) for i, took in self.took.items())
+        best = "; ".join(f"{took:.0f}: {text(SHAPES[i])}" for took, i in ordered[:3])
+        return (f"{self.label:5s}{self.product.name:8s}{self.rows:5d} {ordered[0][0]:7.1f} {self.unpacked:7.1f} "
+                f"{self.plain:7.1f} {self.plain / ordered[0][0]:5.0%}  {best}")  # fmt: skip
 
 
 def compile_one(label: str, index: int) -> str | None:
@@ -119,39 +138,68 @@ def worth_it(shape: TallShape, product: Product, rows: int) -> bool:
     return shape.tokens < 2 * rows and (shape.cluster == 1 or across * down <= 300 * shape.blocks)
 
 
-def cells(label: str, product: Product, until: float) -> list[str]:
+def cells(label: str, product: Product, until: float) -> list[Measured]:
     device = torch.device("cuda", torch.cuda.current_device())
     every = copies(packed(product, WIDTHS[label]), 6)
     kernels = [kernel_of(label, i) for i in range(len(SHAPES))]
-    good, lines = right(label, product, kernels, every[0]), []
-    dense = [group_gemm(device, torch.bfloat16, WIDTHS[label]).dense(w) for w in every[:2]]
+    good, found = right(label, product, kernels, every[0]), []
+    groups = group_gemm(device, torch.bfloat16, WIDTHS[label])
+    dense = [groups.dense(w) for w in every[:2]]
     for rows in ROWS:
         if time.monotonic() > until:
             break
         x, extra = inputs(product, rows)
         weights: Sequence[Any] = every if rows <= 256 else every[:2]
-        found = []
+        took = {}
         for i, ours in enumerate(kernels):
             if ours is not None and good[i] and worth_it(SHAPES[i], product, rows):
                 select(ours, product, i)
-                found.append((each_us(functools.partial(call, ours, product, x, extra, None), weights, 7), i))
-        if not found:
-            continue
-        found.sort()
-        first = each_us(
-            functools.partial(unpack_first, group_gemm(device, torch.bfloat16, WIDTHS[label]), x), weights, 7
-        )
-        plain = each_us(functools.partial(mm, x), dense, 7)
-        best = " ".join(f"{took:.0f}:{text(SHAPES[i])}" for took, i in found[:3])
-        lines.append(f"{label:5s}{product.name:8s}{rows:5d} {found[0][0]:7.1f} {first:7.1f} {plain:7.1f} "
-                     f"{plain / found[0][0]:5.0%}  {best}")  # fmt: skip
-    return lines
+                took[i] = each_us(functools.partial(call, ours, product, x, extra, None), weights, 7)
+        if took:
+            unpacked = each_us(functools.partial(unpack_first, groups, x), weights, 7)
+            plain = each_us(functools.partial(mm, x), dense, 7)
+            found.append(Measured(label, product, rows, took, unpacked, plain))
+    return found
+
+
+def chosen(found: Sequence[Measured]) -> dict[int, dict[tuple[str, int], TallShape]]:
+    """By bits, as gemm_tall.py has them: the best shape of a kind for so many rows, where it is faster than to multiply
+    the matrix out."""
+    tables: dict[int, dict[tuple[str, int], TallShape]] = {WIDTHS[label].bits: {} for label in TIMED}
+    cases = defaultdict[tuple[str, str], list[Measured]](list)
+    for one in found:
+        cases[one.label, one.product.kind].append(one)
+    for (label, kind), some in cases.items():
+        table, last = tables[WIDTHS[label].bits], None  # the key before
+        for rows in sorted({one.rows for one in some}):
+            same = [one for one in some if one.rows == rows]
+            sums = {i: sum(one.took.get(i, float("inf")) for one in same) for i in same[0].took}
+            best = min(sums, key=lambda i: sums[i])
+            if sums[best] >= sum(one.unpacked for one in same):
+                continue
+            shape = SHAPES[best]
+            if last is not None:
+                before = SHAPES.index(table[last])
+                if sums.get(before, float("inf")) <= NEAR * sums[best]:
+                    shape = table.pop(last)
+            last = kind, rows
+            table[last] = shape
+    return tables
+
+
+def print_tables(tables: dict[int, dict[tuple[str, int], TallShape]]) -> None:
+    print("_HOPPER: dict[int, TallShapes] = {")
+    for bits, table in tables.items():
+        print(f"    {bits}: {{")
+        for (kind, rows), shape in table.items():
+            print(f'        ("{kind}", {rows}): TallShape({text(shape)}),')
+        print("    },")
+    print("}")
 
 
 def text(shape: TallShape) -> str:
-    return (
-        f"{shape.tokens},{shape.groups},{shape.row_tiles},{shape.stages},{shape.ahead},{shape.cluster},{shape.blocks}"
-    )
+    cut = shape.tokens, shape.groups, shape.row_tiles, shape.stages, shape.ahead, shape.cluster, shape.blocks
+    return ", ".join(map(str, cut))
 
 
 @functools.cache
@@ -163,7 +211,7 @@ def kernel_of(label: str, index: int) -> TallGemm | None:
 
 
 def main(seconds: float) -> None:
-    begin, lines = time.monotonic(), []
+    begin, found = time.monotonic(), list[Measured]()
     jobs = [(label, index) for label in WIDTHS for index in range(len(SHAPES))]
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
         failed = list(filter(None, workers.map(compile_one, *zip(*jobs, strict=True))))
@@ -172,7 +220,7 @@ def main(seconds: float) -> None:
         for product in PRODUCTS:
             try:
                 if label in TIMED:
-                    lines += cells(label, product, begin + seconds)
+                    found += cells(label, product, begin + seconds)
                 elif product.depth == PRODUCTS[0].depth:
                     kernels = [kernel_of(label, i) for i in range(len(SHAPES))]
                     right(label, product, kernels, packed(product, WIDTHS[label]))
@@ -180,7 +228,8 @@ def main(seconds: float) -> None:
                 print(f"WRONG: {label} {product.name}: {str(error)[:300]}", flush=True)
     print(f"{time.monotonic() - begin:.0f} s; rows, microseconds: best, multiplied out and cuBLAS, cuBLAS in bfloat16, "
           "the share of its rate; best three: tokens, groups, row tiles, stages, ahead, cluster, blocks")  # fmt: skip
-    print("\n".join(lines))
+    print("\n".join(map(str, found)))
+    print_tables(chosen(found))
 
 
 if __name__ == "__main__":

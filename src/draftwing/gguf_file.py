@@ -49,9 +49,13 @@ class GGUFFile:
 
     def dequantized(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor, in its own memory; raises CheckpointError for a type that cannot be decoded."""
+        return self.decoded(name, self.raw(name)).reshape(self.tensors[name].shape)
+
+    def decoded(self, name: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """raw: rows of a tensor as it is stored -> [rows, columns]; errors as `dequantized`."""
         kind = self.kind(name)
         try:
-            return dequantized(self.raw(name), kind).reshape(self.tensors[name].shape)
+            return dequantized(raw, kind)
         except NotImplementedError:
             raise CheckpointError(f"{self.path}: {name} has the type {kind}, which cannot be dequantised") from None
 

@@ -19,6 +19,7 @@ from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
+from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -39,11 +40,12 @@ CONTEXT = 128
 
 
 def tiny_model(
-    seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0, vocab: int = VOCAB
-):
+    seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0, vocab: int = VOCAB,
+    experts: ExpertConfig | None = None,
+):  # fmt: skip
     config = ModelConfig(
         architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        ffn_size=96, vocab_size=vocab, max_positions=CONTEXT,
+        ffn_size=96, vocab_size=vocab, max_positions=CONTEXT, experts=experts,
     )  # fmt: skip
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)

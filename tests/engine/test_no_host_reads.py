@@ -16,6 +16,7 @@ from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Plan, TreeShape
 from draftwing.engine.device import Download, pick_device
+from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops.torch.ops import TorchOps
@@ -132,6 +133,19 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
             packed = rig.executor.commit(pending)._download.wait()
             commit = plan.shape.max_commit
             assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
+
+
+def test_experts_are_chosen_without_data(harness):
+    if harness.device != "cpu":
+        pytest.skip("tensors without data are the same everywhere")
+    device = FakeDevice()
+    model = harness.tiny_model(experts=ExpertConfig(6, 2, 32)).to("meta")
+    model.pack(device.ops)
+    with device.device:
+        book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
+        rig = harness.Rig(model, shapes=SHAPES[2:], drafter="oracle", book=book, fake_device=device)
+        for plan in plans(SHAPES[2], SamplingParams(temperature=0.0)):
+            rig.executor.commit(rig.executor.launch(plan))._download.wait()
 
 
 class Watch(TorchDispatchMode):

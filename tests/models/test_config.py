@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from reference.hf_configs import LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5
+from reference.hf_configs import (
+    LLAMA2_7B,
+    LLAMA32_1B,
+    MISTRAL_7B_V01,
+    QWEN3_8B,
+    QWEN3_30B,
+    QWEN25_7B,
+    QWEN25_15B_TRANSFORMERS5,
+)
 
 from draftwing.errors import CheckpointError
+from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig, from_hf
 
@@ -53,6 +62,14 @@ def test_transformers5_keys() -> None:
 def test_qwen3() -> None:
     config = from_hf(QWEN3_8B)
     assert (config.qk_norm, config.qkv_bias, config.head_dim, config.stop_ids) == (True, False, 128, (151645,))
+
+
+def test_qwen3_moe() -> None:
+    config = from_hf(QWEN3_30B)
+    assert config.experts == ExpertConfig(128, 8, 768) and not config.dense_layers
+    assert 30.4e9 < config.matrix_weights < 30.6e9  # published as 30.5B
+    layers = from_hf({**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).dense_layers
+    assert sorted(set(range(48)) - layers) == [i for i in range(1, 48, 2) if i != 3]
 
 
 def test_llama3_scaling_in_rope_parameters_is_that_of_rope_scaling() -> None:
@@ -116,7 +133,14 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
         ({**LLAMA2_7B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),
         ({**LLAMA2_7B, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        ({**LLAMA2_7B, "architectures": ["DeepseekV3ForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
+        ({**LLAMA2_7B, "architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention (MLA)"),
+        ({"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' has layers of linear attention (Gated DeltaNet), which is not"),
+        ({"architectures": ["BertForMaskedLM"]}, "expected one of LlamaForCausalLM, MistralForCausalLM"),
+        (
+            {**QWEN3_30B, "num_experts": 8, "num_experts_per_tok": 9},
+            "num_experts_per_tok: expected an integer from 1 to 8, found 9",
+        ),
+        ({**QWEN3_30B, "mlp_only_layers": ["0"]}, "mlp_only_layers: expected a list of layer numbers"),
         (
             {k: v for k, v in LLAMA2_7B.items() if k != "hidden_size"},
             "hidden_size: expected an integer",

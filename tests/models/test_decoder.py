@@ -38,6 +38,9 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+EXPERTS = {
+    "head_dim": 32, "rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -49,6 +52,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": PLAIN}),
     "qwen2.5": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": PLAIN}),
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": PLAIN}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-raw": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "qwen3-moe-mixed": ("Qwen3Moe", {**EXPERTS, "decoder_sparse_step": 2, "attention_bias": True}),
+    "qwen3-moe-named": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN}),
 }
 
 
@@ -126,9 +134,10 @@ def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> N
     torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama3.2-tied", "qwen3-moe"])
 @torch.inference_mode()
-def test_packed_model_gives_the_same(tmp_path: Path) -> None:
-    reference = random_reference("llama3.2-tied")
+def test_packed_model_gives_the_same(tmp_path: Path, family: str) -> None:
+    reference = random_reference(family)
     reference.save_pretrained(tmp_path)
     model = load_model(tmp_path, torch.float32, "cpu")
     model.pack(make_ops(torch.device("cpu")))

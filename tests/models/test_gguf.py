@@ -10,11 +10,16 @@ import gguf as gguf_package
 import numpy as np
 import pytest
 import torch
+from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
-from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, causal, weights, write
+from tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, causal, weights, write
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
+from draftwing.layers.config import ExpertConfig
+from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops.attention import FunctionAttend
 
@@ -46,6 +51,27 @@ def test_rows_come_back_in_hugging_face_order(tmp_path: Path, arch: str, kind: T
     assert (layer.attention.q_norm is not None) == (arch == "qwen3")
     if arch == "qwen3":
         assert np.array_equal(layer.attention.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
+
+
+@pytest.mark.parametrize(("arch", "named"), [("llama", "Mixtral"), ("qwen3moe", "Qwen3Moe")])
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0])
+@pytest.mark.parametrize(
+    "form", [DENSE, BlockFormat("Q8_0", BlockTorchOps(torch.device("cpu")))], ids=["dense", "blocks"]
+)
+def test_tensors_of_all_experts_are_taken_apart(
+    tmp_path: Path, arch: str, named: str, kind: Type, form: WeightFormat
+) -> None:
+    path = write(tmp_path / "m.gguf", arch, kind, experts=3)
+    model = load_model(path, torch.float32, "cpu", weight_format=form)
+    assert model.config.architecture == f"{named}ForCausalLM" and model.config.experts == ExpertConfig(3, 2, FFN)
+    values, mlp = weights(arch, 3), model.layers[0].mlp
+    gate, up, down = (values[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    expected = {mlp.gate_up: np.concatenate((gate, up), 1).reshape(-1, HIDDEN), mlp.down: down.reshape(-1, FFN)}
+    tolerance = 0.0 if kind == Type.F32 and form == DENSE else 1.01 / 127
+    for linear, rows in expected.items():
+        found = linear.dense_weight().detach().numpy()
+        assert np.abs(found - rows).max() <= tolerance * np.abs(rows).max()
+    assert np.array_equal(mlp.router.weight.detach().numpy(), values["blk.0.ffn_gate_inp.weight"])
 
 
 def test_biases_of_llama_are_unpermuted(tmp_path: Path) -> None:
@@ -95,7 +121,8 @@ def test_linear_scaling(tmp_path: Path) -> None:
     ("edit", "named"),
     [
         (lambda w: w.add_rope_scaling_type(gguf_package.RopeScalingType.YARN), "rope.scaling.type = 'yarn'"),
-        (lambda w: w.add_expert_count(8), "expert_count = 8"),
+        (lambda w: w.add_expert_shared_count(1), "expert_shared_count = 1"),
+        (lambda w: w.add_expert_count(8), "expert_used_count: expected an integer from 1 to 8, found None"),
         (lambda w: w.add_rope_dimension_count(8), "rope.dimension_count: expected 16, found 8"),
         (lambda w: w.add_sliding_window(64), "sliding_window = 64"),
         (lambda w: w.add_array("llama.attention.key_length", [16]), "key_length: expected an integer from 1 to"),

@@ -14,7 +14,16 @@ import gguf as gguf_package
 import pytest
 import tiny_gguf
 import torch
-from reference.hf_configs import LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5
+from reference.hf_configs import (
+    LLAMA2_7B,
+    LLAMA32_1B,
+    MISTRAL_7B_V01,
+    MIXTRAL_8X7B,
+    QWEN3_8B,
+    QWEN3_30B,
+    QWEN25_7B,
+    QWEN25_15B_TRANSFORMERS5,
+)
 from safetensors.torch import save_file
 from tiny_checkpoint import write_checkpoint
 
@@ -30,7 +39,9 @@ from draftwing.models.heads.config import draft_config, flatten_config, resolve_
 from draftwing.models.loader import folder_tensors, load_config, load_model, read_json
 
 MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-EVERY = (LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO)
+EVERY = (
+    LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
+)  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"),
     "", "x", "1", "\ud800", "a" * 1000, [], [[]], [None], [1, "x"], [{}], ["x"] * 1000, {}, {"x": 1},

@@ -11,6 +11,24 @@ from draftwing.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """The experts of a layer whose MLP is a mixture of them.
+
+    count: experts that there are.  top_k: of them that a row goes to.  ffn: width of one, of this rank.  renormalise:
+    whether the probabilities of those chosen are made to sum to 1.  router_bias, bias: of the router, and of the
+    experts' GEMMs.  limit: of a clamped gate (`ExpertOps.gate`), 0: the gate is SiLU.
+    """
+
+    count: int
+    top_k: int
+    ffn: int
+    renormalise: bool = True
+    router_bias: bool = False
+    bias: bool = False
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """Sizes of one decoder layer, those of this rank where a model is spread over several."""
 
@@ -24,6 +42,7 @@ class LayerConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertConfig | None = None  # in place of an MLP of `ffn`
     weight_format: WeightFormat = DENSE
     ranks: Ranks = ALONE
 
@@ -33,11 +52,17 @@ class LayerConfig:
         size = ranks.size
         if size == 1:
             return self
-        if self.heads % size or (self.kv_heads % size and size % self.kv_heads) or self.ffn % size:
+        experts, kind = self.experts, "intermediate size"
+        ffn = self.ffn if experts is None else experts.ffn
+        if experts is not None:
+            kind, experts = f"experts' {kind}", replace(experts, ffn=ffn // size)
+        if self.heads % size or (self.kv_heads % size and size % self.kv_heads) or ffn % size:
             raise ConfigError(
                 f"--tp-size {size}: expected a number that divides the model's {self.heads} attention heads and its "
-                f"intermediate size of {self.ffn}, and divides its {self.kv_heads} key/value heads or is a multiple of "
+                f"{kind} of {ffn}, and divides its {self.kv_heads} key/value heads or is a multiple of "
                 f"them; found {size}"
             )
         kv_heads = max(self.kv_heads // size, 1)
-        return replace(self, heads=self.heads // size, kv_heads=kv_heads, ffn=self.ffn // size, ranks=ranks)
+        return replace(
+            self, heads=self.heads // size, kv_heads=kv_heads, ffn=self.ffn // size, experts=experts, ranks=ranks
+        )

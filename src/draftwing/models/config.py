@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from draftwing.errors import CheckpointError
-from draftwing.layers.config import LayerConfig
+from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
-from draftwing.models.fields import LARGEST, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.fields import LARGEST, MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.requests.refusals import show
 
@@ -29,7 +29,8 @@ class ModelConfig:
 
     dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
     own config names.  max_positions: the trained context length.  weight_format: of the layers' matrices.
-    vocab_format: of the embedding and the head.  quantization: how matrices are stored that are quantised in a way
+    vocab_format: of the embedding and the head.  experts: of layers whose MLP is a mixture of them,
+    which are all but `dense_layers`.  quantization: how matrices are stored that are quantised in a way
     which any format takes, None where none are.
     """
 
@@ -48,6 +49,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertConfig | None = None
+    dense_layers: frozenset[int] = frozenset()
     tie_embeddings: bool = False
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
@@ -55,8 +58,8 @@ class ModelConfig:
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
 
-    def layer(self) -> LayerConfig:
-        """What each of its layers is built from."""
+    def layer(self, index: int = 0) -> LayerConfig:
+        """What a layer is built from."""
         return LayerConfig(
             hidden=self.hidden_size,
             heads=self.num_heads,
@@ -68,6 +71,7 @@ class ModelConfig:
             o_bias=self.o_bias,
             mlp_bias=self.mlp_bias,
             qk_norm=self.qk_norm,
+            experts=None if index in self.dense_layers else self.experts,
             weight_format=self.weight_format,
         )
 
@@ -75,7 +79,12 @@ class ModelConfig:
     def layer_weights(self) -> int:
         """Values in the matrices of the layers."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.ffn_size)
+        dense = self.num_layers if self.experts is None else len(self.dense_layers)
+        weights = self.num_layers * attention + 3 * dense * self.hidden_size * self.ffn_size
+        if self.experts is None:
+            return weights
+        of_one = self.experts.count * self.hidden_size * (3 * self.experts.ffn + 1)
+        return weights + (self.num_layers - dense) * of_one
 
     @property
     def matrix_weights(self) -> int:
@@ -108,6 +117,7 @@ class Family(NamedTuple):
     qk_norm: bool = False
     head_dim: int | None = None  # when the config has none; None: hidden_size / heads
     sliding_window: int | None = None  # when the config has no such key
+    experts: Literal["", "mixtral", "qwen"] = ""  # whose keys speak of experts
     window_switch: bool = False  # `use_sliding_window` and `max_window_layers` decide whether the window is active
 
 
@@ -116,15 +126,33 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, sliding_window=4096),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, window_switch=True),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, window_switch=True),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, window_switch=True, experts="qwen"),
+    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, experts="mixtral"),
     "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, window_switch=True),
 }
 
-# Models with multi-token prediction layers whose bodies (experts, latent or linear attention) have no decoder here.
-UNSERVED_WITH_MTP = {
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "Qwen3NextForCausalLM": "qwen3_next",
-    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
+_MLA, _LINEAR = "latent attention (MLA)", "layers of linear attention (Gated DeltaNet)"
+_SHARED = "experts that all tokens share"
+# Relatives that people ask for: model_type, and what they have that has no code here.
+UNSERVED = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2", _MLA),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", _MLA),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", "sparse latent attention (DSA)"),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", _MLA),
+    "Glm4MoeForCausalLM": ("glm4_moe", f"a sigmoid router and {_SHARED}"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", _MLA),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "sparse latent attention (DSA)"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", _SHARED),
+    "Qwen3NextForCausalLM": ("qwen3_next", _LINEAR),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", _LINEAR),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", _LINEAR),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", _LINEAR),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", _LINEAR),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "a sigmoid router and norms of whole projections"),
+    "MiMoV2FlashForCausalLM": ("mimo_v2_flash", "attention of two kinds of heads and a sigmoid router"),
+    "Llama4ForConditionalGeneration": ("llama4", "attention in chunks"),
+    "Llama4ForCausalLM": ("llama4_text", "attention in chunks"),
+    "NemotronHForCausalLM": ("nemotron_h", "state-space layers (Mamba)"),
 }
 
 # Keys that change the arithmetic, with the values (besides null) at which they do not.
@@ -169,7 +197,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(config, f"config of {name}")
     for key, neutral in NEUTRAL_VALUES.items():
         value = config.get(key)
-        if value is not None and value not in neutral:
+        if value is not None and value not in neutral and not (family.experts and key in _COUNTS):
             raise _refused(key, value, name)
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -195,6 +223,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
         mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
+        experts=_experts(fields, family),
+        dense_layers=_dense_layers(fields, layers) if family.experts == "qwen" else frozenset(),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),
@@ -213,11 +243,10 @@ def _family(config: Fields) -> tuple[str, Family]:
             if family.model_type == config.get("model_type"):
                 return name, family
     found = ", ".join(architectures)[:200] if architectures else f"model_type {show(config.get('model_type'))}"
-    for name, model_type in UNSERVED_WITH_MTP.items():
+    for name, (model_type, missing) in UNSERVED.items():
         if name in architectures or (not architectures and model_type == config.get("model_type")):
             raise CheckpointError(
-                f"{found} has multi-token prediction layers, but the model itself is not served yet; "
-                f"expected one of {', '.join(FAMILIES)}"
+                f"{found} has {missing}, which is not served yet; expected one of {', '.join(FAMILIES)}"
             )
     raise CheckpointError(f"unknown architecture {found}; expected one of {', '.join(FAMILIES)}")
 
@@ -245,6 +274,32 @@ def _refuse_sliding_window(fields: Fields, family: Family, name: str, max_positi
     elif name == "LlamaForCausalLM":
         return  # the architecture has none; the key is a leftover
     raise _refused("sliding_window", window, name)
+
+
+_COUNTS = ("num_experts", "num_local_experts")
+
+
+def _experts(fields: Fields, family: Family) -> ExpertConfig | None:
+    if not family.experts:
+        return None
+    # One key in files of old, the other in those of newer libraries.
+    key = next((key for key in _COUNTS if fields.get(key) is not None), _COUNTS[family.experts == "mixtral"])
+    count = fields.whole(key, high=MOST_EXPERTS)
+    qwen = family.experts == "qwen"
+    return ExpertConfig(
+        count,
+        top_k=fields.whole("num_experts_per_tok", high=count),
+        ffn=fields.whole("moe_intermediate_size" if qwen else "intermediate_size", high=WIDEST),
+        renormalise=fields.flag("norm_topk_prob") if qwen else True,
+    )
+
+
+def _dense_layers(fields: Fields, layers: int) -> frozenset[int]:
+    """Layers with an MLP of their own, by `mlp_only_layers` and `decoder_sparse_step`."""
+    step, named = fields.whole("decoder_sparse_step", default=1), fields.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(one) is int for one in named):
+        raise fields.unlike("mlp_only_layers", "a list of layer numbers")
+    return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
 
 
 def _rope(fields: Fields, name: str) -> RopeConfig:

@@ -1,4 +1,4 @@
-"""The one decoder: Llama, Mistral, Qwen2 and Qwen3, which differ by the values of a `ModelConfig`.
+"""The one decoder: Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, which differ by the values of a `ModelConfig`.
 
 Queries are a flat list of M tokens. Which tokens see which is not known here: attention is the injected `attend`, so
 serving binds the paged pool, and a test or a trainer a dense mask.
@@ -16,6 +16,7 @@ from draftwing.kv.pool import LayerSpec
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.embedding import Embedding
+from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.mlp import GatedMLP
@@ -47,17 +48,19 @@ class DecoderLayer(nn.Module):
         self.attn_norm = RMSNorm(config.hidden, config.eps, dtype, device) if norms_input else None
         self.attention = Attention(config, index, dtype, device, in_size)
         self.mlp_norm = RMSNorm(config.hidden, config.eps, dtype, device)
-        self.mlp = GatedMLP(config, dtype, device)
+        self.mlp = (GatedMLP if config.experts is None else ExpertMLP)(config, dtype, device)
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
 
     def pack(self, ops: LayerOps) -> None:
         """Lets the device do the layer in one call where it can; when the parts are packed."""
-        self._ops, self._whole = ops, ops.whole_layers([self.weights()])
+        self._ops, self._whole = ops, whole_layers(ops, [self.weights()])
 
-    def weights(self) -> LayerWeights:
-        """What `LayerOps.whole_layers` is told."""
+    def weights(self) -> LayerWeights | None:
+        """What `LayerOps.whole_layers` is told; None of a layer with experts, which no device does in one call."""
         attention, mlp = self.attention, self.mlp
+        if isinstance(mlp, ExpertMLP):
+            return None
         linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
         return LayerWeights(
@@ -111,9 +114,11 @@ class DecoderModel(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config = config
-        self.layer_config = layer = config.layer().spread(ranks)
+        self.layer_config = config.layer().spread(ranks)
         self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
-        self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.layer(i).spread(ranks), i, dtype, device) for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
         self.kv_scales = KVScales()
@@ -172,7 +177,7 @@ class DecoderModel(nn.Module):
         kept = () if tuple(aux_layers) == (self.final_aux_layer,) else tuple(aux_layers)
         if kept not in self._whole:
             weights = [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
-            self._whole[kept] = self._ops.whole_layers(weights, kept)
+            self._whole[kept] = whole_layers(self._ops, weights, kept)
         return self._whole[kept]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -188,14 +193,18 @@ class DecoderModel(nn.Module):
         return self.lm_head.exact_logits(hidden, ids)
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of the matrices that every forward with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ..."""
+        """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...
+        Of experts, as many as a token chooses."""
         sizes: Counter[str] = Counter()
         dense = self.norm.weight.dtype
         for part in self.modules():  # a tied head once
             if not isinstance(part, Linear) or (part is self.embed.table and part is not self.lm_head):
                 continue
             values = part.out_features * part.in_features
-            sizes += part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
+            found = part.op.sizes or Counter({str(dense).removeprefix("torch."): values * dense.itemsize})
+            if isinstance(part, ExpertLinear) and self.config.experts is not None:
+                found = Counter({k: size * self.config.experts.top_k // part.count for k, size in found.items()})
+            sizes += found
         return dict(sizes)
 
     def pack(self, ops: LayerOps, deterministic: bool = False) -> None:
@@ -215,6 +224,12 @@ def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     return vocab_parallel(linear, ranks, config.vocab_size)
 
 
+def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:
+    """`LayerOps.whole_layers`, where all of them can be told to it."""
+    told = [layer for layer in layers if layer is not None]
+    return ops.whole_layers(told, kept) if len(told) == len(layers) else None
+
+
 def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear | None = None) -> None:
     """Packs all layers inside a model or head, parts before what is made of them. keep: whose weight is kept."""
     # What has two names, a tied head, is called by the last.
@@ -225,7 +240,7 @@ def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear |
         if isinstance(part, Linear):
             rows_only = part in tables and part is not keep
             part.pack(ops, mode._replace(name=name, keep_weight=part is keep, rows_only=rows_only))
-        elif isinstance(part, RMSNorm | Embedding):
+        elif isinstance(part, RMSNorm | Embedding | ExpertMLP):
             part.pack(ops)
         elif isinstance(part, DecoderLayer):
             layers.append(part)

@@ -13,6 +13,7 @@ from draftwing.requests.refusals import show
 LARGEST = (1 << 24) - 1
 WIDEST = 1 << 20  # of a layer
 MOST_LAYERS = 1000
+MOST_EXPERTS = 4096
 
 
 class Fields:

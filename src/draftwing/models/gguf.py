@@ -12,15 +12,23 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
+from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
 from draftwing.models.config import FAMILIES, ModelConfig
-from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields
+from draftwing.models.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows
 from draftwing.requests.refusals import show
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+WITH_EXPERTS = {"llama": "MixtralForCausalLM"}  # where the metadata speak of experts
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -40,6 +48,7 @@ BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+EXPERT_TENSORS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # [experts, rows, columns]
 
 # Metadata below `<architecture>.` that changes the arithmetic, with the values at which it does not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -47,7 +56,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
-    "expert_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -69,6 +79,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
     fields = Fields(meta, str(file.path), f"{arch}.")
     size = fields.whole
     _refuse_unsupported(file, fields, arch)
+    experts = _experts(file, fields, arch)
+    architecture = WITH_EXPERTS.get(arch, ARCHITECTURES[arch]) if experts is not None else ARCHITECTURES[arch]
     hidden, heads = size("embedding_length", high=WIDEST), size("attention.head_count", high=WIDEST)
     layers = size("block_count", high=MOST_LAYERS)
     if layers > len(file.tensors):
@@ -80,13 +92,13 @@ def model_config(file: GGUFFile) -> ModelConfig:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     file.raw("token_embd.weight")  # its shape is believed, so its values must be there
     return ModelConfig(
-        architecture=ARCHITECTURES[arch],
+        architecture=architecture,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=size("attention.head_count_kv", default=heads),
         head_dim=head_dim,
-        ffn_size=size("feed_forward_length", high=WIDEST),
+        ffn_size=size("feed_forward_length", high=WIDEST, default=experts.ffn if experts is not None else None),
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_positions=min(size("context_length"), MOST_POSITIONS),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0, 1),
@@ -94,7 +106,9 @@ def model_config(file: GGUFFile) -> ModelConfig:
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        qk_norm=FAMILIES[ARCHITECTURES[arch]].qk_norm,
+        qk_norm=FAMILIES[architecture].qk_norm,
+        experts=experts,
+        dense_layers=frozenset(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors),
         tie_embeddings="output.weight" not in file.tensors,
         stop_ids=_stop_ids(Fields(meta, str(file.path), "tokenizer.ggml.")),
     )
@@ -112,7 +126,12 @@ def tensors(
     for name in file.tensors:
         if name == "rope_freqs.weight":  # part of the config
             continue
-        theirs, info = hf_name(name), file.tensors[name]
+        match = EXPERT_PARTS.fullmatch(name)
+        if match:
+            yield from _of_experts(file, config, name, match, in_blocks)
+            done += file.raw(name).nbytes
+            continue
+        theirs, info = hf_name(name, config), file.tensors[name]
         as_stored = in_blocks and len(info.shape) == 2 and is_quantized(info.type_id)
         rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(
@@ -128,9 +147,32 @@ def tensors(
         progress(total, total)
 
 
-def hf_name(name: str) -> str:
+EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.weight")
+
+
+def _of_experts(
+    file: GGUFFile, config: ModelConfig, name: str, match: re.Match[str], in_blocks: bool
+) -> Iterator[tuple[str, Tensor | BlockRows]]:
+    """The matrices of a tensor of all experts, one by one."""
+    info, names = file.tensors[name], expert_names(config)
+    if len(info.shape) != 3:
+        raise CheckpointError(f"{file.path}: {name}: expected 3 dimensions, found shape {list(info.shape)}")
+    count, rows, columns = info.shape
+    raw, part = file.raw(name), getattr(names, EXPERT_TENSORS[match[2]])
+    quantized = is_quantized(info.type_id)
+    for expert, stored in enumerate(raw.reshape(count, rows, -1)):
+        theirs = f"model.layers.{match[1]}.{names.experts}.{expert}.{part}.weight"
+        if quantized and in_blocks:
+            yield theirs, BlockRows(file.kind(name), torch.from_numpy(stored), columns)
+        else:
+            yield theirs, torch.from_numpy(file.decoded(name, stored))
+
+
+def hf_name(name: str, config: ModelConfig) -> str:
     """The Hugging Face name of a GGUF tensor; one that has none keeps its own."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match and match[2] == "ffn_gate_inp":
+        return f"model.layers.{match[1]}.{expert_names(config).router}.{match[3]}"
     if match and match[2] in BLOCK_NAMES:
         return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}.{match[3]}"
     return TOP_NAMES.get(name, name)
@@ -155,6 +197,20 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for name in file.tensors:
         if name.startswith("rope_factors_"):
             raise CheckpointError(f"{file.path}: {name} (longrope scaling) is not supported")
+
+
+def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
+    count = fields.whole("expert_count", 0, MOST_EXPERTS, 0)
+    if not count:
+        return None
+    if arch not in WITH_EXPERTS and not FAMILIES[ARCHITECTURES[arch]].experts:
+        raise CheckpointError(f"{file.path}: {arch}.expert_count = {count} is not supported")
+    ffn = fields.whole("feed_forward_length", high=WIDEST, default=0) if arch in WITH_EXPERTS else 0
+    return ExpertConfig(
+        count,
+        top_k=fields.whole("expert_used_count", high=count),
+        ffn=fields.whole("expert_feed_forward_length", high=WIDEST, default=ffn or None),
+    )
 
 
 def _rope(file: GGUFFile, fields: Fields, arch: str) -> RopeConfig:

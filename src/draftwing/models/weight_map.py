@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.config import ModelConfig
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks, Share
@@ -24,36 +27,48 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     if not config.tie_embeddings:
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     for i in range(config.num_layers):
-        table |= layer_names(config, f"model.layers.{i}", f"layers.{i}", ranks=ranks)
+        table |= layer_names(config, f"model.layers.{i}", f"layers.{i}", ranks=ranks, index=i)
     return table
 
 
 def layer_names(
-    config: ModelConfig, theirs: str, ours: str, attn_norm: str | None = "input_layernorm", ranks: Ranks = ALONE
+    config: ModelConfig,
+    theirs: str,
+    ours: str,
+    attn_norm: str | None = "input_layernorm",
+    ranks: Ranks = ALONE,
+    index: int = 0,
 ) -> dict[str, ParamSlice]:
-    """The entries of one `DecoderLayer`, with both prefixes. attn_norm: their name of it, None where it is missing."""
+    """The entries of one `DecoderLayer`, with both prefixes. attn_norm: their name of it, None where it is missing.
+    index: of the layer in its model."""
     hidden, size, rank = config.hidden_size, ranks.size, ranks.rank
-    layer = config.layer().spread(ranks)
+    layer = config.layer(index).spread(ranks)
     q_rows, kv_rows, ffn = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim, layer.ffn
     q = Share(rank * q_rows, q_rows, size * q_rows)
     first = rank * config.num_kv_heads // size  # a key/value head may be on several ranks
     kv = Share(first * layer.head_dim, kv_rows, config.num_kv_heads * layer.head_dim)
     inner = Share(rank * ffn, ffn, size * ffn)
-    linears = (  # (theirs, ours, first row, rows, has a bias, what of it is read)
+    linears: tuple[
+        tuple[str, str, int, int, bool, Cut], ...
+    ] = (  # (theirs, ours, first row, rows, has a bias, what of it is read)
         ("self_attn.q_proj", "attention.qkv", 0, q_rows, config.qkv_bias, Cut(0, q)),
         ("self_attn.k_proj", "attention.qkv", q_rows, kv_rows, config.qkv_bias, Cut(0, kv)),
         ("self_attn.v_proj", "attention.qkv", q_rows + kv_rows, kv_rows, config.qkv_bias, Cut(0, kv)),
         ("self_attn.o_proj", "attention.o", 0, hidden, config.o_bias, Cut(1, q)),
-        ("mlp.gate_proj", "mlp.gate_up", 0, ffn, config.mlp_bias, Cut(0, inner)),
-        ("mlp.up_proj", "mlp.gate_up", ffn, ffn, config.mlp_bias, Cut(0, inner)),
-        ("mlp.down_proj", "mlp.down", 0, hidden, config.mlp_bias, Cut(1, inner)),
     )
+    if layer.experts is None:
+        linears = (
+            *linears,
+            ("mlp.gate_proj", "mlp.gate_up", 0, ffn, config.mlp_bias, Cut(0, inner)),
+            ("mlp.up_proj", "mlp.gate_up", ffn, ffn, config.mlp_bias, Cut(0, inner)),
+            ("mlp.down_proj", "mlp.down", 0, hidden, config.mlp_bias, Cut(1, inner)),
+        )
     norms = [("post_attention_layernorm", "mlp_norm", hidden)]
     if attn_norm is not None:
         norms.append((attn_norm, "attn_norm", hidden))
     if config.qk_norm:
         norms += [(f"self_attn.{name}", f"attention.{name}", config.head_dim) for name in ("q_norm", "k_norm")]
-    table: dict[str, ParamSlice] = {}
+    table = {} if layer.experts is None else _expert_names(config, layer.experts, theirs, ours, ranks)
     for name, linear, start, rows, bias, cut in linears:
         table |= named(config.weight_format, f"{theirs}.{name}", f"{ours}.{linear}", start, rows, cut)
         if bias:
@@ -62,6 +77,41 @@ def layer_names(
     for name, param, rows in norms:
         table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, rows)
     return table
+
+
+def _expert_names(
+    config: ModelConfig, experts: ExpertConfig, theirs: str, ours: str, ranks: Ranks
+) -> dict[str, ParamSlice]:
+    """The router and the experts of one layer. experts: of this rank."""
+    names, ffn, hidden = expert_names(config), experts.ffn, config.hidden_size
+    inner = Share(ranks.rank * ffn, ffn, ranks.size * ffn)
+    table = named(DENSE, f"{theirs}.{names.router}", f"{ours}.mlp.router", 0, experts.count)
+    for expert in range(experts.count):
+        for stored, linear, start, rows, axis in (
+            (names.gate, "gate_up", 2 * ffn * expert, ffn, 0),
+            (names.up, "gate_up", 2 * ffn * expert + ffn, ffn, 0),
+            (names.down, "down", hidden * expert, hidden, 1),
+        ):
+            name = f"{theirs}.{names.experts}.{expert}.{stored}"
+            table |= named(config.weight_format, name, f"{ours}.mlp.{linear}", start, rows, Cut(axis, inner))
+    return table
+
+
+class ExpertNames(NamedTuple):
+    """What a checkpoint calls the parts of a mixture of experts, below the layer; gate, up and down below an expert."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    return MIXTRAL if config.architecture == "MixtralForCausalLM" else ExpertNames()
 
 
 def named(

@@ -14,6 +14,7 @@ from torch import Tensor
 from draftwing.errors import ConfigError
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderLayer, DecoderModel
@@ -85,10 +86,11 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
         layer.attention.qkv.weight[:, hidden:].copy_(last.attention.qkv.dense_weight())
         layer.hidden_norm.weight.copy_(last.attn_norm.weight)
         layer.attention.o.weight.copy_(last.attention.o.dense_weight())
-    if layer.mlp.down.weight.shape == (last.mlp.down.out_features, last.mlp.down.in_features):
+    mlp = last.mlp  # of experts there is none to begin with
+    if isinstance(mlp, GatedMLP) and layer.mlp.down.weight.shape == (mlp.down.out_features, mlp.down.in_features):
         layer.mlp_norm.weight.copy_(last.mlp_norm.weight)
-        layer.mlp.gate_up.weight.copy_(last.mlp.gate_up.dense_weight())
-        layer.mlp.down.weight.copy_(last.mlp.down.dense_weight())
+        layer.mlp.gate_up.weight.copy_(mlp.gate_up.dense_weight())
+        layer.mlp.down.weight.copy_(mlp.down.dense_weight())
 
 
 def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:

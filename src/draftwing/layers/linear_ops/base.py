@@ -63,6 +63,11 @@ class LinearOp:
         """The weight [out, in] where it lies as such, or None."""
         return None
 
+    def stored_rows(self, start: int, rows: int) -> list[tuple[int, BlockRows]] | None:
+        """Rows [start, start + rows) of a weight that is not packed, as `keep` took them, each part with the row that
+        it begins with; None where `dense_weight` has them."""
+        return None
+
     def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:
         """Takes rows of the weight as a checkpoint stores them, or lets them be copied into the parameter: False."""
         return False

@@ -100,6 +100,14 @@ class Blocks(LinearOp):
     def sizes(self) -> Counter[str]:
         return sizes_of(self._parts.values())
 
+    def stored_rows(self, start: int, rows: int) -> list[tuple[int, BlockRows]]:
+        found = []
+        for at, part in sorted(self._parts.items()):
+            first, last = max(start, at), min(start + rows, at + len(part.data))
+            if first < last:
+                found.append((first, BlockRows(part.kind, part.data[first - at : last - at], part.columns)))
+        return found
+
     def dense_weight(self) -> Tensor:
         parts = [dequantized(rows.data.numpy(), rows.kind) for rows in self._in_order()]
         return torch.cat([torch.from_numpy(part) for part in parts]).to(self._dtype)

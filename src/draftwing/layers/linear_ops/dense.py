@@ -47,13 +47,19 @@ class Dense(LinearOp):
         return self.layer.weight
 
 
-def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
-    """The fastest operation that this device has for the layer's weight, which becomes a dense one."""
+def as_dense(layer: Linear) -> Tensor:
+    """Makes the layer's weight a dense one, whose operation is still to be chosen."""
     weight = layer.op.dense_weight()
     if not isinstance(layer.op, Dense):
         for name in [name for name, _ in layer.named_parameters() if name != "bias"]:
             delattr(layer, name)
         layer.weight = nn.Parameter(weight, False)
+    return layer.weight
+
+
+def pack_dense(layer: Linear, ops: LayerOps, mode: PackMode) -> LinearOp:
+    """The fastest operation that this device has for the layer's weight, which becomes a dense one."""
+    weight = as_dense(layer)
     if mode.rows_only:
         return InferenceDense(layer)
     in_blocks = SAFE_KIND in ops.block_kinds and weight.dtype == torch.bfloat16 and weight.shape[1] % SMALLEST == 0

@@ -13,6 +13,7 @@ from draftwing.ops import groups
 from draftwing.ops.attention import Attend, HeadNorms
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
+from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.types import BlockRows, QuantizedRows
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
@@ -147,7 +148,7 @@ class LayerWeights(NamedTuple):
     biases: Sequence[Tensor | None]
 
 
-class LayerOps:
+class LayerOps(ExpertOps):
     """Norms, gated activation, rows of a table, and which GEMMs there are.
 
     These methods are differentiable and take tensors of any dtype; those of other devices are for inference.

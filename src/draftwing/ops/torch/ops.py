@@ -28,6 +28,10 @@ class TorchOps(TreeOps, AssignOps, MergeOps, ExpansionOps, NGramOps, SuffixOps, 
         self.device = device
 
     @property
+    def reads_routes(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cpu"
+
+    @property
     def title(self) -> str:
         """What the log calls them."""
         return self.name

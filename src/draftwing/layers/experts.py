@@ -1,0 +1,153 @@
+"""The MLP part of a decoder layer as a mixture of experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from draftwing.errors import ConfigError
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
+from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
+from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.ops.torch.experts import ExpertGemm, Routed
+from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+
+
+class ExpertMLP(nn.Module):
+    """A router picks some experts for each row; each of them is an MLP, and the row gets their weighted sum.
+
+    Gate and up are one GEMM. Spread over ranks, each of these has a share of every expert.
+    """
+
+    def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        experts, hidden, form = config.experts, config.hidden, config.weight_format
+        assert experts is not None
+        self.experts, self._ranks = experts, config.ranks
+        self.router = Linear(hidden, experts.count, experts.router_bias, dtype, device)
+        self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)
+        self.down = ExpertLinear(experts.ffn, hidden, experts.count, experts.bias, dtype, device, form)
+        self._ops: LayerOps = PLAIN
+
+    def pack(self, ops: LayerOps) -> None:
+        self._ops = ops
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
+        routed = self._ops.route(self.router(x), self.experts.top_k, self.experts.renormalise)
+        inner = self.gate_up.gated(x, routed, self.experts.limit)  # [pairs, ffn]
+        if self._ranks.size == 1:
+            return self._ops.mix(self.down(inner, routed), routed, residual)
+        outs = self.down(inner, routed, with_bias=self._ranks.rank == 0)  # which the sum over ranks has once
+        return self._ranks.sum_rows(self._ops.mix(outs, routed, None), None, residual, self._ops)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+
+class ExpertLinear(Linear):
+    """The weights of `count` experts of one shape, one beneath the other: outputs of expert e are rows from e * out on.
+    Rows are multiplied with those of the experts that they were routed to."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        count: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_format: WeightFormat = DENSE,
+    ) -> None:
+        """out_features: of one expert."""
+        super().__init__(in_features, count * out_features, bias, dtype, device, weight_format)
+        self.count = count
+        self._dtype, self._format = dtype, weight_format
+        self._gemm: ExpertGemm | None = None
+
+    def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
+        if self._packed:
+            return
+        self._ops, self._packed = ops, True
+        mode = mode or PackMode()
+        if ops.reads_routes:
+            self.op = self._gemm = EachExpert(self._each(ops, mode), self)
+            for name in [name for name, _ in self.named_parameters() if name != "bias"]:
+                delattr(self, name)
+            return
+        weight = as_dense(self)
+        self.op, self._gemm = InferenceDense(self), ops.expert_gemm(weight, self.count, mode.deterministic)
+        if self._gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
+            raise ConfigError(
+                f"--enable-deterministic-inference: expected {mode.name}.weight in a type and size that there are "
+                f"GEMMs of experts for; found {weight.dtype}, {list(weight.shape)}. Set --dtype, or leave it out"
+            )
+
+    def forward(self, x: Tensor, routed: Routed, with_bias: bool = True) -> Tensor:  # type: ignore[override]
+        """x [M or pairs, in_features] -> [pairs, out_features]"""
+        bias = self.bias if with_bias else None
+        if self._gemm is None:
+            return self._ops.experts_linear(x, self.op.dense_weight(), bias, routed)
+        return self._gemm.linear(x, bias, routed)
+
+    __call__ = forward  # type: ignore[assignment]
+
+    def gated(self, x: Tensor, routed: Routed, limit: float = 0.0) -> Tensor:  # type: ignore[override]
+        """x [M or pairs, in_features] -> [pairs, out_features / 2] of the product, whose first half are gates:
+        silu(gate) times up, or, with a limit, `ExpertOps.clamped_swiglu`."""
+        out = None if self._gemm is None else self._gemm.gated(x, self.bias, routed, limit)
+        if out is not None:
+            return out
+        gate_up = self(x, routed)
+        return self._ops.clamped_swiglu(gate_up, limit) if limit else self._ops.silu_mul(gate_up)
+
+    def _each(self, ops: LayerOps, mode: PackMode) -> list[Linear]:
+        """A packed layer for each expert."""
+        rows, dense = self.out_features // self.count, None
+        bias = None if self.bias is None else self.bias.view(self.count, -1)
+        layers = []
+        for expert in range(self.count):
+            start = expert * rows
+            stored = self.op.stored_rows(start, rows)
+            form = DENSE if stored is None else self._format
+            one = Linear(self.in_features, rows, False, self._dtype, torch.device("meta"), form)
+            if stored is None:
+                dense = self.op.dense_weight().detach() if dense is None else dense
+                one.weight = nn.Parameter(dense[start : start + rows], False)
+            else:
+                for at, value in stored:
+                    taken = one.op.keep(ParamSlice("weight", at - start, len(value.data)), value)
+                    assert taken
+            one.bias = None if bias is None else nn.Parameter(bias[expert], False)
+            one.pack(ops, mode._replace(name=f"{mode.name}.{expert}"))
+            layers.append(one)
+        return layers
+
+
+class EachExpert(LinearOp):
+    """A layer for each expert, of which those run that were chosen: where the host may read which those are."""
+
+    def __init__(self, each: list[Linear], layer: Linear) -> None:
+        super().__init__(layer)
+        self._each = each
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return sum((one.op.sizes for one in self._each), Counter[str]())
+
+    def dense_weight(self) -> Tensor:
+        return torch.cat([one.dense_weight() for one in self._each])
+
+    def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
+        choices, out = routed.choices(x), x.new_empty(routed.pairs, self._each[0].out_features)
+        for expert, pairs in routed.by_expert:
+            one = self._each[expert]
+            part = x if len(x) == 1 else x.index_select(0, pairs // choices if choices > 1 else pairs)
+            out.index_copy_(0, pairs, one.op(part, None if bias is None else one.bias))
+        return out
+
+    def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:  # type: ignore[override]
+        return None

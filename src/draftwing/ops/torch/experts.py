@@ -1,0 +1,104 @@
+"""The operations of mixtures of experts, in torch.
+
+A row chooses `top_k` of the experts: row r with its choice j is pair r * top_k + j. GEMMs of experts give a row a pair,
+so what a token gets does not depend on how pairs are grouped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SWIGLU_ALPHA = 1.702  # of the clamped gate
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Which experts the rows of a batch go to."""
+
+    experts: Tensor  # [M, top_k] int64, best first
+    weights: Tensor  # [M, top_k] float32 or wider
+    count: int  # experts that there are
+
+    @property
+    def pairs(self) -> int:
+        return self.experts.numel()
+
+    def choices(self, x: Tensor) -> int:
+        """How many pairs read a row of x: x [M, n] has the rows that were routed, x [pairs, n] what came of them."""
+        assert x.shape[0] in (self.experts.shape[0], self.pairs)
+        return self.pairs // max(x.shape[0], 1)
+
+    @cached_property
+    def by_expert(self) -> list[tuple[int, Tensor]]:
+        """The chosen experts, each with its pairs [n] int64 in order. On the host: only where it shares the device's
+        memory."""
+        flat = self.experts.flatten()
+        order = flat.argsort(stable=True)
+        numbers, counts = flat[order].unique_consecutive(return_counts=True)
+        return list(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
+
+
+class ExpertGemm(Protocol):
+    """GEMMs with the weights of all experts; those that nobody chose are not read. A row has the same bits in any batch
+    where the device's mode asks for it."""
+
+    def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
+        """x [M or pairs, in], bias [count * out] -> row of a pair @ weight of its expert^T + bias, [pairs, out]"""
+        ...
+
+    def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:
+        """silu(gate) * up of the same, [pairs, out / 2], or with a limit other than 0 `ExpertOps.clamped_swiglu`. None:
+        the caller does it."""
+        ...
+
+
+class ExpertOps:
+    """Routing, and what comes before and after the GEMMs of experts. Here with gradients, for tensors of any dtype."""
+
+    reads_routes = False  # whether the host may read which experts were chosen, for it shares the device's memory
+
+    def route(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
+        """logits [M, count] -> the best experts of each row, with their probabilities under the softmax of all, in
+        float32 or wider. renormalise: so that they sum to 1, which makes it the softmax of those chosen."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        best, experts = wide.topk(top_k, -1)
+        weights = best.softmax(-1) if renormalise else wide.softmax(-1).gather(-1, experts)
+        return Routed(experts, weights, logits.shape[1])
+
+    def clamped_swiglu(self, gate_up: Tensor, limit: float) -> Tensor:
+        """gate_up [M, 2 * ffn], gates and then ups -> gate * sigmoid(1.702 * gate) * (up + 1), [M, ffn], in float32
+        and rounded once; gates are at most `limit` and ups within it before."""
+        gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)).to(gate_up.dtype)
+
+    def mix(self, y: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
+        """y [pairs, n] by pair, residual [M, n] -> the sum over a row's choices times their weights, in their order in
+        float32, + residual, rounded once: [M, n]."""
+        parts = y.view(*routed.experts.shape, -1)
+        total = parts[:, 0] * routed.weights[:, 0:1]
+        for choice in range(1, parts.shape[1]):
+            total = total + parts[:, choice] * routed.weights[:, choice : choice + 1]
+        return (total if residual is None else total + residual).to(y.dtype)
+
+    def experts_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
+        """`ExpertGemm.linear` by a weight [count * out, in], in plain torch: every expert with all rows, for shapes do
+        not depend on data."""
+        count, choices = routed.count, routed.choices(x)
+        flat = routed.experts.view(-1, 1)
+        rows = x.repeat_interleave(choices, 0) if choices > 1 else x  # [pairs, in]
+        out = x.new_zeros(routed.pairs, weight.shape[0] // count)
+        for expert, part in enumerate(weight.chunk(count)):
+            of = None if bias is None else bias.view(count, -1)[expert]
+            out = torch.where(flat == expert, F.linear(rows, part, of), out)
+        return out
+
+    def expert_gemm(self, weight: Tensor, count: int, deterministic: bool) -> ExpertGemm | None:
+        """The device's GEMMs with weights [count * out, in], or None where it has none for them."""
+        return None

@@ -1,0 +1,42 @@
+"""Speculation on equals speculation off for mixtures of experts, by disturbed drafts, in chains and in trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftwing.core import TreeShape
+from draftwing.layers.config import ExpertConfig
+
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
+RANKS = pytest.param("ranks", marks=pytest.mark.slow)
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+EXPERTS = {
+    "softmax": ExpertConfig(6, 2, 32, renormalise=False),
+    "renormalised": ExpertConfig(6, 3, 32),
+}
+
+pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", RANKS, CUDA], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=EXPERTS)
+def case(request, harness):
+    model, prompts = harness.tiny_model(experts=EXPERTS[request.param]), harness.prompts_for(6)
+    params = [harness.greedy(30) if i % 2 else harness.seeded(30, seed=i) for i in range(len(prompts))]
+    expected = harness.plain_answers(model, prompts, params)
+    assert len({tuple(tokens) for tokens in expected.tokens.values()}) == len(prompts)
+    return model, prompts, params, expected
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_text_is_that_of_plain_decoding(harness, case, shape, lag):
+    model, prompts, params, expected = case
+    book = harness.make_book(prompts, expected)
+    rig = harness.Rig(model, shapes=(shape,), drafter="oracle", book=book, miss=2, lag=lag, chunk=7)
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+    assert rig.accept_length > 1.5
