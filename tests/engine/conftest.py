@@ -19,7 +19,6 @@ from draftwing.engine.lag import ROOM
 from draftwing.engine.loop import Loop
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, LayerSpec
-from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -41,11 +40,12 @@ CONTEXT = 128
 
 def tiny_model(
     seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32, sharpen: float = 6.0, vocab: int = VOCAB,
-    experts: ExpertConfig | None = None,
+    **switches,
 ):  # fmt: skip
+    """switches: of the `ModelConfig`."""
     config = ModelConfig(
         architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        ffn_size=96, vocab_size=vocab, max_positions=CONTEXT, experts=experts,
+        ffn_size=96, vocab_size=vocab, max_positions=CONTEXT, **switches,
     )  # fmt: skip
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -54,6 +54,8 @@ def tiny_model(
             if weight.dim() == 2:
                 scale = sharpen if name.startswith("lm_head") else 1.0
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
+            elif name.endswith("sinks"):
+                weight.copy_(torch.randn(weight.shape, generator=generator) + 1)
     return model.to(device=device, dtype=dtype).eval()
 
 
@@ -380,8 +382,9 @@ CUDA = pytest.param(
 @pytest.fixture(scope="session", params=["cpu", CUDA])
 def harness(request):
     """What the tests of the engine are made of, on the CPU and on CUDA. Where a test asks for it: "blocks", with
-    weights in blocks, by the CPU's own operations where they have such GEMMs; "ranks", a model spread over two ranks,
-    whose plain answers are those of the whole."""
+    weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", with layers that see little
+    and have sinks, by the device's own attention; "ranks", a model spread over two ranks, whose plain answers are those
+    of the whole."""
     rig = Rig
     if request.param == "ranks":
         device, how, rig = "cpu", {}, spread_rig
@@ -395,6 +398,10 @@ def harness(request):
 
         def model(*args, **kw):
             return in_blocks(tiny_model(*args, **kw), ops)
+    elif request.param.startswith("windows"):
+        device = request.param.partition(" ")[2] or "cpu"
+        model = partial(tiny_model, device=device, windows=(6, 0), sinks=True)
+        how = {"attn": pick_device(device).ops.attention, "device": device}
     else:
         device, model = request.param, partial(tiny_model, device=request.param)
         how = {"device": device}

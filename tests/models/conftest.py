@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention import FULL, Attend, AttentionKind
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB, LAYERS = 32, 40, 4, 2, 50, 8
 
@@ -187,7 +187,8 @@ class DenseCache(Attend):
     def __init__(self) -> None:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        assert kind.is_full
         if layer in self.kv:
             k, v = torch.cat((self.kv[layer][0], k)), torch.cat((self.kv[layer][1], v))
         self.kv[layer] = (k, v)

@@ -92,6 +92,30 @@ def test_model_type_stands_in_for_missing_architectures() -> None:
     assert from_hf({**config, "model_type": "qwen3"}).architecture == "Qwen3ForCausalLM"
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL_7B_V01, (4096,) * 32),
+        ({k: v for k, v in MISTRAL_7B_V01.items() if k != "sliding_window"}, (4096,) * 32),  # transformers' default
+        ({**MISTRAL_7B_V01, "layer_types": [SLIDING, FULL] * 16}, (4096, 0) * 16),
+        ({**MISTRAL_7B_V01, "sliding_window": None}, ()),
+        ({**MISTRAL_7B_V01, "sliding_window": 32768}, ()),  # as long as the context
+        ({**LLAMA2_7B, "sliding_window": 100}, ()),  # a leftover
+        (
+            {**QWEN25_7B, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 21},
+            (0,) * 21 + (4096,) * 7,
+        ),
+        ({**QWEN25_7B, "use_sliding_window": True, "sliding_window": 64, "layer_types": [SLIDING] * 28}, (64,) * 28),
+        ({**QWEN25_7B, "sliding_window": 64}, ()),  # use_sliding_window is false
+    ],
+)
+def test_windows(config: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert from_hf(config).windows == windows
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -111,18 +135,10 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (MISTRAL_7B_V01, "sliding_window = 4096"),
-        ({k: v for k, v in MISTRAL_7B_V01.items() if k != "sliding_window"}, "sliding_window = 4096"),
-        (
-            {**QWEN25_7B, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 21},
-            "sliding_window = 4096",
-        ),
-        (
-            {**QWEN25_7B, "sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 28},
-            "sliding_window = 64",
-        ),
+        ({**MISTRAL_7B_V01, "sliding_window": 0}, "sliding_window: expected 1 or more"),
+        ({**MISTRAL_7B_V01, "layer_types": ["sliding_attention"] * 31}, "layer_types: expected one for each of 32"),
         ({**LLAMA2_7B, "layer_types": ["linear_attention"] * 32}, "linear_attention"),
-        ({**QWEN3_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type = 'yarn'"),
+        ({**QWEN3_8B, "rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: expected a number"),
         ({**LLAMA2_7B, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type = 'dynamic'"),
         ({**LLAMA2_7B, "rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type = 'longrope'"),
         ({**LLAMA2_7B, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),

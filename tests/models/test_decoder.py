@@ -17,7 +17,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.models.weight_map import checkpoint_tensors
 from draftwing.ops import make_ops
-from draftwing.ops.attention import Attend, FunctionAttend
+from draftwing.ops.attention import FULL, Attend, AttentionKind, FunctionAttend
 
 SIZES = {
     "hidden_size": 64,
@@ -36,6 +36,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 EXPERTS = {
@@ -49,14 +51,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32, "rope_parameters": PLAIN}),
+    "mistral-window": ("Mistral", {"sliding_window": 24, "head_dim": 32, "rope_parameters": PLAIN}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": PLAIN}),
     "qwen2.5": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": PLAIN}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": PLAIN}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-raw": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 1}),
     "qwen3-moe-mixed": ("Qwen3Moe", {**EXPERTS, "decoder_sparse_step": 2, "attention_bias": True}),
     "qwen3-moe-named": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [1]}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 30}),
+    "qwen3-yarn": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "rope_parameters": YARN,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": MIXED,
+        },
+    ),
 }
 
 
@@ -66,15 +81,20 @@ class DenseCache(Attend):
     def __init__(self) -> None:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         if layer in self.kv:
             k, v = torch.cat((self.kv[layer][0], k)), torch.cat((self.kv[layer][1], v))
         self.kv[layer] = (k, v)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [T, heads, head_dim]
-        scores = torch.einsum("mhd,thd->hmt", q, k) * q.shape[-1] ** -0.5
-        future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        scores = torch.einsum("mhd,thd->hmt", q, k) * (kind.scalar or q.shape[-1]) ** -0.5
+        seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
+        if kind.window:
+            seen = seen.triu(k.shape[0] - q.shape[0] - kind.window + 1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if kind.sinks is not None:
+            scores = torch.cat((scores, kind.sinks[:, None, None].expand(-1, len(q), 1)), 2)
+        weights = scores.softmax(-1)[..., : len(k)]
         return torch.einsum("hmt,thd->mhd", weights, v).flatten(1)
 
 

@@ -9,7 +9,7 @@ from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rotate
-from draftwing.ops.attention import Attend, HeadNorms
+from draftwing.ops.attention import Attend, AttentionKind, HeadNorms
 
 
 class Attention(nn.Module):
@@ -28,6 +28,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
         self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), config.ranks)
+        # In float32: they join scores, which are.
+        self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
+        self._window, self._scalar = config.window, config.query_pre_attn_scalar
+
+    @property
+    def kind(self) -> AttentionKind:
+        """What the injected attention is told of this layer."""
+        return AttentionKind(self._window, self.sinks, self._scalar)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         """x [M, in_size]; cos, sin [M, 1, head_dim]; residual [M, hidden] is added -> [M, hidden]"""
@@ -57,7 +65,7 @@ class Attention(nn.Module):
         out = None
         norms = self.head_norms()
         if norms is None or attend.norms_heads:
-            out = attend.fused(self.index, qkv, cos, sin, norms)
+            out = attend.fused(self.index, qkv, cos, sin, norms, self.kind)
         if out is not None:
             return out
         qk = qkv[:, : self.heads + self.kv_heads]
@@ -65,4 +73,4 @@ class Attention(nn.Module):
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), 1)
         qk = rotate(qk, cos, sin)
         v = qkv[:, self.heads + self.kv_heads :]
-        return attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v)
+        return attend(self.index, qk[:, : self.heads], qk[:, self.heads :], v, self.kind)

@@ -30,7 +30,10 @@ class ExpertConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes of one decoder layer, those of this rank where a model is spread over several."""
+    """Sizes of one decoder layer, those of this rank where a model is spread over several.
+
+    window, query_pre_attn_scalar: as `AttentionKind` has them.  sinks: whether its heads have them.
+    """
 
     hidden: int
     heads: int
@@ -43,6 +46,9 @@ class LayerConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     experts: ExpertConfig | None = None  # in place of an MLP of `ffn`
+    window: int = 0
+    sinks: bool = False
+    query_pre_attn_scalar: int = 0
     weight_format: WeightFormat = DENSE
     ranks: Ranks = ALONE
 

@@ -23,23 +23,41 @@ class RopeConfig:
     """Rotary position embedding: base and how the inverse frequencies are scaled.
 
     divisors: one factor per inverse frequency (head_dim / 2 of them) that it is divided by; a GGUF file stores the
-    llama3 scaling in this form.
+    llama3 scaling in this form.  beta_fast, beta_slow, truncate: of YaRN (`inverse_frequencies`).  attention_factor:
+    what cosines and sines are multiplied with.
     """
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
     divisors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """The factor of queries and keys together that YaRN recommends for a context `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * _log(factor) + 1.0
+
+
+def _log(x: float) -> float:
+    """The same bits on every machine, which math.log does not promise."""
+    with decimal.localcontext(prec=40):
+        return float(decimal.Decimal(x).ln())
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
     """[head_dim / 2]: radians per position of each pair; the same bits on every machine.
 
     The llama3 rule keeps short wavelengths, divides long ones by `factor` and interpolates between
-    `original_max_positions / high_freq_factor` and `original_max_positions / low_freq_factor`.
+    `original_max_positions / high_freq_factor` and `original_max_positions / low_freq_factor`. YaRN (Peng et al. 2023,
+    arXiv 2309.00071) interpolates between the pairs that turn `beta_fast` and `beta_slow` times over the original
+    context, by the number of the pair, which `truncate` makes an integer at both ends.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     with decimal.localcontext(prec=40):
@@ -52,9 +70,29 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32
         low, high = np.float32(config.low_freq_factor), np.float32(config.high_freq_factor)
         keep = ((turns - low) / (high - low)).clip(0, 1)
         freq = keep * freq + (1 - keep) * freq / np.float32(config.factor)
+    elif config.kind == "yarn":
+        slowed = _yarn_share(config, head_dim)
+        divided = 1 / (np.float32(config.factor) * np.array(powers, np.float32))
+        freq = divided * slowed + freq * (1 - slowed)
     if config.divisors:
         freq = freq / np.array(config.divisors, np.float32)
     return np.asarray(freq, np.float32)
+
+
+def _yarn_share(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
+    """[head_dim / 2]: how much of each pair's frequency is the divided one, from 0 to 1."""
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns so often over the original context."""
+        return head_dim * _log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * _log(config.theta))
+
+    low, high = pair_of(config.beta_fast), pair_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0.0
+    pair = np.arange(head_dim // 2, dtype=np.float32)
+    return np.asarray(((pair - np.float32(low)) / np.float32(high - low)).clip(0, 1), np.float32)
 
 
 def rope_table(
@@ -66,6 +104,8 @@ def rope_table(
     place = np.arange(positions, dtype=np.float32)[:, None]
     blocks = np.split(place, range(_BLOCK, positions, _BLOCK))  # that stay in a cache
     cos, sin = map(np.concatenate, zip(*(cos_sin(block * freq) for block in blocks), strict=True))
+    if config.attention_factor != 1:
+        cos, sin = (part * np.float32(config.attention_factor) for part in (cos, sin))
     # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
     table = np.concatenate((cos, cos, -sin, sin), -1).reshape(positions, 2, head_dim)
     return torch.from_numpy(table).to(device, dtype)

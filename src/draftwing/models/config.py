@@ -18,7 +18,8 @@ from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
-from draftwing.models.fields import LARGEST, MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.positions import WindowSwitch, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.requests.refusals import show
 
@@ -28,10 +29,11 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
-    own config names.  max_positions: the trained context length.  weight_format: of the layers' matrices.
-    vocab_format: of the embedding and the head.  experts: of layers whose MLP is a mixture of them,
-    which are all but `dense_layers`.  quantization: how matrices are stored that are quantised in a way
-    which any format takes, None where none are.
+    own config names.  max_positions: the trained context length.  windows: the sliding window of each layer, 0 where
+    it sees everything; empty where no layer has one.  sinks: whether attention has them.  experts: of layers whose MLP
+    is a mixture of them, which are all but `dense_layers`.  weight_format: of the layers' matrices.  vocab_format: of
+    the embedding and the head.  quantization: how matrices are stored that are quantised in a way which any format
+    takes, None where none are.
     """
 
     architecture: str
@@ -49,6 +51,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    sinks: bool = False
     experts: ExpertConfig | None = None
     dense_layers: frozenset[int] = frozenset()
     tie_embeddings: bool = False
@@ -71,6 +75,8 @@ class ModelConfig:
             o_bias=self.o_bias,
             mlp_bias=self.mlp_bias,
             qk_norm=self.qk_norm,
+            window=self.windows[index] if self.windows else 0,
+            sinks=self.sinks,
             experts=None if index in self.dense_layers else self.experts,
             weight_format=self.weight_format,
         )
@@ -116,19 +122,19 @@ class Family(NamedTuple):
     o_bias: bool | Literal["key"] = "key"
     qk_norm: bool = False
     head_dim: int | None = None  # when the config has none; None: hidden_size / heads
-    sliding_window: int | None = None  # when the config has no such key
+    sliding_window: int | None = None  # when the config has no such key, 0: none; None: the key is a leftover
+    window_switch: WindowSwitch = ""
     experts: Literal["", "mixtral", "qwen"] = ""  # whose keys speak of experts
-    window_switch: bool = False  # `use_sliding_window` and `max_window_layers` decide whether the window is active
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, sliding_window=4096),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, window_switch=True),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, window_switch=True),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, window_switch=True, experts="qwen"),
-    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, experts="mixtral"),
-    "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, window_switch=True),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
+    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, sliding_window=4096, window_switch="upper"),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, sliding_window=4096, window_switch="all", experts="qwen"),
+    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, sliding_window=0, experts="mixtral"),
+    "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
 }
 
 _MLA, _LINEAR = "latent attention (MLA)", "layers of linear attention (Gated DeltaNet)"
@@ -203,7 +209,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     if activation not in ("silu", "swish"):
         raise _refused("hidden_act", activation, name)
     max_positions, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
-    _refuse_sliding_window(fields, family, name, max_positions, layers)
     hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
     attention_bias = fields.flag("attention_bias")
     weight_format, quantization = _stored_as(fields)
@@ -218,11 +223,12 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         vocab_size=fields.whole("vocab_size"),
         max_positions=min(max_positions, MOST_POSITIONS),
         norm_eps=fields.number("rms_norm_eps", 0, 1, 1e-6),
-        rope=_rope(fields, name),
+        rope=ropes(fields, 10000.0, None, max_positions)[0],
         qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
         o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
         mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
+        windows=windows(fields, layers, max_positions, family.sliding_window, family.window_switch),
         experts=_experts(fields, family),
         dense_layers=_dense_layers(fields, layers) if family.experts == "qwen" else frozenset(),
         tie_embeddings=fields.flag("tie_word_embeddings"),
@@ -255,27 +261,6 @@ def _refused(key: str, value: object, architecture: str) -> CheckpointError:
     return CheckpointError(f"config of {architecture}: {key} = {show(value)} is not supported")
 
 
-def _refuse_sliding_window(fields: Fields, family: Family, name: str, max_positions: int, layers: int) -> None:
-    """A window at least as long as the context never cuts anything off, and some families switch it off."""
-    layer_types = fields.texts("layer_types")
-    for kind in set(layer_types) - {"full_attention", "sliding_attention"}:
-        raise _refused("layer_types", kind, name)
-    given = fields.has("sliding_window")  # a null says that there is none
-    window = fields.whole("sliding_window", 0, 2**40, -1) if given else family.sliding_window or -1
-    if window < 0 or window >= max_positions:
-        return
-    if layer_types and "sliding_attention" not in layer_types:
-        return
-    if family.window_switch:
-        if not fields.flag("use_sliding_window"):
-            return
-        if not layer_types and fields.whole("max_window_layers", 0, default=layers) >= layers:
-            return  # only layers from max_window_layers up have the window
-    elif name == "LlamaForCausalLM":
-        return  # the architecture has none; the key is a leftover
-    raise _refused("sliding_window", window, name)
-
-
 _COUNTS = ("num_experts", "num_local_experts")
 
 
@@ -300,30 +285,6 @@ def _dense_layers(fields: Fields, layers: int) -> frozenset[int]:
     if not isinstance(named, list) or not all(type(one) is int for one in named):
         raise fields.unlike("mlp_only_layers", "a list of layer numbers")
     return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
-
-
-def _rope(fields: Fields, name: str) -> RopeConfig:
-    """Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both."""
-    key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
-    scaling = fields.inner(key)
-    theta = scaling.number("rope_theta", 1, 1e15, fields.number("rope_theta", 1, 1e15, 10000.0))
-    if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise _refused(f"{key} per layer type", dict(scaling.items()), name)
-    if scaling.number("partial_rotary_factor", 0, 1, 1) != 1:
-        raise _refused(f"{key}.partial_rotary_factor", scaling.get("partial_rotary_factor"), name)
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind not in ("linear", "llama3"):
-        raise _refused(f"{key}.rope_type", kind, name)
-    factor = scaling.number("factor", 1e-3, 1e6)
-    if kind == "linear":
-        return RopeConfig(theta, "linear", factor)
-    low, high = scaling.number("low_freq_factor", 1e-3, 1e6), scaling.number("high_freq_factor", 1e-3, 1e6)
-    if low >= high:
-        raise scaling.unlike("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
-    positions = scaling.number("original_max_position_embeddings", 1, LARGEST)
-    return RopeConfig(theta, "llama3", factor, low, high, int(positions))
 
 
 def _stored_as(fields: Fields) -> tuple[WeightFormat, Quantization | None]:

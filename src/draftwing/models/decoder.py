@@ -69,6 +69,7 @@ class DecoderLayer(nn.Module):
             attn_norm=self.attn_norm.weight if self.attn_norm is not None and own else None,
             mlp_norm=self.mlp_norm.weight,
             head_norms=attention.head_norms(),
+            kind=attention.kind,
             eps=self.mlp_norm.eps,
             gemms=[linear.op.few_rows for linear in linears],
             biases=[linear.bias for linear in linears],

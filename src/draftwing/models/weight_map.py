@@ -74,6 +74,10 @@ def layer_names(
         if bias:
             of_outputs = cut if cut.axis == 0 and size > 1 else None
             table[f"{theirs}.{name}.bias"] = ParamSlice(f"{ours}.{linear}.bias", start, rows, cut=of_outputs)
+    if config.sinks:
+        heads = Share(rank * layer.heads, layer.heads, size * layer.heads)
+        own = Cut(0, heads) if size > 1 else None
+        table[f"{theirs}.self_attn.sinks"] = ParamSlice(f"{ours}.attention.sinks", 0, layer.heads, cut=own)
     for name, param, rows in norms:
         table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, rows)
     return table

@@ -25,16 +25,51 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class AttentionKind(NamedTuple):
+    """How the queries of a layer attend, beside whom the batch lets them see.
+
+    window: a query at position p sees positions p - window + 1 to p, its own among them; 0: all up to p. Positions
+    count, not page-table entries: a node's position follows from its path.
+    sinks [heads] float32: logits of a key without a value, which is in the denominator of every query's softmax; as
+    they are, without the scale.
+    scalar: scores are divided by its square root; 0: head_dim (`query_pre_attn_scalar` of Gemma's configs).
+    """
+
+    window: int = 0
+    sinks: Tensor | None = None
+    scalar: int = 0
+
+    def scale(self, head_dim: int) -> float:
+        """What scores are multiplied with."""
+        return float((self.scalar or head_dim) ** -0.5)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is as `FULL`."""
+        return not self.window and self.sinks is None and not self.scalar
+
+
+FULL = AttentionKind()  # to everything before, as in Llama
+
+
 class Attend:
     """Attention of one forward, which a model is given. Backends override what they can do in fewer calls."""
 
     norms_heads = False  # whether `fused` takes the norms of heads, too
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k, v [M, kv_heads, head_dim], q and k rotated -> [M, heads * head_dim]"""
         raise NotImplementedError
 
-    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor | None:
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor | None:
         """What rotating q and k and a call do, or None: then the caller does it.
 
         qkv [M, heads + 2 * kv_heads, head_dim], contiguous, may be overwritten; cos, sin [M, 1, head_dim] ->
@@ -56,13 +91,14 @@ class Attend:
 
 
 class FunctionAttend(Attend):
-    """Attention by a function, without a cache: for training and tests."""
+    """Attention by a function, without a cache: for training and tests. What is no `FULL` attention is its fifth
+    argument."""
 
-    def __init__(self, function: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._function(layer, q, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        return self._function(layer, q, k, v, *(() if kind.is_full else (kind,)))
 
 
 class ChunkSpan(NamedTuple):
@@ -102,8 +138,9 @@ class Batch(NamedTuple):
 
     For trees M = B * Q, and query q of row b attends to the row's committed positions `[0, prefix_len[b])` and then,
     in position order, to the window entries `path[b, q, 0 .. path_len[b, q])`: entry w stands for page-table
-    position `prefix_len[b] + w`, 0 <= w < window. The query itself is the last entry of its path. Entries past
-    `path_len` are valid indices whose content is ignored.
+    position `prefix_len[b] + w`, 0 <= w < window. The query itself is the last entry of its path, and its position is
+    `prefix_len[b] + path_len[b, q] - 1`, from which a sliding window counts. Entries past `path_len` are valid indices
+    whose content is ignored.
 
     Trees of different sizes are M rows of one query each: `rows` [M], `prefix_len` [M], `path` [M, 1, D]. `ragged` says
     in addition which of them are one tree, for backends that read what these share once; others need not look.

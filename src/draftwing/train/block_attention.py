@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention import FULL, Attend, AttentionKind
 
 
 class BlockAttention:
@@ -83,5 +83,6 @@ class _Blocks(Attend):
     def __init__(self, owner: BlockAttention, window: int, causal: bool) -> None:
         self._owner, self._kind = owner, (window, causal)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        assert kind.is_full, "draft heads say themselves how far they see"
         return self._owner.attend(self._kind, layer, q, k, v)

@@ -19,7 +19,7 @@ from draftwing.config.drafters import training
 from draftwing.engine.device import Device, pick_device, pick_dtype
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config, load_model
-from draftwing.ops.attention import Attend, FunctionAttend
+from draftwing.ops.attention import FULL, Attend, AttentionKind, FunctionAttend
 from draftwing.train.checkpoint import aux_layer_ids, checked_aux_layers
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
 
@@ -106,13 +106,30 @@ def causal(count: int, length: int) -> Attend:
     """Returns attention of `count` sequences of `length` tokens each, one after the other, every token to those before
     it."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         # [count * length, heads, head_dim] -> [count, heads, length, head_dim]
         q, k, v = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        mask = None if kind.is_full else _mask(kind, length, q)
+        if kind.sinks is not None:  # the last key has no value, and its score is that of the mask
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=kind.scale(q.shape[3]), enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.transpose(1, 2).reshape(count * length, -1)
 
     return FunctionAttend(attend)
+
+
+def _mask(kind: AttentionKind, length: int, q: Tensor) -> Tensor:
+    """What is added to scores, [1 or heads, length, length], with sinks one column more."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if kind.window:
+        seen = seen.triu(1 - kind.window)
+    mask = torch.where(seen, 0.0, -torch.inf).to(q.dtype)[None]
+    if kind.sinks is None:
+        return mask
+    sinks = kind.sinks.to(q.dtype)[:, None, None].expand(-1, length, 1)  # [heads, length, 1]
+    return torch.cat((mask.expand(len(sinks), -1, -1), sinks), 2)
 
 
 def capture(

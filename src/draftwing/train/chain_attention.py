@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwing.layers.rope import rotate
-from draftwing.ops.attention import Attend, HeadNorms, default_scale
+from draftwing.ops.attention import FULL, Attend, AttentionKind, HeadNorms, default_scale
 from draftwing.train.kernels import kernels_take
 
 KeyValue = tuple[Tensor, Tensor]  # [B, heads or kv_heads, T, head_dim] each
@@ -60,10 +60,19 @@ class _Step(Attend):
     def __init__(self, chains: ChainAttention, number: int, kv_heads: int) -> None:
         self._chains, self._number, self._kv_heads = chains, number, kv_heads
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        assert kind.is_full, "draft heads see everything"
         return self._chains.attend(self._number, layer, q, k, v)
 
-    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor:
         kv, turned = self._kv_heads, qkv.shape[1] - self._kv_heads
         if kernels_take(qkv):
             from draftwing.train.kernels.rope_backward import turn
@@ -71,7 +80,7 @@ class _Step(Attend):
             q, k, v = turn(qkv, cos, sin, turned).split([turned - kv, kv, kv], 1)
         else:
             (q, k), v = rotate(qkv[:, :turned], cos, sin).split([turned - kv, kv], 1), qkv[:, turned:]
-        return self(layer, q, k, v)
+        return self(layer, q, k, v, kind)
 
 
 def attend_chains(q: Tensor, seen: list[KeyValue]) -> Tensor:

@@ -267,9 +267,9 @@ def test_token_map_is_ignored_by_eagle3(
 
 
 def test_unsupported_config_keys(drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path) -> None:
-    scaling = {"rope_type": "yarn", "factor": 4.0}
+    scaling = {"rope_type": "longrope", "factor": 4.0}
     refused(
-        drafts.write(tmp_path, drafts.eagle_weights(), rope_scaling=scaling), target, "EAGLE", "yarn", "draft model"
+        drafts.write(tmp_path, drafts.eagle_weights(), rope_scaling=scaling), target, "EAGLE", "longrope", "draft model"
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import Attend, Batch, HeadNorms, Pool
+from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, HeadNorms, Pool
 from draftwing.ops.cpu.extension import DTYPES
-from draftwing.ops.cpu.layer import NativeLayers
+from draftwing.ops.cpu.layer import NativeLayers, numbers_of_kind
 
 
 class NativeAttention:
@@ -97,16 +97,24 @@ class Bound(Attend):
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._backend.pool.write(self._first_layer + layer, self._slots, k, v)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         self.write(layer, k, v)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        return self._attend(layer, q, q.shape[1])
+        return self._attend(layer, q, q.shape[1], kind)
 
-    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor:
         """In place of q; takes no gradient."""
         self.fused_write(layer, qkv, cos, sin, norms)
-        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._kv[self._first_layer + layer].shape[1])
+        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._kv[self._first_layer + layer].shape[1], kind)
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._kv[self._first_layer + layer]
@@ -142,11 +150,11 @@ class Bound(Attend):
             x.data_ptr(), 0 if normed is None else normed.data_ptr(), outs.data_ptr(), layers.count, layers.address,
             self._backend.pools(first, layers.count), layers.places, spare.data_ptr(), layers.width,
             self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, self._half(x), 0, 0, 0, 0,
-            heads, kv_heads, dim, self._half(x), self._kv_half, *self._how, layers.eps,
+            heads, kv_heads, dim, self._half(x), self._kv_half, *self._how, 0, 0, 0, layers.eps,
         )  # fmt: skip
         return outs
 
-    def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""
         kv = self._kv[self._first_layer + layer]
         _, kv_heads, _, dim = kv.shape
@@ -155,7 +163,7 @@ class Bound(Attend):
         out = q.new_empty(q.shape[0], heads * dim)
         self._raw.attend(
             out.data_ptr(), q.data_ptr(), kv.data_ptr(), q.stride(0), heads, kv_heads, dim, self._half(q),
-            self._kv_half, *self._how,
+            self._kv_half, *self._how, *numbers_of_kind(kind),
         )  # fmt: skip
         return out
 

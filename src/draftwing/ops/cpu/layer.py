@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.ops.attention import Attend
+from draftwing.ops.attention import Attend, AttentionKind
 from draftwing.ops.cpu.blocks import BlockedGemm
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.gemm import PackedGemm, numbers_of
@@ -29,6 +29,12 @@ def can_run(layers: Sequence[LayerWeights], kept: Sequence[int]) -> bool:
     return together and all(1 <= layer <= len(layers) for layer in kept)
 
 
+def numbers_of_kind(kind: AttentionKind) -> tuple[int, int, int]:
+    """What the kernels are told of it: window, where its sinks lie, scalar."""
+    assert kind.sinks is None or (kind.sinks.dtype == torch.float32 and kind.sinks.is_contiguous())
+    return kind.window, 0 if kind.sinks is None else kind.sinks.data_ptr(), kind.scalar
+
+
 class _Layer:
     """The weights of a layer, as the kernel wants to be told of them."""
 
@@ -47,9 +53,11 @@ class _Layer:
         heads = (None, None) if norms is None else (norms.q, norms.k)
         tensors = (weights.attn_norm, weights.mlp_norm, *heads, *weights.biases)
         own = [None if tensor is None else tensor.detach() for tensor in tensors]
-        self.held = own, gemms
+        sinks = weights.kind.sinks
+        kind = weights.kind._replace(sinks=None if sinks is None else sinks.detach())
+        self.held = own, gemms, kind
         *numbers, b0, b1, b2, b3 = (0 if tensor is None else tensor.data_ptr() for tensor in own)
-        numbers += [self.hidden, down.inputs]
+        numbers += [self.hidden, down.inputs, *numbers_of_kind(kind)]
         for gemm, bias in zip(gemms, (b0, b1, b2, b3), strict=True):
             numbers += numbers_of(gemm, bias)
         self.numbers = torch.tensor(numbers)

@@ -11,7 +11,8 @@ three things make it so:
   A chain ends at the absolute positions 112, 224, ..., for a product may cut a longer one where it likes. The nodes
   of a tree, whose place in the page table is not their position, are therefore offered to every block, each node
   with weight 0 in all blocks but that of its position. On a path they stand in position order.
-- The softmax's denominator is summed by the same product, as a column of ones beside the values.
+- The softmax's denominator is summed by the same product, as a column of ones beside the values. The weight of a sink
+  is added to it last.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.attention import Attend, Batch, ChunkSpan, Pool, default_scale
+from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, ChunkSpan, Pool
 
 _BLOCK = 112  # positions of one chain; with a window of 80 it fills the 192 keys that MKL sums in one go
 # Sizes of a product are padded to these: fewer rows, or a remainder of them, take another kernel with another order.
@@ -113,31 +114,33 @@ class Bound(Attend):
     def __init__(self, backend: TorchAttention, batch: Batch, first_layer: int) -> None:
         self._pool, self._buffers = backend.pool, backend.buffers
         self._batch, self._first_layer = batch, first_layer
-        self._prepared: tuple[Tensor, Work] | None = None  # in the first layer, which tells the number of heads
+        # By the window, made in its first layer, which tells the number of heads.
+        self._prepared: dict[int, tuple[Tensor, Work]] = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         kv = self._pool.kv[self._first_layer + layer]
         self.write(layer, k, v)
-        if self._prepared is None:
-            self._prepared = self._prepare(kv, q)
-        mean, work = self._prepared
+        if kind.window not in self._prepared:
+            self._prepared[kind.window] = self._prepare(kv, q, kind.window)
+        mean, work = self._prepared[kind.window]
         for keys, stretches in work:
             _fetch(keys, kv)
             for queries in stretches:
-                _attend(queries, q)
+                _attend(queries, q, kind)
         return mean.flatten(1).to(q.dtype, copy=True)  # a copy, for the next layer writes `mean` again
 
-    def _prepare(self, kv: Tensor, q: Tensor) -> tuple[Tensor, Work]:
-        """Also the tensor that every layer's result goes to: [M, heads, head_dim] float32."""
+    def _prepare(self, kv: Tensor, q: Tensor, reach: int) -> tuple[Tensor, Work]:
+        """reach: `AttentionKind.window`. Also the tensor that every layer's result goes to: [M, heads, head_dim]
+        float32."""
         batch, buffers = self._batch, self._buffers
         mean = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         if batch.chunks:
             pages = batch.pages()
-            return mean, [_chunk_work(pages, chunk, kv, mean, buffers) for chunk in batch.chunks]
-        return mean, [_tree_work(batch, kv, mean, buffers)]
+            return mean, [_chunk_work(pages, chunk, reach, kv, mean, buffers) for chunk in batch.chunks]
+        return mean, [_tree_work(batch, reach, kv, mean, buffers)]
 
 
 def _fetch(keys: Keys, kv: Tensor) -> None:
@@ -148,18 +151,29 @@ def _fetch(keys: Keys, kv: Tensor) -> None:
     keys.fetched.masked_fill_(keys.foreign, 0.0)  # a weight of 0 would not keep out a NaN
 
 
-def _attend(queries: Queries, q: Tensor) -> None:
+def _attend(queries: Queries, q: Tensor, kind: AttentionKind) -> None:
     """q [M, heads, head_dim], of which `queries.where` is read, to `queries.mean`."""
     rows, _, nodes, kv_heads, group, dim = queries.grouped.shape
     queries.grouped.copy_(q[queries.where].view(rows, 1, nodes, kv_heads, group, dim))
-    scale = default_scale(dim) * math.log2(math.e)  # for exp2, which is several times faster than exp
+    log2e = math.log2(math.e)  # for exp2, which is several times faster than exp
+    scale = kind.scale(dim) * log2e
     torch.baddbmm(queries.scores, queries.left, queries.keys, beta=0, alpha=scale, out=queries.scores)
     queries.masked.add_(queries.mask)
-    queries.by_block.sub_(queries.by_block.amax((1, 4), keepdim=True)).exp2_()
+    top = queries.by_block.amax((1, 4), keepdim=True)  # [B, 1, kv_heads, tall, 1]
+    sink = None
+    if kind.sinks is not None:
+        of_rows = (kind.sinks.float() * log2e).view(kv_heads, 1, group).expand(-1, nodes, -1).flatten(1)
+        of_rows = F.pad(of_rows, (0, top.shape[3] - nodes * group))[:, :, None]  # [kv_heads, tall, 1]
+        top = torch.maximum(top, of_rows)
+        # So wide that no element is at the end of a vector, where torch rounds in another way.
+        sink = (of_rows - top.squeeze(1)).expand(-1, -1, -1, _KEY_TILE).contiguous().exp2_()
+    queries.by_block.sub_(top).exp2_()
     torch.bmm(queries.scores, queries.values, out=queries.sums)
     first, *others = queries.of_block
     for later in others:  # one after the other: the order of a sum over an axis is torch's to choose
         first.add_(later)
+    if sink is not None:
+        first[..., dim:].add_(sink)
     torch.div(queries.numerator, queries.denominator, out=queries.mean)
 
 
@@ -212,7 +226,7 @@ def _queries(where: slice, seen: Tensor, blocks: int, wide: Tensor, mean: Tensor
     )
 
 
-def _tree_work(batch: Batch, kv: Tensor, mean: Tensor, buffers: Buffers) -> tuple[Keys, list[Queries]]:
+def _tree_work(batch: Batch, reach: int, kv: Tensor, mean: Tensor, buffers: Buffers) -> tuple[Keys, list[Queries]]:
     """Every block's committed positions and, next to them, the tree's whole window."""
     assert batch.path is not None and batch.path_len is not None
     rows, nodes, depth = batch.path.shape
@@ -223,9 +237,12 @@ def _tree_work(batch: Batch, kv: Tensor, mean: Tensor, buffers: Buffers) -> tupl
     position = torch.arange(blocks * _BLOCK, device=device).view(blocks, _BLOCK)
     prefix = batch.prefix_len[:, None, None]  # [B, 1, 1]
     window = batch.window or nodes
+    # The first position that a query sees, [B, N].
+    first = batch.prefix_len[:, None] + batch.path_len - reach if reach else torch.zeros_like(batch.path_len)
+    near = position[:, None] >= first[:, None, :, None]  # [B, blocks, N, width]
     if window == 1:  # a root alone, which stands at its own position
         slots = table
-        seen = (position <= prefix)[:, :, None]  # [B, blocks, 1, width]
+        seen = (position <= prefix)[:, :, None] & near
     else:
         entry = torch.arange(_round_up(window, _KEY_TILE), device=device)  # [W]; those past the window are never seen
         at = (batch.prefix_len[:, None] + entry).clamp(max=blocks * _BLOCK - 1)
@@ -233,21 +250,22 @@ def _tree_work(batch: Batch, kv: Tensor, mean: Tensor, buffers: Buffers) -> tupl
         slots = torch.cat((table, beside[:, None].expand(-1, blocks, -1)), 2)
         # The block of the position that an entry has on a query's path, -1 off the path.
         step = torch.arange(depth, device=device)
-        used = torch.where(step < batch.path_len[..., None], batch.path, entry.shape[0])  # [B, N, D], or past the end
+        sees = (step < batch.path_len[..., None]) & (batch.prefix_len[:, None, None] + step >= first[..., None])
+        used = torch.where(sees, batch.path, entry.shape[0])  # [B, N, D], or past the end
         home = torch.full((rows, nodes, entry.shape[0] + 1), -1, device=device)
         home = home.scatter(2, used, ((prefix + step) // _BLOCK).expand_as(used))[..., :-1]  # [B, N, W]
         on_path = home[:, None] == torch.arange(blocks, device=device)[:, None, None]  # [B, blocks, N, W]
-        committed = (position < prefix)[:, :, None].expand(-1, -1, nodes, -1)
+        committed = (position < prefix)[:, :, None] & near
         seen = torch.cat((committed, on_path), 3)  # [B, blocks, N, width]
     keys = _keys(slots, seen.any(2), kv, buffers)
     return keys, [_queries(slice(0, rows * nodes), seen, blocks, keys.wide, mean, buffers)]
 
 
 def _chunk_work(
-    table: Tensor, chunk: ChunkSpan, kv: Tensor, mean: Tensor, buffers: Buffers
+    table: Tensor, chunk: ChunkSpan, reach: int, kv: Tensor, mean: Tensor, buffers: Buffers
 ) -> tuple[Keys, list[Queries]]:
     """The row's positions up to the chunk's end. Queries go block by block: each reads the blocks before its own
-    whole, and scores stay in the cache."""
+    whole, or as far as it reaches, and scores stay in the cache."""
     end = chunk.start + chunk.length
     blocks = -(-end // _BLOCK)
     slots = F.pad(table[chunk.row, :end], (0, blocks * _BLOCK - end)).view(1, blocks, _BLOCK)
@@ -258,6 +276,10 @@ def _chunk_work(
     for block in reversed(range(chunk.start // _BLOCK, blocks)):  # the largest first: it makes the buffers of all
         first, last = max(chunk.start, block * _BLOCK), min(end, (block + 1) * _BLOCK)
         here = slice(chunk.offset + first - chunk.start, chunk.offset + last - chunk.start)
-        seen = causal[first - block * _BLOCK : last - block * _BLOCK]
-        stretches.append(_queries(here, seen[None, None], block + 1, keys.wide, mean, buffers))
+        seen = causal[None, first - block * _BLOCK : last - block * _BLOCK]  # [1, N, width]: of the last block
+        if reach:
+            position = torch.arange(first, last, device=table.device)[:, None]
+            key = torch.arange((block + 1) * _BLOCK, device=table.device)
+            seen = ((key <= position) & (key > position - reach)).unflatten(1, (-1, _BLOCK)).transpose(0, 1)
+        stretches.append(_queries(here, seen[None], block + 1, keys.wide, mean, buffers))
     return keys, stretches

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.ops import groups
-from draftwing.ops.attention import Attend, HeadNorms
+from draftwing.ops.attention import Attend, AttentionKind, HeadNorms
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
 from draftwing.ops.torch.experts import ExpertOps
@@ -143,6 +143,7 @@ class LayerWeights(NamedTuple):
     attn_norm: Tensor | None  # [hidden]; None where the caller norms what attention reads
     mlp_norm: Tensor  # [hidden]
     head_norms: HeadNorms | None  # of queries and keys
+    kind: AttentionKind
     eps: float
     gemms: Sequence[FewRowsGemm | None]  # of qkv, o, gate_up and down
     biases: Sequence[Tensor | None]

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from draftwing.ops.attention import Ragged
+from draftwing.ops.attention import FULL, AttentionKind, Ragged
 from draftwing.ops.triton.attention_common import ROUNDING, Tiling, fits, padded, pick_tiling, scale_of, warps_of
 from draftwing.ops.triton.attention_tree import ragged_tiles, tree_kernel
 from draftwing.ops.triton.common import keep_cache, launch_options
@@ -121,6 +121,7 @@ def tree_attention(
     tiling: Tiling | None = None,
     ragged: Ragged | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
+    kind: AttentionKind = FULL,
 ) -> None:
     """Decode, chains and trees; see `ops.attention.Batch` for what a query reads.
 
@@ -128,7 +129,7 @@ def tree_attention(
     2, head_dim]; table [rows, L], rows, prefix_len [B], path [B, Q, D], path_len [B, Q], all int64; out [B * Q, heads *
     head_dim]. exact: its bits are wanted, else whatever `plan` finds fastest. `window` as in `Batch`; 0: Q. With
     `ragged` Q is 1, and the trees are those that it tells of. scales: what keys and what values of the pool are to be
-    multiplied with; a pool may be float8_e4m3fn beside queries of 16 bits.
+    multiplied with; a pool may be float8_e4m3fn beside queries of 16 bits. kind: of the layer.
     """
     tiling = tiling or pick_tiling(kv)
     batch, queries, depth = path.shape
@@ -163,11 +164,12 @@ def tree_attention(
         tiles, times = grid(tile)
         merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
         launched = tree_kernel[(lanes, kv_heads * tiles, times)](
-            q, kv, table, rows, prefix_len, path, path_len, starts, batch, out, parts, stats, tickets,
-            scale_of(dim) * scales[0], scales[1], q.stride(0), table.stride(0), how.parts, window,
-            QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile,
-            TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long, FRONT=front,
-            STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase, ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
+            q, kv, table, rows, prefix_len, path, path_len, starts, batch, kind.sinks, out, parts, stats, tickets,
+            scale_of(dim, kind) * scales[0], scales[1], q.stride(0), table.stride(0), how.parts, window,
+            WINDOW=kind.window, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+            DIM_PAD=padded(dim), ROWS=tile, TILES=tiles, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier,
+            LONG=tiling.long, FRONT=front, STEP=step, STEPS=steps, EXACT=how.exact, PHASE=phase,
+            ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
             MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, num_warps=warps_of(tile, tiling),
             **ROUNDING, **launch_options(q.device),
         )  # fmt: skip

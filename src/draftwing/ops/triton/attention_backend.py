@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftwing.ops.attention import Attend, Batch, ChunkSpan, HeadNorms, Pool
+from draftwing.ops.attention import FULL, Attend, AttentionKind, Batch, ChunkSpan, HeadNorms, Pool
 from draftwing.ops.triton.attention import Workspace, tree_attention
 from draftwing.ops.triton.attention_prefill import prefill_attention, prefill_rows, prefill_tiles
 from draftwing.ops.triton.rope import rope_and_write
@@ -59,16 +59,25 @@ class Bound(Attend):
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._backend.pool.write(self._first_layer + layer, self._batch.write_slots, k, v)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         self.write(layer, k, v)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        return self._attend(layer, q, q.shape[1])
+        return self._attend(layer, q, q.shape[1], kind)
 
-    def fused(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> Tensor:
+    def fused(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None = None,
+        kind: AttentionKind = FULL,
+    ) -> Tensor:
         """In place of q; takes no gradient."""
         self.fused_write(layer, qkv, cos, sin, norms)
-        return self._attend(layer, qkv, qkv.shape[1] - 2 * self._backend.pool.kv[self._first_layer + layer].shape[1])
+        kv_heads = self._backend.pool.kv[self._first_layer + layer].shape[1]
+        return self._attend(layer, qkv, qkv.shape[1] - 2 * kv_heads, kind)
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
         kv = self._backend.pool.kv[self._first_layer + layer]
@@ -77,19 +86,19 @@ class Bound(Attend):
         rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, None, q_norm, k_norm, eps, scales)
         return True
 
-    def _attend(self, layer: int, q: Tensor, heads: int) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""
         batch, backend = self._batch, self._backend
         kv, scales = backend.pool.kv[self._first_layer + layer], backend.pool.scales[self._first_layer + layer]
         out = q.new_empty(q.shape[0], heads * q.shape[2])
         if batch.chunks or batch.tiles is not None:
             tiles = self._chunk_tiles(heads, self._first_layer + layer) if batch.tiles is None else batch.tiles
-            prefill_attention(q, kv, batch.table, batch.rows, tiles, out, backend.exact, scales=scales)
+            prefill_attention(q, kv, batch.table, batch.rows, tiles, out, backend.exact, None, scales, kind)
         else:
             assert batch.path is not None and batch.path_len is not None
             tree_attention(
                 q, kv, batch.table, batch.rows, batch.prefix_len, batch.path, batch.path_len, out, backend.workspace,
-                backend.exact, batch.window, ragged=batch.ragged, scales=scales,
+                backend.exact, batch.window, ragged=batch.ragged, scales=scales, kind=kind,
             )  # fmt: skip
         return out
 

@@ -8,6 +8,8 @@ a prefill chunk, alone or in a batch. Like `ops.torch.attention` it sums in posi
 - Inside a unit keys are summed in chunks of 16, the depth of one tensor core instruction, in order. A key or a chunk
   of weight 0 adds an exact zero.
 - The softmax's denominator is summed by the same instruction, as a product with ones.
+- A sliding window leaves units out that no row of a tile reaches, and masks the rest. What is left out would have added
+  zeros. A sink is merged last, as a split of one key without a value.
 - Products and sums are rounded where the source says: fused are those only that it writes so. Float32 products are
   made of single multiplications and additions, and what the compiler would fuse differs from loop to loop.
 - Tiles below 64 rows are one kind of instruction (mma.sync) everywhere. On compute capability 9.0, and there only,
@@ -30,9 +32,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from draftwing.ops.attention import FULL, AttentionKind
 from draftwing.ops.triton.common import INTERPRETED
 
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 class Tiling(NamedTuple):
@@ -100,8 +104,8 @@ def fits(q: Tensor, kv: Tensor) -> bool:
     return q.dtype == kv.dtype or (kv.dtype == torch.float8_e4m3fn and q.itemsize == 2)
 
 
-def scale_of(dim: int) -> float:
-    return dim**-0.5 * math.log2(math.e)  # of scores in powers of 2
+def scale_of(dim: int, kind: AttentionKind = FULL) -> float:
+    return kind.scale(dim) * math.log2(math.e)  # of scores in powers of 2
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
@@ -206,8 +210,11 @@ def column(den):
 
 
 @triton.jit
-def store_mean(out, row, den, acc, v_scale, valid, dim, DIM: tl.constexpr):
-    """row [ROWS] int64: rows of out [M * heads, head_dim]"""
+def store_mean(out, row, top, den, acc, sinks, head, v_scale, valid, dim, DIM: tl.constexpr):
+    """row [ROWS] int64: rows of out [M * heads, head_dim]; head [ROWS]: which sink is theirs, where there are sinks"""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=valid, other=0.0) * LOG2E
+        _, den, acc = merged(top, den, acc, sink, tl.full(den.shape, 1.0, tl.float32), tl.zeros_like(acc))
     den = tl.where(den > 0.0, den, 1.0)  # padding rows of the tile
     mask = valid[:, None] & (dim < DIM)[None, :]
     tl.store(

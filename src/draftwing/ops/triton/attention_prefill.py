@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.attention import FULL, AttentionKind
 from draftwing.ops.triton.attention_common import (
     ROUNDING,
     Tiling,
@@ -30,13 +31,14 @@ from draftwing.ops.triton.common import keep_cache, launch_options, start
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "tiles"])
 def _prefill_kernel(
-    q, kv, table, rows, tiles, out, scale, v_scale, q_stride, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr,
-    UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, EXACT: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    q, kv, table, rows, tiles, sinks, out, scale, v_scale, q_stride, table_stride,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr,
+    EXACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV_HEADS). tiles [T, 5] int32: batch row, first query of the chunk in q, its position, the chunk's
-    length, first row of the tile; rows are (query of the chunk, head of the group). EXACT: in splits, as decode."""
+    length, first row of the tile; rows are (query of the chunk, head of the group). WINDOW, sinks: as `AttentionKind`
+    has them. EXACT: in splits, as decode."""
     start(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tiles += tl.program_id(0) * 5
@@ -52,22 +54,29 @@ def _prefill_kernel(
     q_tile = tl.load(q + at[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
     last = position + query
     end = tl.max(tl.where(valid, last, 0), 0) + 1
+    begin = 0
+    if WINDOW > 0:  # the first unit that the tile's first row reaches
+        begin = tl.maximum(position + tl.load(tiles + 4) // GROUP + 1 - WINDOW, 0) // UNIT * UNIT
 
     top, den, acc = nothing(ROWS, DIM_PAD)
     all_top, all_den, all_acc = top, tl.zeros([ROWS], tl.float32), acc  # of the splits before
-    for unit in tl.range(0, end, UNIT, num_stages=STAGES):
+    for unit in tl.range(begin, end, UNIT, num_stages=STAGES):
         if EXACT:  # noqa: SIM102 (known when compiled; the other is not)
-            if (unit > 0) & begins_split(unit, SHORT, TIER, LONG):
+            if (unit > begin) & begins_split(unit, SHORT, TIER, LONG):
                 all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
                 top, den, acc = nothing(ROWS, DIM_PAD)
         place = unit + tl.arange(0, UNIT)
         ok = place < end
         slot = tl.load(table_row + place, mask=ok, other=0)
         k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, q_tile.dtype)
-        s = tl.where(place[None, :] <= last[:, None], scores(q_tile, k), float("-inf"))
+        seen = place[None, :] <= last[:, None]
+        if WINDOW > 0:
+            seen = seen & (place[None, :] > last[:, None] - WINDOW)
+        s = tl.where(seen, scores(q_tile, k), float("-inf"))
         top, den, acc = with_unit(s, scale, v, top, den, acc)
     all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
-    store_mean(out, row * HEADS + head * GROUP + flat % GROUP, all_den, all_acc, v_scale, valid, dim, DIM)
+    own_head = head * GROUP + flat % GROUP
+    store_mean(out, row * HEADS + own_head, all_top, all_den, all_acc, sinks, own_head, v_scale, valid, dim, DIM)
 
 
 def prefill_tiles(spans: list[tuple[int, int, int, int]], group: int, rows: int) -> Tensor:
@@ -98,10 +107,11 @@ def prefill_attention(
     exact: bool = True,
     tiling: Tiling | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
+    kind: AttentionKind = FULL,
 ) -> None:
     """Causal attention of chunks. q [M, heads or more, head_dim] and out [M, heads * head_dim] as for
-    `attention.tree_attention`, as `scales` is; rows [B] int64; tiles [T, 5] int32 from `prefill_tiles`, on the device,
-    made for `prefill_rows`."""
+    `attention.tree_attention`, as `scales` and `kind` are; rows [B] int64; tiles [T, 5] int32 from `prefill_tiles`, on
+    the device, made for `prefill_rows`."""
     tiling = tiling or pick_tiling(kv)
     _, kv_heads, _, dim = kv.shape
     heads = out.shape[1] // dim
@@ -109,9 +119,9 @@ def prefill_attention(
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and tiles.is_contiguous() and fits(q, kv)
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
-        q, kv, table, rows, tiles, out, scale_of(dim) * scales[0], scales[1], q.stride(0), table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short,
-        TIER=tiling.tier, LONG=tiling.long, EXACT=exact, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling),
-        **ROUNDING, **launch_options(q.device),
+        q, kv, table, rows, tiles, kind.sinks, out, scale_of(dim, kind) * scales[0], scales[1], q.stride(0),
+        table.stride(0), WINDOW=kind.window, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), ROWS=tile,
+        UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long, EXACT=exact,
+        STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),
     )  # fmt: skip
     keep_cache(launched)

@@ -66,22 +66,25 @@ def _merge_parts(
 
 @triton.jit
 def _merge_rows(
-    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim, v_scale,
+    out, parts, stats, sinks, first_part, first_split, splits, first_query, queries, head, tile, dim, v_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Merges a tile's splits and stores its result, MERGE_ROWS rows at a time: those of a tile that can be real.
-    first_query, queries: of the batch row's"""
+    """Merges a tile's splits [first_split, splits) and stores its result, MERGE_ROWS rows at a time: those of a tile
+    that can be real. first_query, queries: of the batch row's"""
     for first in tl.static_range(0, ROWS, MERGE_ROWS):
         flat = tile * ROWS + first + tl.arange(0, MERGE_ROWS)
         node = flat // GROUP
         valid = node < queries
         if first < QUERIES * GROUP:
-            _, den, acc = _merge_parts(
-                parts, stats, first_part + flat, queries * GROUP, splits, valid, dim, DIM, DIM_PAD, MERGE_ROWS, MERGE
-            )
-            row = (first_query + node) * HEADS + head * GROUP + flat % GROUP
-            store_mean(out, row, den, acc, v_scale, valid, dim, DIM)
+            stride = queries * GROUP
+            top, den, acc = _merge_parts(
+                parts, stats, first_part + flat + first_split * stride, stride, splits - first_split, valid, dim, DIM,
+                DIM_PAD, MERGE_ROWS, MERGE,
+            )  # fmt: skip
+            own_head = head * GROUP + flat % GROUP
+            row = (first_query + node) * HEADS + own_head
+            store_mean(out, row, top, den, acc, sinks, own_head, v_scale, valid, dim, DIM)
 
 
 @triton.jit
@@ -120,13 +123,13 @@ def _store_context(
 
 @triton.jit
 def _own_keys(
-    kv, table_row, path, path_len, prefix, head, node, dim, first, start_at, stop, queries,
-    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
+    kv, table_row, path, path_len, prefix, head, node, low, dim, first, start_at, stop, queries,
+    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
     STEP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """STEP nodes from node `first` on, each one's keys at positions [start_at, start_at + FRONT) below `stop`, on its
     own path -> keys, values [STEP * FRONT, DIM_PAD], whose they are [ROWS, STEP * FRONT]. path, path_len: of the batch
-    row"""
+    row. low [ROWS]: the first position that a row sees"""
     lane = tl.arange(0, STEP * FRONT)
     own_node = first + lane // FRONT
     at = start_at + lane % FRONT
@@ -137,13 +140,17 @@ def _own_keys(
     entry = tl.load(path + own_node * DEPTH + step, mask=ok & (step >= 0), other=0).to(tl.int32)
     slot = tl.load(table_row + tl.where(step >= 0, prefix + entry, at), mask=ok, other=0)
     k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, DTYPE)
-    return k, v, (node[:, None] == own_node[None, :]) & ok[None, :]
+    mine = (node[:, None] == own_node[None, :]) & ok[None, :]
+    if WINDOW > 0:
+        mine = mine & (at[None, :] >= low[:, None])
+    return k, v, mine
 
 
 @triton.jit
 def _window_keys(
-    kv, table_row, path, path_len, prefix, head, node, valid, dim, window,
-    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr, DTYPE: tl.constexpr,
+    kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window,
+    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, FRONT: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """-> keys, values [FRONT, DIM_PAD] of the window, which are on the path of a row's node [ROWS, FRONT]"""
     entry = tl.arange(0, FRONT)
@@ -151,6 +158,8 @@ def _window_keys(
     on = (node[:, None] < 0) & (entry[None, :] < 0)
     for i in tl.static_range(DEPTH):
         here = valid & (i < length)
+        if WINDOW > 0:
+            here = here & (prefix + i >= low)
         named = tl.load(path + node * DEPTH + i, mask=here, other=-1).to(tl.int32)
         on = on | (here[:, None] & (named[:, None] == entry[None, :]))
     on = on & (entry < window)[None, :]
@@ -162,49 +171,52 @@ def _window_keys(
 
 @triton.jit
 def _with_mixed_unit(
-    q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, valid, dim, scale, window, queries,
-    top, den, acc,
-    DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale, window,
+    queries, top, den, acc,
+    WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, UNIT: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """The state after the unit at `at`, of whose keys all rows share those below `shared`."""
     place = at + tl.arange(0, UNIT)
     common = place < shared
+    seen = common[None, :]
+    if WINDOW > 0:
+        seen = seen & (place[None, :] >= low[:, None])
     slot = tl.load(table_row + place, mask=common, other=0)
     k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, q_tile.dtype)
     front, first, stop = tl.maximum(at, shared), tile * ROWS // GROUP, at + UNIT
     if STEPS == 1:
         if EXACT:
             own_k, own_v, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, dim, first, front, stop, queries, DEPTH, KV_HEADS,
-                DIM, FRONT, STEP, q_tile.dtype,
+                kv, table_row, path, path_len, prefix, head, node, low, dim, first, front, stop, queries, WINDOW, DEPTH,
+                KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
         else:
             own_k, own_v, mine = _window_keys(
-                kv, table_row, path, path_len, prefix, head, node, valid, dim, window, DEPTH, KV_HEADS, DIM, FRONT,
-                q_tile.dtype,
+                kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
+                DIM, FRONT, q_tile.dtype,
             )  # fmt: skip
-        s = tl.where(common[None, :], scores(q_tile, k), float("-inf"))
+        s = tl.where(seen, scores(q_tile, k), float("-inf"))
         own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
         top, base, fade = raised(top, tl.maximum(tl.max(s, 1), tl.max(own_s, 1)), scale)
         den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
         den, acc = added(own_s, scale, base, own_v, den, acc)
     else:
-        s = tl.where(common[None, :], scores(q_tile, k), float("-inf"))
+        s = tl.where(seen, scores(q_tile, k), float("-inf"))
         best = tl.max(s, 1)
         for step in range(STEPS):
             own_k, _, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, queries,
-                DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
+                kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
+                WINDOW, DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
             best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k), float("-inf")), 1))
         top, base, fade = raised(top, best, scale)
         den, acc = added(s, scale, base, v, den * fade[:, None], acc * fade[:, None])
         for step in range(STEPS):
             own_k, own_v, mine = _own_keys(
-                kv, table_row, path, path_len, prefix, head, node, dim, first + step * STEP, front, stop, queries,
-                DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
+                kv, table_row, path, path_len, prefix, head, node, low, dim, first + step * STEP, front, stop, queries,
+                WINDOW, DEPTH, KV_HEADS, DIM, FRONT, STEP, q_tile.dtype,
             )  # fmt: skip
             own_s = tl.where(mine, scores(q_tile, own_k), float("-inf"))
             den, acc = added(own_s, scale, base, own_v, den, acc)
@@ -244,13 +256,13 @@ def _ragged_tile(starts, trees, number, GROUP: tl.constexpr, ROWS: tl.constexpr)
     do_not_specialize=["trees", "splits_max", "window"], do_not_specialize_on_alignment=[*ANY_ALIGNMENT, "starts"]
 )
 def tree_kernel(
-    q, kv, table, rows, prefix_len, path, path_len, starts, trees, out, parts, stats, tickets, scale, v_scale,
+    q, kv, table, rows, prefix_len, path, path_len, starts, trees, sinks, out, parts, stats, tickets, scale, v_scale,
     q_stride, table_stride, splits_max, window,
-    QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr,
-    TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
-    EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, DEPTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
+    SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr,
+    STEPS: tl.constexpr, EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
     programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
@@ -260,6 +272,8 @@ def tree_kernel(
 
     PHASE 0 does everything. PHASE 1 the units that all nodes read whole, and stores the states it ends in: of each
     split, or with ONE_LANE of all finished splits together, and of the last. PHASE 2 goes on from there, in one lane.
+
+    WINDOW, sinks: as `AttentionKind` has them; `window`: of the batch.
 
     EXACT: FRONT, STEP, STEPS say how a node's own chunks are gathered. Else FRONT is the window, padded, whose keys
     all rows read under a mask, as part of the unit that the committed positions end in.
@@ -290,7 +304,8 @@ def tree_kernel(
     dim = tl.arange(0, DIM_PAD)
     query = (first_query + node) * q_stride + (head * GROUP + flat % GROUP) * DIM
     q_tile = tl.load(q + query[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
-    out_row = (first_query + node) * HEADS + head * GROUP + flat % GROUP
+    own_head = head * GROUP + flat % GROUP
+    out_row = (first_query + node) * HEADS + own_head
     stride = queries * GROUP  # parts of a split
     first_part = (first_query * KV_HEADS + head * queries) * splits_max * GROUP
     part = first_part + flat
@@ -305,31 +320,42 @@ def tree_kernel(
     else:
         end = prefix + 1
         shared = prefix
+    low, begin = node * 0, prefix * 0  # the first position that each row sees, and the first unit that some row does
+    if WINDOW > 0:
+        own_length = prefix + tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
+        low = tl.maximum(own_length - WINDOW, 0)
+        begin = tl.minimum(tl.min(tl.where(valid, low, shared), 0), shared) // UNIT * UNIT
+    first_split = splits_of(begin + 1, SHORT, TIER, LONG) - 1
+    origin = split_start(first_split, SHORT, TIER, LONG)
     splits = splits_of(end, SHORT, TIER, LONG)
     top, den, acc = nothing(ROWS, DIM_PAD)
     all_top, all_den, all_acc = top, tl.zeros([ROWS], tl.float32), acc  # of the splits before, where KEEP
 
     # A lane has the splits that begin in its part of the positions.
-    split = splits_of((end.to(tl.int64) * lane // lanes).to(tl.int32), SHORT, TIER, LONG)
-    next_lane = splits_of((end.to(tl.int64) * (lane + 1) // lanes).to(tl.int32), SHORT, TIER, LONG)
-    low = split_start(split, SHORT, TIER, LONG)
+    span = (end - origin).to(tl.int64)
+    split = splits_of(origin + (span * lane // lanes).to(tl.int32), SHORT, TIER, LONG)
+    next_lane = splits_of(origin + (span * (lane + 1) // lanes).to(tl.int32), SHORT, TIER, LONG)
+    start_at = tl.maximum(split_start(split, SHORT, TIER, LONG), begin)
     high = tl.minimum(split_start(next_lane, SHORT, TIER, LONG), end)
     own_slot = tl.load(table_row + prefix + tl.load(path)) if SINGLE else 0
     whole = high if SINGLE else tl.minimum(shared // UNIT * UNIT, high)
 
     if PHASE == 2:
-        low = whole
-        split = splits_of(low + 1, SHORT, TIER, LONG) - 1
-        begun = low > split_start(split, SHORT, TIER, LONG)
+        start_at = whole
+        split = splits_of(whole + 1, SHORT, TIER, LONG) - 1
+        begun = (whole > split_start(split, SHORT, TIER, LONG)) & (begin < whole)
         finished = tl.minimum(split, 1) if ONE_LANE else split
+        merge_from = 0 if ONE_LANE else first_split * stride
+        count = finished if ONE_LANE else split - first_split
         all_top, all_den, all_acc = _merge_parts(
-            parts, stats, part, stride, finished, valid, dim, DIM, DIM_PAD, ROWS, MERGE
-        )
+            parts, stats, part + merge_from, stride, tl.where(begin < whole, count, 0), valid, dim, DIM, DIM_PAD, ROWS,
+            MERGE,
+        )  # fmt: skip
         top, old_den, acc = _load_part(parts, stats, part + finished * stride, valid & begun, dim, DIM)
         den += old_den[:, None]
     else:
-        for at in tl.range(low, whole, UNIT, num_stages=STAGES):  # units that every row reads whole
-            if (at > low) & begins_split(at, SHORT, TIER, LONG):
+        for at in tl.range(start_at, whole, UNIT, num_stages=STAGES):  # units that every row reads whole
+            if (at > start_at) & begins_split(at, SHORT, TIER, LONG):
                 all_top, all_den, all_acc = _end_split(
                     parts, stats, part + split * stride, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
                 )
@@ -345,42 +371,45 @@ def tree_kernel(
                 slot = tl.load(table_row + place)
                 k, v = load_kv(kv, slot, head, place >= 0, dim, KV_HEADS, DIM, q_tile.dtype)
                 s = scores(q_tile, k)
+            if WINDOW > 0:
+                s = tl.where(place[None, :] >= low[:, None], s, float("-inf"))
             top, den, acc = with_unit(s, scale, v, top, den, acc)
 
     if PHASE != 1 and not SINGLE:
-        for at in tl.range(tl.maximum(low, whole), high, UNIT, num_stages=1):
-            if (at > low) & begins_split(at, SHORT, TIER, LONG):
+        for at in tl.range(tl.maximum(start_at, whole), high, UNIT, num_stages=1):
+            if (at > start_at) & begins_split(at, SHORT, TIER, LONG):
                 all_top, all_den, all_acc = _end_split(
                     parts, stats, part + split * stride, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
                 )
                 split += 1
                 top, den, acc = nothing(ROWS, DIM_PAD)
             top, den, acc = _with_mixed_unit(
-                q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, valid, dim, scale, window,
-                queries, top, den, acc, DEPTH, KV_HEADS, GROUP, DIM, ROWS, UNIT, FRONT, STEP, STEPS, EXACT,
+                q_tile, kv, table_row, path, path_len, prefix, shared, at, head, tile, node, low, valid, dim, scale,
+                window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS, GROUP, DIM, ROWS, UNIT, FRONT, STEP, STEPS,
+                EXACT,
             )  # fmt: skip
 
     if PHASE == 1:
-        if low < whole:
+        if start_at < whole:
             left = not begins_split(whole, SHORT, TIER, LONG)
             _store_context(
                 parts, stats, part, split, stride, left, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
             )
     elif KEEP:
         all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
-        store_mean(out, out_row, all_den, all_acc, v_scale, valid, dim, DIM)
+        store_mean(out, out_row, all_top, all_den, all_acc, sinks, own_head, v_scale, valid, dim, DIM)
     else:
-        if low < high:
-            if splits == 1:
-                store_mean(out, out_row, column(den), acc, v_scale, valid, dim, DIM)
+        if start_at < high:
+            if splits == first_split + 1:
+                store_mean(out, out_row, top, column(den), acc, sinks, own_head, v_scale, valid, dim, DIM)
             else:
                 _store_part(parts, stats, part + split * stride, top, column(den), acc, valid, dim, DIM)
-        if splits > 1:
+        if splits > first_split + 1:
             tl.debug_barrier()  # all threads have stored before one of them takes the ticket
             ticket = tickets + tl.program_id(2) * (KV_HEADS * TILES) + tl.program_id(1)
             if tl.atomic_add(ticket, 1, sem="acq_rel") == lanes - 1:
                 _merge_rows(
-                    out, parts, stats, first_part, splits, first_query, queries, head, tile, dim, v_scale, QUERIES,
-                    HEADS, GROUP, DIM, DIM_PAD, ROWS, MERGE_ROWS, MERGE,
+                    out, parts, stats, sinks, first_part, first_split, splits, first_query, queries, head, tile, dim,
+                    v_scale, QUERIES, HEADS, GROUP, DIM, DIM_PAD, ROWS, MERGE_ROWS, MERGE,
                 )  # fmt: skip
                 tl.store(ticket, 0)

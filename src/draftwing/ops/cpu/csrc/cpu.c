@@ -190,7 +190,8 @@ static void rope_all(const Rows *r, int64_t i) { rope_part(r, i, 0, r->heads + 2
 /* Queries come in spans: a row's tree, or a chunk. A query sees `count` keys in position order: the page table's
    entries [0, prefix), then those of its path (trees), or the positions up to its own (chunks). Keys go in blocks of
    16 absolute positions. A tile of a span's queries shares the blocks that look the same to all of them: the whole
-   ones before a tree, all of a chunk's. */
+   ones before a tree, all of a chunk's. With a window a query's first key is low, and of the block that it lies in
+   those before have weight 0. */
 
 /* The keys (values: which = 1) of 16 places from `first` on, as floats [16][padded]; zeros from `end` on. */
 INLINE void stage_of(const Attention *a, float *to, const int64_t *table, int64_t prefix, const int64_t *path,
@@ -271,23 +272,28 @@ static void value_block(float *acc, const float *weights, int64_t ld, const floa
     if (rows == 1) value_rows(acc, weights, ld, values, padded, count, 1);
 }
 
-/* Scores to weights exp2(score - max), and their sum: 16 lanes, each in position order. */
-static float softmax(float *s, int64_t count) {
-    const int64_t last = (count - 1) / LANES * LANES;
+/* Scores to weights exp2(score - max) of keys [low, count), and their sum: 16 lanes, each in position order, and then
+   the sink's, a score without a key (or NULL). */
+static float softmax(float *s, int64_t low, int64_t count, const float *sink) {
+    const int64_t from = low / LANES * LANES, last = (count - 1) / LANES * LANES;
+    for (int64_t j = from; j < low; j++) s[j] = -INFINITY;
     for (int64_t j = count; j < last + LANES; j++) s[j] = -INFINITY;
-    vf most = loadf(s), sum = {0};
-    for (int64_t j = LANES; j <= last; j += LANES) {
+    const float joins = sink ? *sink * 1.44269504f : -INFINITY;
+    vf most = loadf(s + from), sum = {0};
+    for (int64_t j = from + LANES; j <= last; j += LANES) {
         vf x = loadf(s + j);
         most = select_f(x > most, x, most);
     }
     float max = most[0];
     for (int l = 1; l < LANES; l++) max = most[l] > max ? most[l] : max;
-    for (int64_t j = 0; j <= last; j += LANES) {
+    max = joins > max ? joins : max;
+    for (int64_t j = from; j <= last; j += LANES) {
         vf x = exp2_16(loadf(s + j) - splat(max));
         sum += x;
         storef(s + j, x);
     }
-    return sum_lanes(sum);
+    const vf weight = exp2_16(splat(joins) - splat(max));
+    return sum_lanes(sum) + weight[0];
 }
 
 void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) {
@@ -304,10 +310,12 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
     const int64_t shared = spans ? (prefix + LANES - 1) / LANES : prefix / LANES, ld = a->keys;
     float *q = scratch, *acc = q + n * group * padded, *staged = acc + n * group * padded;
     float *scores = staged + LANES * padded;
-    int64_t counts[TILE_ROWS];
-    const float scale = 1.44269504f / sqrtf((float)a->dim); /* for exp2 */
+    int64_t counts[TILE_ROWS], lows[TILE_ROWS], lowest = INT64_MAX;
+    const float scale = 1.44269504f / sqrtf((float)(a->scalar ? a->scalar : a->dim)); /* for exp2 */
     for (int64_t i = 0; i < n; i++) {
         counts[i] = spans ? spans[2] + first + i + 1 : prefix + a->path_len[offset + first + i];
+        lows[i] = a->window && counts[i] > a->window ? counts[i] - a->window : 0;
+        lowest = lows[i] < lowest ? lows[i] : lowest;
         for (int64_t g = 0; g < group; g++)
             for (int64_t c = 0; c < padded; c += LANES) {
                 const int64_t at = (offset + first + i) * a->q_stride + (head * group + g) * a->dim + c;
@@ -316,13 +324,13 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
     }
     memset(acc, 0, (size_t)(n * group * padded) * 4);
     for (int which = 0; which < 2; which++) { /* 0: scores from the keys, 1: sums of the values */
-        for (int64_t block = 0; block < shared; block++) {
+        for (int64_t block = lowest / LANES; block < shared; block++) {
             const int64_t at = block * LANES;
             stage(a, staged, table, prefix, NULL, at, prefix, head, which);
             fetch(next, BLOCK_LINES);
             for (int64_t i = 0; i < n; i++) {
                 const int64_t left = counts[i] - at, mine = i * group;
-                if (left <= 0) continue;
+                if (left <= 0 || at + LANES <= lows[i]) continue;
                 if (which)
                     value_block(acc + mine * padded, scores + mine * ld + at, ld, staged, padded,
                                 left < LANES ? left : LANES, group);
@@ -333,7 +341,8 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
         }
         for (int64_t i = 0; i < n && !spans; i++) { /* a tree's last blocks, which differ from node to node */
             path = a->path + (offset + first + i) * a->depth;
-            for (int64_t at = shared * LANES; at < counts[i]; at += LANES) {
+            const int64_t from = lows[i] / LANES > shared ? lows[i] / LANES : shared;
+            for (int64_t at = from * LANES; at < counts[i]; at += LANES) {
                 const int64_t left = counts[i] - at, mine = i * group;
                 stage(a, staged, table, prefix, path, at, counts[i], head, which);
                 fetch(next, BLOCK_LINES);
@@ -346,7 +355,8 @@ void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next) 
             }
         }
         for (int64_t r = 0; r < n * group && !which; r++) /* q is done with: its place takes the sum */
-            q[r * padded] = softmax(scores + r * ld, counts[r / group]);
+            q[r * padded] = softmax(scores + r * ld, lows[r / group], counts[r / group],
+                                    a->sinks ? a->sinks + head * group + r % group : NULL);
     }
     for (int64_t r = 0; r < n * group; r++)
         for (int64_t c = 0; c < a->dim; c += LANES) {
@@ -457,7 +467,10 @@ Attention attention_of(const int64_t *n) {
                    .depth = n[19],
                    .scratch = POINTER(n[20]),
                    .scratch_size = n[21],
-                   .threads = n[22]};
+                   .threads = n[22],
+                   .window = n[24],
+                   .sinks = POINTER(n[25]),
+                   .scalar = n[26]};
     a.padded = (a.dim + LANES - 1) / LANES * LANES;
     a.tile = tile_of(a.heads / a.kv_heads);
     a.tiles = (a.nodes + a.tile - 1) / a.tile;

@@ -213,13 +213,15 @@ typedef struct {
         threads;                                     /* half: of q and out */
     int64_t padded, tile, tiles, keys, scratch_size; /* dim up to 16s; queries of a tile; tiles of the longest span */
     float *scratch;
+    int64_t window, scalar; /* as `AttentionKind` has them */
+    const float *sinks;     /* of heads, or NULL */
     const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
     int64_t items, next, worker;
 } Attention;
 /* From out, q, kv, stride of q, heads, kv_heads, dim, half, half of kv, rows of the table, table, its stride,
    prefix_len, path, path_len, spans, starts, count of rows or spans, nodes or length of the longest span, depth,
-   scratch, its size per thread, threads, most keys. */
-#define ATTENTION 24
+   scratch, its size per thread, threads, most keys; window, sinks or 0, scalar: as `AttentionKind` has them. */
+#define ATTENTION 27
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* One of `items`, with scratch of a thread's own. */
 HIDDEN void attend_item(const Attention *a, int64_t item, float *scratch, Ahead *next);

@@ -17,11 +17,12 @@
 
 typedef struct {
     const void *attn_norm, *mlp_norm, *q_norm, *k_norm; /* attn_norm: NULL where the input comes normed */
-    int64_t hidden, ffn;
+    int64_t hidden, ffn, window, scalar; /* window, sinks, scalar: as in `Attention` */
+    const float *sinks;
     Product qkv, o, gate_up, down;
 } Layer;
 
-/* attn_norm, mlp_norm, q_norm and k_norm or zeros, hidden, ffn; the four GEMMs, 6 numbers each */
+/* attn_norm, mlp_norm, q_norm and k_norm or zeros, hidden, ffn, window, sinks, scalar; the four GEMMs, 6 numbers each */
 static Layer layer_of(const int64_t *n, int64_t half) {
     return (Layer){.attn_norm = POINTER(n[0]),
                    .mlp_norm = POINTER(n[1]),
@@ -29,10 +30,13 @@ static Layer layer_of(const int64_t *n, int64_t half) {
                    .k_norm = POINTER(n[3]),
                    .hidden = n[4],
                    .ffn = n[5],
-                   .qkv = product_of(n + 6, half),
-                   .o = product_of(n + 6 + GEMM, half),
-                   .gate_up = product_of(n + 6 + 2 * GEMM, half),
-                   .down = product_of(n + 6 + 3 * GEMM, half)};
+                   .window = n[6],
+                   .sinks = POINTER(n[7]),
+                   .scalar = n[8],
+                   .qkv = product_of(n + 9, half),
+                   .o = product_of(n + 9 + GEMM, half),
+                   .gate_up = product_of(n + 9 + 2 * GEMM, half),
+                   .down = product_of(n + 9 + 3 * GEMM, half)};
 }
 
 /* The share of a GEMM's outputs that a thread has, in units of `size` outputs each. */
@@ -162,6 +166,9 @@ static void some_of_layers(void *data) {
         a.out = s.attended;
         a.rounded = layer.o.blocks ? &s.attended_8 : NULL;
         a.kv = rope.kv;
+        a.window = layer.window;
+        a.sinks = layer.sinks;
+        a.scalar = layer.scalar;
         for (int64_t i; (i = take(&j->attention.next, 1)) < a.items;) attend_item(&a, a.items - 1 - i, scratch, &next);
         meet(&me, &next);
 
@@ -223,8 +230,8 @@ PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t give
 
 /* x, normed (0: each layer norms its input; otherwise there is one layer), outs [.., rows, hidden], layers, addresses
    of their numbers, of their keys and values, and which of outs each writes; spare, most inputs of a normed row, slots,
-   cos, sin, their stride, rows, half; numbers of attention, whose out, q and kv are set here; eps. The layers are of
-   one size. The size of a head and of the MLP are multiples of 32. */
+   cos, sin, their stride, rows, half; numbers of attention, whose out, q, kv and last three are set here; eps. The
+   layers are of one size. The size of a head and of the MLP are multiples of 32. */
 PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[15 + ATTENTION];
     if (!numbers(args, given - 1, 15 + ATTENTION, n)) return NULL;

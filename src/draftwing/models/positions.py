@@ -1,0 +1,115 @@
+"""What a config.json says of positions: how far the layers attend, and their rotary embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from draftwing.errors import CheckpointError
+from draftwing.layers.rope import RopeConfig, yarn_attention_factor
+from draftwing.models.fields import LARGEST, Fields
+from draftwing.requests.refusals import show
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Whether `use_sliding_window` decides, and then all layers have the window, or those from `max_window_layers` on.
+WindowSwitch = Literal["", "all", "upper"]
+_FIRST_WINDOWED = 28  # of families with a switch, where the config does not say `max_window_layers`
+
+
+def windows(
+    fields: Fields, layers: int, max_positions: int, default: int | None, switch: WindowSwitch = "", pattern: int = 0
+) -> tuple[int, ...]:
+    """The sliding window of each layer, 0 where it sees everything; empty where no layer has one.
+
+    default: the window where the config has no such key, 0: there is none then, None: the key is a leftover.  pattern:
+    one in so many layers sees everything, the last of each; 0: none.  A window as long as the context cuts nothing off.
+    """
+    kinds = fields.texts("layer_types")
+    for kind in set(kinds) - {_FULL, _SLIDING}:
+        raise refused(fields, "layer_types", kind)
+    window = fields.whole("sliding_window", 0, 2**40, -1) if fields.has("sliding_window") else default or -1
+    if default is None or (switch and not fields.flag("use_sliding_window")):
+        return ()
+    if kinds and len(kinds) < layers:
+        raise fields.unlike("layer_types", f"one for each of {layers} layers")
+    if not kinds and switch == "upper":
+        first = fields.whole("max_window_layers", 0, default=_FIRST_WINDOWED)
+        kinds = [_FULL if i < first else _SLIDING for i in range(layers)]
+    elif not kinds:
+        pattern = fields.whole("sliding_window_pattern", 1, default=pattern) if pattern else 0
+        kinds = [_FULL if pattern and not (i + 1) % pattern else _SLIDING for i in range(layers)]
+    if window < 0 or window >= max_positions or _SLIDING not in kinds[:layers]:
+        return ()
+    if window == 0:
+        raise fields.unlike("sliding_window", "1 or more")
+    return tuple(window if kind == _SLIDING else 0 for kind in kinds[:layers])
+
+
+def ropes(
+    fields: Fields, theta: float, local_theta: float | None, max_positions: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary embedding of the layers, and that of those with a window, None where it is the same.
+
+    Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both, and may hold them for each type of
+    layer. theta: where the config has none.  local_theta: of layers with a window, for families that have one of
+    their own.
+    """
+    key = "rope_scaling" if fields.get("rope_parameters") is None else "rope_parameters"
+    given = fields.inner(key)
+    theta = fields.number("rope_theta", 1, 1e15, theta)
+    if local_theta is None:
+        if any(isinstance(value, Mapping) for value in given.values()):
+            raise refused(fields, f"{key} per layer type", dict(given.items()))
+        return rope(given, theta, max_positions), None
+    local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta)
+    by_kind = any(given.get(kind) is not None for kind in (_FULL, _SLIDING))
+    of_all = given.inner(_FULL) if by_kind else given
+    return rope(of_all, theta, max_positions), rope(given.inner(_SLIDING), local_theta, max_positions)
+
+
+def rope(scaling: Fields, theta: float, max_positions: int) -> RopeConfig:
+    """One rotary embedding; theta: where `scaling` has none."""
+    theta = scaling.number("rope_theta", 1, 1e15, theta)
+    if scaling.number("partial_rotary_factor", 0, 1, 1) != 1:
+        raise refused(scaling, "partial_rotary_factor", scaling.get("partial_rotary_factor"))
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind not in ("linear", "llama3", "yarn"):
+        raise refused(scaling, "rope_type", kind)
+    factor = scaling.number("factor", 1e-3, 1e6)
+    if kind == "linear":
+        return RopeConfig(theta, "linear", factor)
+    if kind == "yarn":
+        return _yarn(scaling, theta, factor, max_positions)
+    low, high = scaling.number("low_freq_factor", 1e-3, 1e6), scaling.number("high_freq_factor", 1e-3, 1e6)
+    if low >= high:
+        raise scaling.unlike("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+    positions = scaling.number("original_max_position_embeddings", 1, LARGEST)
+    return RopeConfig(theta, "llama3", factor, low, high, int(positions))
+
+
+def _yarn(scaling: Fields, theta: float, factor: float, max_positions: int) -> RopeConfig:
+    fast, slow = scaling.number("beta_fast", 0, 1e6, 32.0), scaling.number("beta_slow", 0, 1e6, 1.0)
+    positions = scaling.number("original_max_position_embeddings", 1, LARGEST, float(max_positions))
+    mscale, all_dim = scaling.number("mscale", 0, 1e3, 0.0), scaling.number("mscale_all_dim", 0, 1e3, 0.0)
+    inferred = yarn_attention_factor(factor)
+    if mscale and all_dim:
+        inferred = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, all_dim)
+    if theta <= 1:
+        raise scaling.unlike("rope_theta", "more than 1")
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_positions=int(positions),
+        beta_fast=fast or 32.0,
+        beta_slow=slow or 1.0,
+        truncate=scaling.flag("truncate", True),
+        attention_factor=scaling.number("attention_factor", 0, 1e3, inferred),
+    )
+
+
+def refused(fields: Fields, key: str, value: object) -> CheckpointError:
+    """A value that has no code here."""
+    return CheckpointError(f"{fields.where}: {fields.inside}{key} = {show(value)} is not supported")
