@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
@@ -50,9 +53,14 @@ def ops(request: pytest.FixtureRequest, device: torch.device) -> TorchOps:
     return TritonOps(device)
 
 
+@pytest.mark.parametrize("experts", [None, ExpertConfig(6, 2, 48), ExpertConfig(4, 3, 32, False, True, True, 1.5)])
 @torch.inference_mode()
-def test_packed_decoder_gives_the_same(device: torch.device, ops: TorchOps) -> None:
-    model = DecoderModel(CONFIG, torch.float32, device)
+def test_packed_decoder_gives_the_same(
+    request: pytest.FixtureRequest, device: torch.device, ops: TorchOps, experts: ExpertConfig | None
+) -> None:
+    if ops.name == "triton":
+        request.getfixturevalue("mended_interpreter")
+    model = DecoderModel(replace(CONFIG, experts=experts), torch.float32, device)
     filled(model, 0)
     model.set_max_positions(32)
     ids, positions = torch.arange(5, device=device), torch.arange(5, device=device)

@@ -13,6 +13,8 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.groups import sizes_of
+from draftwing.ops.groups import PackedGroups, unpacked
 from draftwing.ops.torch.experts import ExpertGemm, Routed
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 
@@ -32,13 +34,14 @@ class ExpertMLP(nn.Module):
         self.gate_up = ExpertLinear(hidden, 2 * experts.ffn, experts.count, experts.bias, dtype, device, form)
         self.down = ExpertLinear(experts.ffn, hidden, experts.count, experts.bias, dtype, device, form)
         self._ops: LayerOps = PLAIN
+        self._exact = False
 
-    def pack(self, ops: LayerOps) -> None:
-        self._ops = ops
+    def pack(self, ops: LayerOps, mode: PackMode) -> None:
+        self._ops, self._exact = ops, mode.deterministic
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
-        routed = self._ops.route(self.router(x), self.experts.top_k, self.experts.renormalise)
+        routed = self._ops.route(self.router(x), self.experts.top_k, self.experts.renormalise, self._exact)
         inner = self.gate_up.gated(x, routed, self.experts.limit)  # [pairs, ffn]
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)
@@ -72,14 +75,21 @@ class ExpertLinear(Linear):
         if self._packed:
             return
         self._ops, self._packed = ops, True
-        mode = mode or PackMode()
+        mode, groups = mode or PackMode(), self.op.groups()
+        if groups is not None:
+            self._gemm = ops.expert_gemm(groups, self.count)
+            if self._gemm is not None:
+                self.op = ExpertGroups(self, groups)
+                return
+            self.weight = nn.Parameter(unpacked(groups), False)
+            self.op = InferenceDense(self)
         if ops.reads_routes:
             self.op = self._gemm = EachExpert(self._each(ops, mode), self)
             for name in [name for name, _ in self.named_parameters() if name != "bias"]:
                 delattr(self, name)
             return
         weight = as_dense(self)
-        self.op, self._gemm = InferenceDense(self), ops.expert_gemm(weight, self.count, mode.deterministic)
+        self.op, self._gemm = InferenceDense(self), ops.expert_gemm(weight, self.count)
         if self._gemm is None and mode.deterministic and not ops.gemm_keeps_bits(weight):
             raise ConfigError(
                 f"--enable-deterministic-inference: expected {mode.name}.weight in a type and size that there are "
@@ -125,6 +135,21 @@ class ExpertLinear(Linear):
             one.pack(ops, mode._replace(name=f"{mode.name}.{expert}"))
             layers.append(one)
         return layers
+
+
+class ExpertGroups(LinearOp):
+    """What is known of a weight that stays quantised beside its GEMM."""
+
+    def __init__(self, layer: Linear, weight: PackedGroups) -> None:
+        super().__init__(layer)
+        self._weight = weight
+
+    @property
+    def sizes(self) -> Counter[str]:
+        return sizes_of(self._weight)
+
+    def dense_weight(self) -> Tensor:
+        return unpacked(self._weight)
 
 
 class EachExpert(LinearOp):

@@ -241,8 +241,10 @@ def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear |
         if isinstance(part, Linear):
             rows_only = part in tables and part is not keep
             part.pack(ops, mode._replace(name=name, keep_weight=part is keep, rows_only=rows_only))
-        elif isinstance(part, RMSNorm | Embedding | ExpertMLP):
+        elif isinstance(part, RMSNorm | Embedding):
             part.pack(ops)
+        elif isinstance(part, ExpertMLP):
+            part.pack(ops, mode)
         elif isinstance(part, DecoderLayer):
             layers.append(part)
     for layer in layers:

@@ -130,19 +130,26 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     )  # fmt: skip
 
 
+def units_of(weight: PackedGroups) -> tuple[int, int]:
+    """The power of 2 that scales are to be multiplied with, and the bit of a word that codes of 4 bits begin at; the
+    mantissas of zeros, too."""
+    dtype = weight.scales.dtype
+    return -(_FP8_UNIT if weight.fp8 else _UNITS[dtype] - _LESS[dtype]), _FIRST[dtype]
+
+
 def unpacked(weight: PackedGroups) -> Tensor:
     """[rows, columns] in the type of activations: the values that kernels compute, columns in the matrix's order."""
     chunks, dtype = weight.columns // CHUNK, weight.scales.dtype
-    unit = _FP8_UNIT if weight.fp8 else _UNITS[dtype] - _LESS[dtype]
+    unit, first = units_of(weight)
     group = torch.arange(2 * chunks, device=weight.codes.device) * SMALLEST // int(CHUNK * 2.0**weight.shift)
 
     def by_half_chunk(values: Tensor, power: int) -> Tensor:  # [tiles, groups, 8, 2] -> [tiles, 2, 8, chunks, 2, 1]
         spread = values[:, group].permute(0, 3, 2, 1).unflatten(3, (chunks, 2)).unsqueeze(-1)
         return _times_power(spread, power)
 
-    scales = by_half_chunk(weight.scales, -unit)
+    scales = by_half_chunk(weight.scales, unit)
     if weight.bits == 4:
-        codes = _from_nibble_tiles(weight.codes, chunks, _FIRST[dtype]).float()
+        codes = _from_nibble_tiles(weight.codes, chunks, first).float()
         codes += -8 if weight.zeros is None else by_half_chunk(weight.zeros, _UNITS[dtype])
     else:
         codes = (_from_fp8_tiles if weight.fp8 else _from_byte_tiles)(weight.codes, chunks).float()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
 from draftwing.ops.types import BlockRows, QuantizedRows
 from draftwing.parallel.cut import Cut
@@ -66,6 +67,10 @@ class LinearOp:
     def stored_rows(self, start: int, rows: int) -> list[tuple[int, BlockRows]] | None:
         """Rows [start, start + rows) of a weight that is not packed, as `keep` took them, each part with the row that
         it begins with; None where `dense_weight` has them."""
+        return None
+
+    def groups(self) -> PackedGroups | None:
+        """The weight, not packed yet, as it stays quantised in groups; None where it is to be multiplied out."""
         return None
 
     def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:

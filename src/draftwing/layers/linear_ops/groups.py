@@ -94,14 +94,17 @@ class Groups(Dense):
         return sum((sizes_of(part) for part in self._parts.values()), Counter[str]())
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
+        whole = self.groups()
+        return None if whole is None else PackedLinear(self.layer, ops, whole, mode)
+
+    def groups(self) -> PackedGroups | None:
         if not self._parts:
             return None
         whole = None if hasattr(self.layer, "weight") else join([self._parts[at] for at in sorted(self._parts)])
-        if whole is not None:
-            self._parts.clear()
-            return PackedLinear(self.layer, ops, whole, mode)
-        self._multiply_out()
-        return None
+        if whole is None:
+            self._multiply_out()
+        self._parts.clear()
+        return whole
 
     def _multiply_out(self) -> None:
         """What one kernel does not read at once: parts that are dense, or quantised in different ways."""

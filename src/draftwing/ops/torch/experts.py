@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops.groups import PackedGroups
+
 SWIGLU_ALPHA = 1.702  # of the clamped gate
+
+
+class ExpertTiles(NamedTuple):
+    """Pairs in the order of their experts, in tiles of up to `rows`, each of one expert."""
+
+    order: Tensor  # [pairs] int32
+    tiles: (
+        Tensor  # [3, T] int32: the expert, -1 of a tile that is not there; its first pair in `order`; how many it has
+    )
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class Routed:
     experts: Tensor  # [M, top_k] int64, best first
     weights: Tensor  # [M, top_k] float32 or wider
     count: int  # experts that there are
+    tiles: ExpertTiles | None = None  # for kernels that want them
 
     @property
     def pairs(self) -> int:
@@ -45,8 +58,7 @@ class Routed:
 
 
 class ExpertGemm(Protocol):
-    """GEMMs with the weights of all experts; those that nobody chose are not read. A row has the same bits in any batch
-    where the device's mode asks for it."""
+    """GEMMs with the weights of all experts; those that nobody chose are not read."""
 
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         """x [M or pairs, in], bias [count * out] -> row of a pair @ weight of its expert^T + bias, [pairs, out]"""
@@ -63,9 +75,10 @@ class ExpertOps:
 
     reads_routes = False  # whether the host may read which experts were chosen, for it shares the device's memory
 
-    def route(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
+    def route(self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False) -> Routed:
         """logits [M, count] -> the best experts of each row, with their probabilities under the softmax of all, in
-        float32 or wider. renormalise: so that they sum to 1, which makes it the softmax of those chosen."""
+        float32 or wider. renormalise: so that they sum to 1, which makes it the softmax of those chosen. exact: GEMMs
+        are to give a row the same bits in any batch."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         best, experts = wide.topk(top_k, -1)
         weights = best.softmax(-1) if renormalise else wide.softmax(-1).gather(-1, experts)
@@ -99,6 +112,7 @@ class ExpertOps:
             out = torch.where(flat == expert, F.linear(rows, part, of), out)
         return out
 
-    def expert_gemm(self, weight: Tensor, count: int, deterministic: bool) -> ExpertGemm | None:
-        """The device's GEMMs with weights [count * out, in], or None where it has none for them."""
+    def expert_gemm(self, weight: Tensor | PackedGroups, count: int) -> ExpertGemm | None:
+        """The device's GEMMs with the weights [count * out, in] of experts, or None where it has none for them. A row
+        has the same bits in any batch if `route` was told so."""
         return None

@@ -9,8 +9,9 @@ from draftwing.ops import groups
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.groups import PackedGroups
+from draftwing.ops.torch.experts import ExpertGemm, Routed
 from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, PeerSums, SmallMGemm, TallGemm
-from draftwing.ops.triton import layers, peer_sums
+from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums
 from draftwing.ops.types import QuantizedRows
 from draftwing.ops.upload import uploaded
 
@@ -26,12 +27,24 @@ class TritonLayerOps(LayerOps):
     silu_mul = staticmethod(layers.silu_mul)
     fuse_inputs = staticmethod(layers.fuse_inputs)
     sum_parts = staticmethod(layers.sum_parts)
+    clamped_swiglu = staticmethod(experts.clamped_swiglu)
+    mix = staticmethod(experts.mix)
 
     def peer_sums(self, rank: int, ranks: int, exchange: Exchange) -> PeerSums | str:
         try:
             return peer_sums.PeerSums(rank, ranks, exchange, self.device)
         except NoPeers as error:
             return str(error)
+
+    def route(self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False) -> Routed:
+        return experts.route(logits, top_k, renormalise, exact)
+
+    @property
+    def reads_routes(self) -> bool:  # type: ignore[override]
+        return False
+
+    def expert_gemm(self, weight: Tensor | PackedGroups, count: int) -> ExpertGemm | None:
+        return expert_gemm.ExpertGemm(weight, count) if expert_gemm.takes(weight, count) else None
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Torch's sum on a GPU takes another order when there are more rows."""

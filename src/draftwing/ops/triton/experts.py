@@ -1,0 +1,232 @@
+"""Triton kernels of mixtures of experts beside their GEMMs: routing, tiles of pairs, and the sum over choices.
+
+What a token gets depends on that token alone; how pairs are grouped into tiles has no influence on it.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.ops.torch.experts import SWIGLU_ALPHA, ExpertTiles, Routed
+from draftwing.ops.triton.common import lanes, launch_options, start
+
+FEW_PAIRS = 1024  # up to so many one program sorts them; more are sorted by torch
+FEW_TOKENS = 128  # up to so many tiles have few rows: experts are chosen by few tokens each
+SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
+_COLUMNS = 1024  # of a row, summed by one program
+_CHUNK = 64  # pairs that are sorted at a time
+
+
+@triton.jit
+def _route_kernel(
+    experts,
+    weights,
+    logits,
+    stride,
+    COUNT: tl.constexpr,
+    TOP: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    LANES: tl.constexpr,
+    TOP_LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row. Of equal logits the first counts."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    place = tl.arange(0, TOP_LANES)
+    start(PDL)
+    value = tl.load(logits + row * stride + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
+    largest = tl.max(value, 0)
+    total = tl.sum(tl.exp(value - largest), 0)
+    chosen = tl.zeros([TOP_LANES], tl.int32)
+    found = tl.full([TOP_LANES], float("-inf"), tl.float32)
+    for choice in tl.static_range(TOP):
+        best = tl.max(value, 0)
+        expert = tl.min(tl.where(value == best, lane, COUNT - 1), 0)  # one that is there, if logits are not finite, too
+        chosen = tl.where(place == choice, expert, chosen)
+        found = tl.where(place == choice, best, found)
+        value = tl.where(lane == expert, float("-inf"), value)
+    weight = tl.exp(found - largest)
+    if RENORMALISE:
+        total = tl.sum(weight, 0)
+    there = place < TOP
+    tl.store(experts + row * TOP + place, chosen.to(tl.int64), mask=there)
+    tl.store(weights + row * TOP + place, weight / total, mask=there)
+
+
+@triton.jit(do_not_specialize=["pairs", "tile_count"])
+def _tile_kernel(
+    order,
+    tiles,
+    experts,
+    pairs,
+    tile_count,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE_LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: counts the pairs of each expert, puts them in the order of experts, and cuts that into tiles."""
+    lane = tl.arange(0, LANES)
+    place = tl.arange(0, CHUNK)
+    start(PDL)
+    counts = tl.zeros([LANES], tl.int32)
+    for first in range(0, pairs, CHUNK):
+        expert = tl.load(experts + first + place, mask=first + place < pairs, other=-1).to(tl.int32)
+        counts += tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
+    begins = tl.cumsum(counts, 0) - counts
+    tile_counts = (counts + ROWS - 1) // ROWS
+    tile_ends = tl.cumsum(tile_counts, 0)
+    tile_begins = tile_ends - tile_counts
+
+    nexts = begins
+    for first in range(0, pairs, CHUNK):
+        there = first + place < pairs
+        expert = tl.load(experts + first + place, mask=there, other=-1).to(tl.int32)
+        same = (expert[:, None] == lane[None, :]).to(tl.int32)
+        at = tl.sum(same * (tl.cumsum(same, 0) - 1 + nexts[None, :]), 1)
+        tl.store(order + at, first + place, mask=there)
+        nexts += tl.sum(same, 0)
+
+    for first in range(0, tile_count, TILE_LANES):
+        tile = first + tl.arange(0, TILE_LANES)
+        own = (tile_begins[None, :] <= tile[:, None]) & (tile[:, None] < tile_ends[None, :])
+        number = tl.sum(tl.where(own, lane[None, :] + 1, 0), 1) - 1  # -1: there is no such tile
+        within = tl.sum(tl.where(own, (tile[:, None] - tile_begins[None, :]) * ROWS, 0), 1)
+        begin = tl.sum(tl.where(own, begins[None, :], 0), 1)
+        count = tl.sum(tl.where(own, counts[None, :], 0), 1)
+        mask = tile < tile_count
+        tl.store(tiles + tile, number, mask=mask)
+        tl.store(tiles + tile_count + tile, begin + within, mask=mask)
+        tl.store(tiles + 2 * tile_count + tile, tl.minimum(count - within, ROWS), mask=mask)
+
+
+@triton.jit
+def _mix_kernel(
+    out,
+    y,
+    weights,
+    residual,
+    residual_stride,
+    SIZE: tl.constexpr,
+    TOP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < SIZE
+    start(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP):
+        weight = tl.load(weights + row * TOP + choice)
+        total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + col, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def clamped_swiglu_of(gate, up, limit, ALPHA: tl.constexpr):
+    """gate, up float32 -> float32"""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+
+
+@triton.jit
+def _clamped_swiglu_kernel(
+    out, x, x_stride, limit, FFN: tl.constexpr, ALPHA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < FFN
+    start(PDL)
+    gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * FFN + col, clamped_swiglu_of(gate, up, limit, ALPHA).to(out.dtype.element_ty), mask=mask)
+
+
+def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool) -> Routed:
+    """See `ExpertOps.route`; with the tiles that kernels want."""
+    rows, count = logits.shape
+    assert logits.stride(1) == 1 and top_k <= count
+    experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    if rows:
+        _route_kernel[(rows,)](
+            experts, weights, logits, logits.stride(0), COUNT=count, TOP=top_k, RENORMALISE=renormalise,
+            LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1, **launch_options(logits.device),
+        )  # fmt: skip
+    return Routed(experts, weights, count, tiles_of(experts, count, tile_rows(rows, exact)))
+
+
+def tile_rows(tokens: int, exact: bool) -> int:
+    """Pairs of a tile. exact: bits do not depend on the number of tokens, as those of another tile may."""
+    return SMALL_TILE if exact or tokens <= FEW_TOKENS else LARGE_TILE
+
+
+def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
+    """experts [M, top_k] of `count` -> tiles of `rows` pairs, as many as there may be whatever was chosen."""
+    pairs = experts.numel()
+    most = min(pairs, count + pairs // rows)
+    if pairs > FEW_PAIRS:
+        return _sorted_tiles(experts.flatten(), count, rows, most)
+    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    tiles = torch.empty(3, most, dtype=torch.int32, device=experts.device)
+    if pairs:
+        _tile_kernel[(1,)](
+            order, tiles, experts, pairs, most, ROWS=rows, LANES=lanes(count), TILE_LANES=64,
+            CHUNK=min(_CHUNK, triton.next_power_of_2(max(pairs, 16))), num_warps=8, **launch_options(experts.device),
+        )  # fmt: skip
+    return ExpertTiles(order, tiles, rows)
+
+
+def _sorted_tiles(flat: Tensor, count: int, rows: int, most: int) -> ExpertTiles:
+    """Of many pairs, by torch: shapes do not depend on data."""
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    ends, tile_counts = counts.cumsum(0), (counts + rows - 1) // rows
+    tile_ends, tile = tile_counts.cumsum(0), torch.arange(most, device=flat.device)
+    number = torch.searchsorted(tile_ends, tile, right=True)
+    known = number.clamp(max=count - 1)
+    within = (tile - (tile_ends - tile_counts)[known]) * rows
+    tiles = torch.stack((
+        torch.where(number < count, number, -1), (ends - counts)[known] + within,
+        (counts[known] - within).clamp(max=rows),
+    ))  # fmt: skip
+    return ExpertTiles(order.int(), tiles.int(), rows)
+
+
+def mix(y: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
+    """See `ExpertOps.mix`."""
+    (rows, top_k), size = routed.experts.shape, y.shape[1]
+    out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
+    if rows == 0:
+        return out
+    assert y.is_contiguous() and (residual is None or residual.stride(1) == 1)
+    block = min(triton.next_power_of_2(size), _COLUMNS)
+    _mix_kernel[(rows, triton.cdiv(size, block))](
+        out, y, routed.weights, residual, 0 if residual is None else residual.stride(0), SIZE=size, TOP=top_k,
+        RESIDUAL=residual is not None, BLOCK=block, num_warps=4, **launch_options(y.device),
+    )  # fmt: skip
+    return out
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """See `ExpertOps.clamped_swiglu`."""
+    rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty(rows, ffn, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        _clamped_swiglu_kernel[(rows, triton.cdiv(ffn, _COLUMNS))](
+            out, gate_up, gate_up.stride(0), limit, FFN=ffn, ALPHA=SWIGLU_ALPHA, BLOCK=_COLUMNS, num_warps=4,
+            **launch_options(gate_up.device),
+        )  # fmt: skip
+    return out

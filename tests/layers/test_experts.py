@@ -1,0 +1,87 @@
+"""Experts in every form that weights have: what is loaded expert by expert is what rows are multiplied with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from block_ops import BlockTorchOps
+from group_ops import GroupTorchOps
+from torch import Tensor
+
+from draftwing.layers.experts import ExpertLinear
+from draftwing.layers.linear_ops.base import PackMode, WeightFormat
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.linear_ops.groups import GroupFormat
+from draftwing.ops.torch.experts import ExpertOps
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import QuantizedRows
+
+CPU, COUNT, TOP = torch.device("cpu"), 4, 2
+
+
+def loaded(form: WeightFormat, parts: list[Tensor | QuantizedRows], bias: Tensor | None) -> ExpertLinear:
+    """parts: gates and ups of one expert after the other, each of so many rows."""
+    rows, columns = (parts[0] if isinstance(parts[0], Tensor) else parts[0].codes).shape
+    layer = ExpertLinear(columns, 2 * rows, COUNT, bias is not None, torch.bfloat16, CPU, form)
+    for number, part in enumerate(parts):
+        (place,) = form.slices("", number * rows, rows).values()
+        if not layer.op.keep(place, part):
+            assert isinstance(part, Tensor)
+            place._replace(param="weight").of(layer.weight).copy_(part)
+    if layer.bias is not None and bias is not None:
+        layer.bias.data.copy_(bias)
+    return layer
+
+
+def triton_ops() -> TorchOps:
+    pytest.importorskip("triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    return TritonOps(CPU)
+
+
+@pytest.mark.parametrize("rows", [32, 16])
+@pytest.mark.parametrize("case", ["dense", "plain", "blocks", "groups torch", "groups triton"])
+def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(COUNT * 2 * rows, generator=generator).bfloat16()
+    ops: TorchOps = BlockTorchOps(CPU)
+    form = DENSE
+    parts: list[Tensor | QuantizedRows]
+    if case.startswith("groups"):
+        if case == "groups triton":
+            request.getfixturevalue("mended_interpreter")
+        ops = triton_ops() if case == "groups triton" else GroupTorchOps(CPU)
+        form, parts = GroupFormat(ops=ops), []
+        for _ in range(2 * COUNT):
+            codes = torch.randint(-8, 8, (rows, 128), generator=generator, dtype=torch.int8)
+            scales = torch.rand(rows, 2, generator=generator) / 32
+            parts.append(QuantizedRows(codes, 4, scales.bfloat16(), None, 1, 64, None))
+        expected = torch.cat([part.dense(torch.bfloat16) for part in parts if isinstance(part, QuantizedRows)])
+        tolerance = 0.0
+    else:
+        parts = list((torch.randn(2 * COUNT * rows, 128, generator=generator) / 8).split(rows))
+        expected, tolerance = torch.cat(parts), 0.005
+        if case == "blocks":
+            form = BlockFormat("Q8_0", ops)
+    layer = loaded(form, parts, bias)
+    if tolerance:
+        torch.testing.assert_close(layer.op.dense_weight().float(), expected.float(), atol=tolerance, rtol=0.005)
+    x, logits = torch.randn(5, 128, generator=generator).bfloat16(), torch.randn(5, COUNT, generator=generator)
+    if case != "plain":
+        layer.pack(ops, PackMode())
+    else:
+        ops = ExpertOps()  # type: ignore[assignment]
+    assert layer.op.dense_weight().shape == expected.shape
+    routed = ops.route(logits, TOP, True)
+    matrices, biases = expected.double().view(COUNT, 2 * rows, 128), bias.double().view(COUNT, -1)
+    pairs = [(row, expert) for row in range(5) for expert in routed.experts[row].tolist()]
+    wanted = torch.stack([matrices[expert] @ x[row].double() + biases[expert] for row, expert in pairs])
+    torch.testing.assert_close(layer(x, routed).double(), wanted, atol=0.05, rtol=0.02)
+    gate, up = wanted.chunk(2, 1)
+    torch.testing.assert_close(layer.gated(x, routed).double(), gate * gate.sigmoid() * up, atol=0.1, rtol=0.03)
+    if case == "blocks":
+        assert set(layer.op.sizes) == {"Q8_0"} and not hasattr(layer, "weight")
+    if case == "groups triton":
+        assert set(layer.op.sizes) == {"int4"}

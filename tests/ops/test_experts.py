@@ -1,0 +1,175 @@
+"""Mixtures of experts, each implementation of this machine against loops in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwing.ops.groups import PackedGroups, pack, unpacked
+from draftwing.ops.torch.experts import ExpertOps, Routed
+from draftwing.ops.torch.ops import TorchOps
+from draftwing.ops.types import QuantizedRows
+
+COUNT, TOP = 6, 3
+
+
+def made(ops: TorchOps, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(ops.device, dtype)
+
+
+def by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
+    """[pairs, out] float64"""
+    matrices = weight.double().view(routed.count, -1, x.shape[1])
+    rows, every = [], routed.experts.flatten().tolist()
+    for pair, expert in enumerate(every):
+        y = matrices[expert] @ x[pair * len(x) // len(every)].double()
+        rows.append(y if bias is None else y + bias.view(routed.count, -1)[expert].double())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 6, 1), (5, 6, 3), (4, 128, 8)])
+def test_routes(ops: TorchOps, rows: int, count: int, top_k: int, renormalise: bool) -> None:
+    logits = made(ops, rows, count) * 3
+    routed = ops.route(logits, top_k, renormalise)
+    for row, experts, weights in zip(logits.double(), routed.experts, routed.weights, strict=True):
+        order = sorted(range(count), key=lambda i: -float(row[i]))[:top_k]
+        probability = (row - row.max()).exp()
+        probability /= probability.sum()
+        expected = probability[order] / (probability[order].sum() if renormalise else 1)
+        assert experts.tolist() == order
+        torch.testing.assert_close(weights.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_equal_logits_and_such_that_are_no_numbers_stay_among_the_experts(ops: TorchOps) -> None:
+    logits = torch.stack((torch.zeros(COUNT), torch.full((COUNT,), torch.nan), torch.full((COUNT,), -torch.inf)))
+    routed = ops.route(logits.to(ops.device), TOP, True)
+    assert routed.experts.min() >= 0 and routed.experts.max() < COUNT
+    assert len(set(routed.experts[0].tolist())) == TOP
+    assert not routed.weights[1].isfinite().any()  # so that the request fails, as it does with any such model
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_mixes(ops: TorchOps, residual: bool) -> None:
+    routed = ops.route(made(ops, 4, COUNT), TOP, True)
+    y, more = made(ops, 4 * TOP, 96, seed=1), made(ops, 4, 96, seed=2) if residual else None
+    expected = torch.einsum("mkn,mk->mn", y.double().view(4, TOP, 96), routed.weights.double())
+    expected = expected if more is None else expected + more.double()
+    torch.testing.assert_close(ops.mix(y, routed, more).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_clamps(ops: TorchOps) -> None:
+    gate_up = made(ops, 5, 2 * 96) * 4
+    gate, up = gate_up.double().chunk(2, -1)
+    gate, up = gate.clamp(max=2.5), up.clamp(-2.5, 2.5)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(ops.clamped_swiglu(gate_up, 2.5).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_plain_gemms_by_expert(ops: TorchOps) -> None:
+    routed = ops.route(made(ops, 7, COUNT), TOP, True)
+    weight, bias = made(ops, COUNT * 10, 32, seed=3), made(ops, COUNT * 10, seed=4)
+    x = made(ops, 7, 32, seed=5)
+    found = ops.experts_linear(x, weight, bias, routed)
+    torch.testing.assert_close(found.double(), by_hand(x, weight, bias, routed), atol=1e-4, rtol=1e-4)
+
+
+# -- Triton's GEMMs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton_ops(device: torch.device, mended_interpreter: None) -> TorchOps:
+    pytest.importorskip("triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    return TritonOps(device)
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, 16), (7, 16), (70, 16), (30, 64), (400, 64)])
+def test_tiles_have_every_pair_once_with_its_expert(triton_ops: TorchOps, rows: int, tile: int) -> None:
+    from draftwing.ops.triton.experts import tiles_of
+
+    experts = ExpertOps().route(made(triton_ops, rows, COUNT) * torch.tensor([3, 1, 1, 1, 0.1, 9.0]), TOP, True).experts
+    made_tiles, seen = tiles_of(experts.to(triton_ops.device), COUNT, tile), []
+    flat = experts.flatten().tolist()
+    for expert, first, count in made_tiles.tiles.t().tolist():
+        if expert < 0:
+            continue
+        pairs = made_tiles.order[first : first + count].tolist()
+        assert 0 < len(pairs) == count <= tile and {flat[pair] for pair in pairs} == {expert}
+        seen += pairs
+    assert sorted(seen) == list(range(rows * TOP))
+
+
+def weights_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PackedGroups:
+    generator = torch.Generator().manual_seed(7)
+    if kind == "dense":
+        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(dtype)
+    wide = {"int4 of 32": 32, "int4 of 64 with zeros": 64, "int4 of 128": 128}.get(kind, columns)
+    scales = torch.rand(rows, columns // wide, generator=generator) / columns**0.5
+    if kind == "fp8":
+        codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
+        codes[(codes & 127) == 127] = 0  # no numbers
+        return pack(QuantizedRows(codes.view(torch.float8_e4m3fn), 8, scales / 64, None, 1, wide, None), dtype, "cpu")
+    bits = 8 if kind == "int8" else 4
+    codes = torch.randint(-1 << bits - 1, 1 << bits - 1, (rows, columns), generator=generator, dtype=torch.int8)
+    zeros = torch.randint(-8, 8, scales.shape, generator=generator, dtype=torch.int16) if "zeros" in kind else None
+    return pack(QuantizedRows(codes, bits, scales / (64 if bits == 8 else 4), zeros, 1, wide, None), dtype, "cpu")
+
+
+def on(weight: Tensor | PackedGroups, device: torch.device) -> Tensor | PackedGroups:
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    return PackedGroups(*(part.to(device) if isinstance(part, Tensor) else part for part in weight))
+
+
+KINDS = ["dense", "int4 of 32", "int4 of 64 with zeros", "int4 of 128", "int8", "fp8"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> None:
+    """Against the matrix multiplied out, in float64; and each row alone has the same bits."""
+    if kind in ("int8", "fp8") and dtype == torch.float16:
+        pytest.skip("no such weights beside activations in float16")
+    weight = on(weights_of(kind, COUNT * 96, 128, dtype), triton_ops.device)
+    matrix = weight if isinstance(weight, Tensor) else unpacked(weight)
+    gemm = triton_ops.expert_gemm(weight, COUNT)
+    assert gemm is not None
+    logits, bias = made(triton_ops, 9, COUNT, seed=11), made(triton_ops, COUNT * 96, seed=12, dtype=dtype)
+    logits[:, 2] += 5  # one that all choose, more than a tile in the end
+    x, routed = made(triton_ops, 9, 128, seed=13, dtype=dtype), triton_ops.route(logits, TOP, True, True)
+    # The interpreter cuts bfloat16 off instead of rounding it, weights too.
+    expected, unit = by_hand(x, matrix, bias, routed), 2.0**-6 if dtype == torch.bfloat16 else 2.0**-10
+    found = gemm.linear(x, bias, routed)
+    torch.testing.assert_close(found.double(), expected, atol=unit, rtol=unit)
+    gate, up = expected.chunk(2, -1)
+    gated = gemm.gated(x, bias, routed, 0.0)
+    assert gated is not None
+    torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, atol=2 * unit, rtol=2 * unit)
+    for row in (0, 5):
+        alone = triton_ops.route(logits[row : row + 1], TOP, True, True)
+        own = slice(row * TOP, row * TOP + TOP)
+        assert torch.equal(gemm.linear(x[row : row + 1], bias, alone), found[own])
+        again = gemm.gated(x[row : row + 1], bias, alone, 0.0)
+        assert again is not None and torch.equal(again, gated[own])
+
+
+def test_triton_gemms_of_odd_sizes(triton_ops: TorchOps) -> None:
+    """Rows by pair, float32, columns and outputs that no tile divides, more pairs of an expert than a tile has."""
+    weight = made(triton_ops, COUNT * 2 * 50, 40, seed=1)
+    gemm = triton_ops.expert_gemm(weight, COUNT)
+    assert gemm is not None
+    logits = made(triton_ops, 40, COUNT, seed=2)
+    logits[:, 1] += 9
+    routed = triton_ops.route(logits, TOP, False)
+    x = made(triton_ops, 40 * TOP, 40, seed=3)
+    expected = by_hand(x, weight, None, routed)
+    torch.testing.assert_close(gemm.linear(x, None, routed).double(), expected, atol=1e-4, rtol=1e-4)
+    gate, up = expected.chunk(2, -1)
+    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+    clamped = gemm.gated(x, None, routed, 1.5)
+    assert clamped is not None
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(clamped.double(), expected, atol=1e-4, rtol=1e-4)
