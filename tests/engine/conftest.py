@@ -382,8 +382,8 @@ CUDA = pytest.param(
 @pytest.fixture(scope="session", params=["cpu", CUDA])
 def harness(request):
     """What the tests of the engine are made of, on the CPU and on CUDA. Where a test asks for it: "blocks", with
-    weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", with layers that see little
-    and have sinks, by the device's own attention; "ranks", a model spread over two ranks, whose plain answers are those
+    weights in blocks, by the CPU's own operations where they have such GEMMs; "windows", by the device's
+    own attention; "ranks", a model spread over two ranks, whose plain answers are those
     of the whole."""
     rig = Rig
     if request.param == "ranks":
@@ -400,7 +400,7 @@ def harness(request):
             return in_blocks(tiny_model(*args, **kw), ops)
     elif request.param.startswith("windows"):
         device = request.param.partition(" ")[2] or "cpu"
-        model = partial(tiny_model, device=device, windows=(6, 0), sinks=True)
+        model = partial(tiny_model, device=device)
         how = {"attn": pick_device(device).ops.attention, "device": device}
     else:
         device, model = request.param, partial(tiny_model, device=request.param)

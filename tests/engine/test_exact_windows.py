@@ -1,10 +1,14 @@
-"""Speculation on equals speculation off where layers have sliding windows and sinks: windows shorter than the text and
-about as long as a tree is deep, chunks, cached prefixes, preemption, and a draft model with windows of its own."""
+"""Speculation on equals speculation off where layers have sliding windows and sinks, and where they are Gemma's:
+windows shorter than the text and about as long as a tree is deep, chunks, cached prefixes, preemption, and a draft
+model with windows of its own."""
+
+from functools import partial
 
 import pytest
 import torch
 
 from draftwing.core import TreeShape
+from draftwing.layers.rope import RopeConfig
 from draftwing.ops import make_ops
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.model_drafter import ModelDrafter
@@ -18,15 +22,30 @@ CHAIN, TREE, DEEP = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(8, 2, 16)
 pytestmark = pytest.mark.parametrize("harness", ["windows", CUDA], indirect=True, scope="session")
 
 
-@pytest.fixture(scope="session")
-def case(harness, one_thread):
-    model, prompts = harness.tiny_model(), harness.prompts_for(8)
+SWITCHES = {
+    "sinks": dict(windows=(6, 0), sinks=True),
+    "gemma": dict(
+        windows=(6, 0),
+        qk_norm=True,
+        query_pre_attn_scalar=24,
+        local_rope=RopeConfig(100.0),
+        wide_norms=True,
+        gemma=True,
+    ),
+}
+
+
+@pytest.fixture(scope="session", params=SWITCHES)
+def case(request, harness, one_thread):
+    tiny_model = partial(harness.tiny_model, **SWITCHES[request.param])
+    model, prompts = tiny_model(), harness.prompts_for(8)
     params = [harness.greedy(40) if i % 2 else harness.seeded(40, seed=i) for i in range(8)]
     expected = harness.plain_answers(model, prompts, params)
-    whole = harness.tiny_model()
+    whole = tiny_model()
     for layer in whole.layers:  # the same weights, all of which see everything
         layer.attention._window = 0
     assert harness.plain_answers(whole, prompts, params).tokens != expected.tokens, "windows change nothing here"
+    model.again = tiny_model
     return model, prompts, params, expected, harness.make_book(prompts, expected)
 
 
@@ -76,6 +95,6 @@ def test_a_draft_model_with_windows(harness, case):
     params = [harness.greedy(40)] * len(prompts)
     expected = harness.plain_answers(model, prompts, params)
     ops = make_ops(torch.device(harness.device))
-    drafter = ModelDrafter(DraftLM(harness.tiny_model(), harness.VOCAB), 7, TREE.topk, torch.float32, ops)
+    drafter = ModelDrafter(DraftLM(model.again(), harness.VOCAB), 7, TREE.topk, torch.float32, ops)
     rig = answer(harness, (model, prompts, params, expected, None), shapes=(TREE,), drafter=drafter, lag=1)
     assert rig.accept_length > 4, "a draft of 4 tokens is nearly always right"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference.hf_configs import (
+    GEMMA3_1B,
     LLAMA2_7B,
     LLAMA32_1B,
     MISTRAL_7B_V01,
@@ -95,6 +96,14 @@ def test_model_type_stands_in_for_missing_architectures() -> None:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
+def test_gemma3() -> None:
+    config = from_hf(GEMMA3_1B)
+    assert config.windows == ((512,) * 5 + (0,)) * 4 + (512, 512) and config.tie_embeddings and config.wide_norms
+    assert config.rope == RopeConfig(1e6) and config.local_rope == RopeConfig(1e4)
+    larger = {**GEMMA3_1B, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    assert from_hf(larger).rope == RopeConfig(1e6, "linear", 8.0) and from_hf(larger).local_rope == RopeConfig(1e4)
+
+
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
@@ -135,6 +144,10 @@ def test_harmless_values_are_accepted(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
+        ({**GEMMA3_1B, "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({**GEMMA3_1B, "hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ({**GEMMA3_1B, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({**GEMMA3_1B, "sliding_window": None}, "sliding_window: expected 1 or more"),
         ({**MISTRAL_7B_V01, "sliding_window": 0}, "sliding_window: expected 1 or more"),
         ({**MISTRAL_7B_V01, "layer_types": ["sliding_attention"] * 31}, "layer_types: expected one for each of 32"),
         ({**LLAMA2_7B, "layer_types": ["linear_attention"] * 32}, "linear_attention"),

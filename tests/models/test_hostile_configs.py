@@ -15,6 +15,7 @@ import pytest
 import tiny_gguf
 import torch
 from reference.hf_configs import (
+    GEMMA3_1B,
     LLAMA2_7B,
     LLAMA32_1B,
     MISTRAL_7B_V01,
@@ -41,11 +42,13 @@ from draftwing.models.loader import folder_tensors, load_config, load_model, rea
 MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 EVERY = (
     LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
+    GEMMA3_1B,
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"),
     "", "x", "1", "\ud800", "a" * 1000, [], [[]], [None], [1, "x"], [{}], ["x"] * 1000, {}, {"x": 1},
-    {"rope_type": 3},
+    {"rope_type": 3}, {"rope_type": "yarn", "factor": 1e-3, "beta_fast": 0, "beta_slow": 1e6}, {"full_attention": 1},
+    {"rope_type": "yarn", "factor": 2, "rope_theta": 1}, {"sliding_attention": {"rope_type": "yarn"}},
     {"rope_type": "llama3", "factor": "x"}, {"type": []}, {"factor": 0}, {"quant_method": ["x"]}, {"rope_theta": -1},
     {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
      "original_max_position_embeddings": 1}, {"rope_type": "linear", "factor": 10**400},

@@ -158,6 +158,32 @@ def test_silu_mul(ffn: int, dtype: torch.dtype, ops: TorchOps) -> None:
         assert (found != rounded)[1:].float().mean() < 2e-3
 
 
+@pytest.mark.parametrize("ffn", [16, 100, 1536])
+def test_gelu_mul(ffn: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    x = made(ops, dtype, 5, 2 * ffn) * 4
+    x[0, :4] = torch.tensor([-1e4, 1e3, 0.0, -0.0], dtype=dtype)
+    found = ops.gelu_mul(x)
+    gate, up = x.double().chunk(2, -1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if ops.name == "torch" and dtype == torch.float32:  # whose approximation cancels
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=3e-6)
+    else:
+        close(found, expected, ops, 2.1)
+    assert torch.equal(ops.gelu_mul(x[3:4]), found[3:4])
+
+
+@pytest.mark.parametrize("size", [104, 576])
+def test_norms_with_weights_in_float32(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Rounded once, at the end."""
+    x, weight = made(ops, dtype, 5, size), made(ops, torch.float32, size, seed=1) + 1
+    found = ops.rms_norm(x, weight, 1e-5)
+    assert found.dtype == dtype
+    close(found, norm64(x, weight, 1e-5), ops, 1.1)
+    assert torch.equal(ops.rms_norm(x[3:4], weight, 1e-5), found[3:4])
+    total, normed = ops.add_rms_norm(x, x, weight, 1e-5)
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))
+
+
 def test_what_is_not_finite_stays_so(dtype: torch.dtype, ops: TorchOps) -> None:
     """A broken model must show as such."""
     x = torch.zeros(3, 32, dtype=dtype, device=ops.device)

@@ -76,7 +76,7 @@ class Executor:
         self._lag: Lag | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
-            self._lag = Lag(drafter, table, self.ops, width, model.norm.weight.dtype)
+            self._lag = Lag(drafter, table, self.ops, width, model.dtype)
         self._tail = drafter.tail if drafter is not None else 0
         self._batches = Batches(table, device.ops)
         self.calibration = new_calibration(device.device)

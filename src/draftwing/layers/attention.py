@@ -25,8 +25,9 @@ class Attention(nn.Module):
         q_rows, kv_rows, form = self.heads * self.head_dim, self.kv_heads * self.head_dim, config.weight_format
         hidden = config.hidden
         self.qkv = Linear(in_size or hidden, q_rows + 2 * kv_rows, config.qkv_bias, dtype, device, form)
-        self.q_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.eps, dtype, device) if config.qk_norm else None
+        wide = config.norm_dtype(dtype)
+        self.q_norm = RMSNorm(self.head_dim, config.eps, wide, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.eps, wide, device) if config.qk_norm else None
         self.o = row_parallel(Linear(q_rows, hidden, config.o_bias, dtype, device, form), config.ranks)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from draftwing.errors import ConfigError
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
@@ -32,7 +34,9 @@ class ExpertConfig:
 class LayerConfig:
     """Sizes of one decoder layer, those of this rank where a model is spread over several.
 
-    window, query_pre_attn_scalar: as `AttentionKind` has them.  sinks: whether its heads have them.
+    window, query_pre_attn_scalar: as `AttentionKind` has them.  sinks: whether its heads have them.  wide_norms:
+    whether weights of norms are in float32, and what they are multiplied with is not rounded before.  gemma: norms
+    after attention and MLP too, and a gate by GELU.
     """
 
     hidden: int
@@ -49,8 +53,14 @@ class LayerConfig:
     window: int = 0
     sinks: bool = False
     query_pre_attn_scalar: int = 0
+    wide_norms: bool = False
+    gemma: bool = False
     weight_format: WeightFormat = DENSE
     ranks: Ranks = ALONE
+
+    def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the weights of norms in a model in `dtype`, which is what float64 stays in tests."""
+        return torch.promote_types(dtype, torch.float32) if self.wide_norms else dtype
 
     def spread(self, ranks: Ranks) -> LayerConfig:
         """The sizes of one rank, which has heads and a share of the MLP; a key/value head may be on several. Raises

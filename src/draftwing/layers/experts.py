@@ -39,7 +39,7 @@ class ExpertMLP(nn.Module):
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
         self._ops, self._exact = ops, mode.deterministic
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
         routed = self._ops.route(self.router(x), self.experts.top_k, self.experts.renormalise, self._exact)
         inner = self.gate_up.gated(x, routed, self.experts.limit)  # [pairs, ffn]

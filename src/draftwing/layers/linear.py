@@ -61,8 +61,11 @@ class Linear(nn.Module):
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
-    def gated(self, x: Tensor) -> Tensor:
-        """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups."""
+    def gated(self, x: Tensor, gelu: bool = False) -> Tensor:
+        """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups. gelu: by
+        GELU instead."""
+        if gelu:
+            return self._ops.gelu_mul(self.op(x, self.bias))
         out = self.op.gated(x, self.bias)
         return self._ops.silu_mul(self.op(x, self.bias)) if out is None else out
 

@@ -30,7 +30,10 @@ class ModelConfig:
 
     dtype: what the checkpoint was saved in, None where it does not say.  stop_ids: end-of-text ids that the model's
     own config names.  max_positions: the trained context length.  windows: the sliding window of each layer, 0 where
-    it sees everything; empty where no layer has one.  sinks: whether attention has them.  experts: of layers whose MLP
+    it sees everything; empty where no layer has one.  local_rope: of layers with a window, None: that of the others.
+    sinks: whether attention has them.  query_pre_attn_scalar: as `AttentionKind.scalar`.  wide_norms: as `LayerConfig`
+    has them.  gemma: whether layers are those of Gemma 3: norms before and after each part, whose weights are stored
+    less 1, a GELU gate, embeddings times the root of the hidden size.  experts: of layers whose MLP
     is a mixture of them, which are all but `dense_layers`.  weight_format: of the layers' matrices.  vocab_format: of
     the embedding and the head.  quantization: how matrices are stored that are quantised in a way which any format
     takes, None where none are.
@@ -52,7 +55,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
     sinks: bool = False
+    query_pre_attn_scalar: int = 0
+    wide_norms: bool = False
+    gemma: bool = False
     experts: ExpertConfig | None = None
     dense_layers: frozenset[int] = frozenset()
     tie_embeddings: bool = False
@@ -61,6 +68,10 @@ class ModelConfig:
     weight_format: WeightFormat = DENSE
     vocab_format: WeightFormat = DENSE
     quantization: Quantization | None = None
+
+    def layer_window(self, index: int) -> int:
+        """The sliding window of a layer, 0: none."""
+        return self.windows[index] if self.windows else 0
 
     def layer(self, index: int = 0) -> LayerConfig:
         """What a layer is built from."""
@@ -75,8 +86,11 @@ class ModelConfig:
             o_bias=self.o_bias,
             mlp_bias=self.mlp_bias,
             qk_norm=self.qk_norm,
-            window=self.windows[index] if self.windows else 0,
+            window=self.layer_window(index),
             sinks=self.sinks,
+            query_pre_attn_scalar=self.query_pre_attn_scalar,
+            wide_norms=self.wide_norms,
+            gemma=self.gemma,
             experts=None if index in self.dense_layers else self.experts,
             weight_format=self.weight_format,
         )
@@ -124,6 +138,12 @@ class Family(NamedTuple):
     head_dim: int | None = None  # when the config has none; None: hidden_size / heads
     sliding_window: int | None = None  # when the config has no such key, 0: none; None: the key is a leftover
     window_switch: WindowSwitch = ""
+    window_pattern: int = 0  # without `layer_types` one in so many layers has no window, 0: none of them
+    theta: float = 10000.0  # `rope_theta` when the config has none
+    local_theta: float | None = None  # the same of `rope_local_base_freq`; None: all layers have one rotary embedding
+    sinks: bool = False
+    wide_norms: bool = False
+    gemma: bool = False
     experts: Literal["", "mixtral", "qwen"] = ""  # whose keys speak of experts
 
 
@@ -134,6 +154,17 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, sliding_window=4096, window_switch="upper"),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, sliding_window=4096, window_switch="all", experts="qwen"),
     "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, sliding_window=0, experts="mixtral"),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        qk_norm=True,
+        head_dim=256,
+        sliding_window=4096,
+        window_pattern=6,
+        theta=1e6,
+        local_theta=1e4,
+        wide_norms=True,
+        gemma=True,
+    ),
     "MiMoForCausalLM": Family("mimo", qkv_bias=True, o_bias=False, sliding_window=4096, window_switch="upper"),
 }
 
@@ -191,6 +222,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "rotary_pct": (1,),
     "scale_depth": (),
     "scale_emb": (1,),
+    "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
@@ -203,15 +235,17 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(config, f"config of {name}")
     for key, neutral in NEUTRAL_VALUES.items():
         value = config.get(key)
-        if value is not None and value not in neutral and not (family.experts and key in _COUNTS):
+        if value is not None and value not in neutral and not _reads(family, key):
             raise _refused(key, value, name)
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise _refused("hidden_act", activation, name)
+    key, known = ("hidden_activation", _GELU) if family.gemma else ("hidden_act", ("silu", "swish"))
+    activation = fields.text(key, known[0])
+    if activation not in known:
+        raise _refused(key, activation, name)
     max_positions, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
     hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
     attention_bias = fields.flag("attention_bias")
     weight_format, quantization = _stored_as(fields)
+    rope, local_rope = ropes(fields, family.theta, family.local_theta, max_positions)
     return ModelConfig(
         architecture=name,
         hidden_size=hidden,
@@ -223,15 +257,22 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         vocab_size=fields.whole("vocab_size"),
         max_positions=min(max_positions, MOST_POSITIONS),
         norm_eps=fields.number("rms_norm_eps", 0, 1, 1e-6),
-        rope=ropes(fields, 10000.0, None, max_positions)[0],
+        rope=rope,
         qkv_bias=attention_bias if family.qkv_bias == "key" else bool(family.qkv_bias),
         o_bias=attention_bias if family.o_bias == "key" else bool(family.o_bias),
         mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
-        windows=windows(fields, layers, max_positions, family.sliding_window, family.window_switch),
+        windows=windows(
+            fields, layers, max_positions, family.sliding_window, family.window_switch, family.window_pattern
+        ),
+        local_rope=local_rope,
+        sinks=family.sinks,
+        query_pre_attn_scalar=fields.whole("query_pre_attn_scalar", default=256) if family.gemma else 0,
+        wide_norms=family.wide_norms,
+        gemma=family.gemma,
         experts=_experts(fields, family),
         dense_layers=_dense_layers(fields, layers) if family.experts == "qwen" else frozenset(),
-        tie_embeddings=fields.flag("tie_word_embeddings"),
+        tie_embeddings=fields.flag("tie_word_embeddings", family.gemma),
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),
         weight_format=weight_format,
@@ -262,6 +303,12 @@ def _refused(key: str, value: object, architecture: str) -> CheckpointError:
 
 
 _COUNTS = ("num_experts", "num_local_experts")
+_GELU = ("gelu_pytorch_tanh", "gelu_new")  # two names of the same
+
+
+def _reads(family: Family, key: str) -> bool:
+    """Whether it is one of the `NEUTRAL_VALUES` whose values this family knows."""
+    return (bool(family.experts) and key in _COUNTS) or (family.gemma and key == "query_pre_attn_scalar")
 
 
 def _experts(fields: Fields, family: Family) -> ExpertConfig | None:

@@ -30,7 +30,8 @@ from draftwing.parallel.ranks import ALONE, Ranks
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each of which adds the residual stream to what it gives."""
+    """Pre-norm attention and MLP, each of which adds the residual stream to what it gives. Gemma's have a norm behind
+    each, too, before the residual stream is added."""
 
     def __init__(
         self,
@@ -45,9 +46,12 @@ class DecoderLayer(nn.Module):
         whether there is a norm before attention."""
         super().__init__()
         self.index = index
-        self.attn_norm = RMSNorm(config.hidden, config.eps, dtype, device) if norms_input else None
+        wide = config.norm_dtype(dtype)
+        self.attn_norm = RMSNorm(config.hidden, config.eps, wide, device) if norms_input else None
         self.attention = Attention(config, index, dtype, device, in_size)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps, dtype, device)
+        self.attn_out_norm = RMSNorm(config.hidden, config.eps, wide, device) if config.gemma else None
+        self.mlp_norm = RMSNorm(config.hidden, config.eps, wide, device)
+        self.mlp_out_norm = RMSNorm(config.hidden, config.eps, wide, device) if config.gemma else None
         self.mlp = (GatedMLP if config.experts is None else ExpertMLP)(config, dtype, device)
         self._ops = PLAIN
         self._whole: WholeLayers | None = None  # all of it, for few rows
@@ -57,9 +61,10 @@ class DecoderLayer(nn.Module):
         self._ops, self._whole = ops, whole_layers(ops, [self.weights()])
 
     def weights(self) -> LayerWeights | None:
-        """What `LayerOps.whole_layers` is told; None of a layer with experts, which no device does in one call."""
+        """What `LayerOps.whole_layers` is told; None of a layer with experts or four norms, which no device does in one
+        call."""
         attention, mlp = self.attention, self.mlp
-        if isinstance(mlp, ExpertMLP):
+        if isinstance(mlp, ExpertMLP) or self.mlp_out_norm is not None:
             return None
         linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
@@ -94,6 +99,10 @@ class DecoderLayer(nn.Module):
         return self._mix(normed, x, cos, sin, attend) if outs is None else outs[0]
 
     def _mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.attn_out_norm is not None and self.mlp_out_norm is not None:
+            out = self.attn_out_norm(self.attention(normed, cos, sin, attend))
+            x, normed = self.mlp_norm.of_sum(x, out)
+            return x + self.mlp_out_norm(self.mlp(normed))
         if self._ops.norm_adds_residual:
             x, normed = self.mlp_norm.of_sum(x, self.attention(normed, cos, sin, attend))
         else:
@@ -105,7 +114,9 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, layers, final norm and head; an ordinary trainable module as long as it is not packed."""
 
-    rope: Tensor  # [positions, 2, head_dim]
+    # [positions, 2, head_dim]; 4 where layers with a window have a rotary embedding of their own, which comes last. In
+    # the model's dtype from the start.
+    rope: Tensor
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ALONE
@@ -120,11 +131,14 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config.layer(i).spread(ranks), i, dtype, device) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        wide = self.layer_config.norm_dtype(dtype)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, wide, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
         self.kv_scales = KVScales()
-        self.register_buffer("rope", torch.empty(0), persistent=False)
+        self.register_buffer("rope", torch.empty(0, dtype=dtype), persistent=False)
         self._ops = PLAIN
+        # Rounded as the embedding is.
+        self._embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item() if config.gemma else 1.0
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
 
     @property
@@ -138,13 +152,19 @@ class DecoderModel(nn.Module):
         return [LayerSpec(self.layer_config.kv_heads, self.layer_config.head_dim)] * self.config.num_layers
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.rope.dtype
+
+    @property
     def final_aux_layer(self) -> int:
         return self.config.num_layers + 1
 
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table; every position of a later `forward` must be below `positions`."""
-        weight = self.norm.weight
-        self.rope = rope_table(self.config.rope, self.config.head_dim, positions, weight.dtype, weight.device)
+        config, dtype, device = self.config, self.dtype, self.norm.weight.device
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self.rope = torch.cat([rope_table(rope, config.head_dim, positions, dtype, device) for rope in ropes], 1)
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, aux_layers: Sequence[int] = ()
@@ -156,15 +176,19 @@ class DecoderModel(nn.Module):
         [M, len(aux_layers) * hidden], or None when there are none.
         """
         assert self.rope.numel(), "call set_max_positions first"
-        cos, sin = self._ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
+        turns = self._ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
+        cos, sin = turns[:2]
         whole = self._whole_layers(aux_layers)
         x = self.embed(ids)  # [M, hidden]
+        if self._embed_scale != 1:
+            x = x * self._embed_scale
         outs = None if whole is None else whole(x, None, cos, sin, attend)
         if whole is not None and outs is not None:
             x = self.norm(outs[whole.last])
             return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
         streams = {0: x} if 0 in aux_layers else {}
         for i, layer in enumerate(self.layers, 1):
+            cos, sin = turns[-2:] if self.config.layer_window(i - 1) else turns[:2]
             x = layer(x, cos, sin, attend)
             if i in aux_layers:
                 streams[i] = x
@@ -197,7 +221,7 @@ class DecoderModel(nn.Module):
         """Bytes of the matrices that a forward of one token with logits reads, by type: `bfloat16`, `int4`, `Q8_0`, ...
         Of experts, as many as a token chooses."""
         sizes: Counter[str] = Counter()
-        dense = self.norm.weight.dtype
+        dense = self.dtype
         for part in self.modules():  # a tied head once
             if not isinstance(part, Linear) or (part is self.embed.table and part is not self.lm_head):
                 continue

@@ -209,7 +209,7 @@ def fill_parameters(
                 raise CheckpointError(f"{name}: expected {wanted}, found {tensor.dtype}")
             if param.is_meta:
                 param = params[part.param] = allocate(module, part.param, param, device)
-            uploader.copy(part.of(param), tensor)
+            uploader.copy(part.of(param), tensor.to(param.dtype) + part.added if part.added else tensor)
     for label in sorted({label for label, _ in multiplied_out}):
         logger.info(
             "matrices in %s are multiplied out, which takes %.2f GB in place of %.2f",

@@ -22,7 +22,8 @@ def windows(
     """The sliding window of each layer, 0 where it sees everything; empty where no layer has one.
 
     default: the window where the config has no such key, 0: there is none then, None: the key is a leftover.  pattern:
-    one in so many layers sees everything, the last of each; 0: none.  A window as long as the context cuts nothing off.
+    one in so many layers sees everything, the last of each; 0: none.  A window as long as the context cuts nothing off,
+    but where layers follow a pattern, those with a window may differ in more.
     """
     kinds = fields.texts("layer_types")
     for kind in set(kinds) - {_FULL, _SLIDING}:
@@ -36,11 +37,11 @@ def windows(
         first = fields.whole("max_window_layers", 0, default=_FIRST_WINDOWED)
         kinds = [_FULL if i < first else _SLIDING for i in range(layers)]
     elif not kinds:
-        pattern = fields.whole("sliding_window_pattern", 1, default=pattern) if pattern else 0
-        kinds = [_FULL if pattern and not (i + 1) % pattern else _SLIDING for i in range(layers)]
-    if window < 0 or window >= max_positions or _SLIDING not in kinds[:layers]:
+        every = fields.whole("sliding_window_pattern", 1, default=pattern) if pattern else 0
+        kinds = [_FULL if every and not (i + 1) % every else _SLIDING for i in range(layers)]
+    if _SLIDING not in kinds[:layers] or (not pattern and (window < 0 or window >= max_positions)):
         return ()
-    if window == 0:
+    if window < 1:
         raise fields.unlike("sliding_window", "1 or more")
     return tuple(window if kind == _SLIDING else 0 for kind in kinds[:layers])
 

@@ -23,7 +23,7 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     which the model is spread."""
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
-    table["model.norm.weight"] = ParamSlice("norm.weight", 0, config.hidden_size)
+    table["model.norm.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=float(config.gemma))
     if not config.tie_embeddings:
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     for i in range(config.num_layers):
@@ -63,7 +63,10 @@ def layer_names(
             ("mlp.up_proj", "mlp.gate_up", ffn, ffn, config.mlp_bias, Cut(0, inner)),
             ("mlp.down_proj", "mlp.down", 0, hidden, config.mlp_bias, Cut(1, inner)),
         )
-    norms = [("post_attention_layernorm", "mlp_norm", hidden)]
+    norms = [("post_attention_layernorm", "attn_out_norm" if config.gemma else "mlp_norm", hidden)]
+    if config.gemma:
+        norms += [("pre_feedforward_layernorm", "mlp_norm", hidden)]
+        norms += [("post_feedforward_layernorm", "mlp_out_norm", hidden)]
     if attn_norm is not None:
         norms.append((attn_norm, "attn_norm", hidden))
     if config.qk_norm:
@@ -79,7 +82,7 @@ def layer_names(
         own = Cut(0, heads) if size > 1 else None
         table[f"{theirs}.self_attn.sinks"] = ParamSlice(f"{ours}.attention.sinks", 0, layer.heads, cut=own)
     for name, param, rows in norms:
-        table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, rows)
+        table[f"{theirs}.{name}.weight"] = ParamSlice(f"{ours}.{param}.weight", 0, rows, added=float(config.gemma))
     return table
 
 
@@ -133,7 +136,7 @@ def canonical(name: str) -> str:
 
 
 def checkpoint_tensors(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as a Hugging Face checkpoint stores them; the tensors are views of the parameters."""
+    """(name, tensor) as a Hugging Face checkpoint stores them; the tensors mostly are views of the parameters."""
     return stored_tensors(model, checkpoint_names(config))
 
 
@@ -141,4 +144,5 @@ def stored_tensors(module: nn.Module, table: Mapping[str, ParamSlice]) -> Iterat
     """(name, tensor) of every entry of `table`, which names parameters of `module`."""
     params = dict(module.named_parameters(remove_duplicate=False))
     for name, part in table.items():
-        yield name, part.of(params[part.param])
+        own = part.of(params[part.param])
+        yield name, own - part.added if part.added else own

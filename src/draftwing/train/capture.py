@@ -77,7 +77,7 @@ class FeatureModel:
         return cls(load_model(path, pick_dtype(dtype, where, config.dtype), where.device), aux_layers, where)
 
     def meta(self, name: str, algorithm: str) -> SourceMeta:
-        config, dtype = self.model.config, str(self.model.norm.weight.dtype).removeprefix("torch.")
+        config, dtype = self.model.config, str(self.model.dtype).removeprefix("torch.")
         return SourceMeta(name, algorithm, self.aux_layers, config.hidden_size, config.vocab_size, dtype)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:

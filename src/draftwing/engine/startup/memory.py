@@ -124,7 +124,7 @@ def unseen_bytes(rows: int, rig: Rig) -> int:
     """Bytes of what is kept for a drafter until it catches up."""
     if rig.drafter is None or not rig.drafter.kv_layers:
         return 0
-    config, dtype = rig.model.config, rig.model.norm.weight.dtype
+    config, dtype = rig.model.config, rig.model.dtype
     return Lag.bytes_of(rows, len(rig.drafter.aux_layers) * config.hidden_size, dtype)
 
 
@@ -163,7 +163,7 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             # Graphs share their memory; a prompt's leave their results.
             prompts = prefill_sizes(tokens)
             graphs = max(graphs, peak(executor, first_step(min(prompts[-1], longest * rows), longest, length)))
-            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.aux_layers, rig.model.norm.weight.dtype)
+            graphs += kept_bytes(tokens, rig.model.config.hidden_size, executor.aux_layers, rig.model.dtype)
             graphs += (4 * len(batch_sizes(graph_size)) * len(rig.menu) + len(prompts)) * GRAPH_BYTES
     except torch.OutOfMemoryError as error:
         raise ConfigError(

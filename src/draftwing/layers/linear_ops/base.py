@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 class ParamSlice(NamedTuple):
     """Where a tensor of a checkpoint goes: `[start, start + size)` of a parameter's axis `axis`. cut: what of it does,
-    None: all."""
+    None: all. added: to the stored values."""
 
     param: str
     start: int
     size: int
     axis: int = 0
     cut: Cut | None = None
+    added: float = 0.0
 
     def of(self, param: Tensor) -> Tensor:
         """The part of the parameter, a view."""

@@ -38,7 +38,7 @@ class CpuLayerOps(LayerOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As in torch, with the same roundings."""
-        if x.dtype not in DTYPES or x.dtype != weight.dtype:
+        if x.dtype not in DTYPES or weight.dtype not in (x.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -46,19 +46,23 @@ class CpuLayerOps(LayerOps):
         assert x.shape[-1] == size
         self.raw.rms_norm(
             out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // size, size,
-            x.dtype == torch.bfloat16, torch.get_num_threads(), eps,
+            x.dtype == torch.bfloat16, torch.get_num_threads(), weight.dtype != x.dtype, eps,
         )  # fmt: skip
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if gate_up.dtype not in DTYPES:
-            return super().silu_mul(gate_up)
+        return self._gated(gate_up, False) if gate_up.dtype in DTYPES else super().silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, True) if gate_up.dtype in DTYPES else super().gelu_mul(gate_up)
+
+    def _gated(self, gate_up: Tensor, gelu: bool) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         out = gate_up.new_empty(rows, both // 2)
         self.raw.silu_mul(
             out.data_ptr(), gate_up.data_ptr(), rows, both // 2,
-            out.dtype == torch.bfloat16, torch.get_num_threads(),
+            out.dtype == torch.bfloat16, torch.get_num_threads(), gelu,
         )  # fmt: skip
         return out
 

@@ -158,7 +158,11 @@ class LayerOps(ExpertOps):
     norm_adds_residual = False  # whether `add_rms_norm` is one kernel, which then adds residuals better than a GEMM
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., size], weight [size] -> x / sqrt(mean(x²) + eps) * weight, the mean in float32."""
+        """x [..., size], weight [size] -> x / sqrt(mean(x²) + eps) * weight, the mean in float32.
+
+        Beside a weight in float32 nothing of a half-precision x is rounded before the end, but in training."""
+        if weight.dtype == torch.float32 and x.itemsize < 4 and not weight.requires_grad:
+            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
         if x.device.type != "cpu":
             # In training the weight is in float32 beside a half-precision x, which torch's fused kernel does not take.
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -176,6 +180,12 @@ class LayerOps(ExpertOps):
         """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]; silu(gate) is rounded before it is multiplied."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [M, 2 * ffn] -> gelu(gate) * up, [M, ffn], by the approximation with tanh; gelu(gate) is rounded
+        before it is multiplied."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def fuse_inputs(
         self,

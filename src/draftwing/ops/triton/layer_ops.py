@@ -25,6 +25,7 @@ class TritonLayerOps(LayerOps):
     rms_norm = staticmethod(layers.rms_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_mul = staticmethod(layers.silu_mul)
+    gelu_mul = staticmethod(layers.gelu_mul)
     fuse_inputs = staticmethod(layers.fuse_inputs)
     sum_parts = staticmethod(layers.sum_parts)
     clamped_swiglu = staticmethod(experts.clamped_swiglu)

@@ -87,6 +87,7 @@ def _silu_mul_kernel(
     out,
     x,
     x_stride,
+    GELU: tl.constexpr,
     FFN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -98,7 +99,10 @@ def _silu_mul_kernel(
     gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    power = -gate
+    if GELU:  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)), y = sqrt(2 / pi) * (x + 0.044715 x^3)
+        power = gate * (-1.5957691216 - 0.0713548163 * gate * gate)
+    gate = (gate / (1.0 + tl.exp(power))).to(dtype).to(tl.float32)
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
@@ -213,7 +217,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     As F.rms_norm does it on CUDA, which rounds once, after the weight."""
     size = weight.shape[0]
-    assert x.dim() in (2, 3) and x.shape[-1] == size and x.stride(-1) == 1 and x.dtype == weight.dtype
+    assert x.dim() in (2, 3) and x.shape[-1] == size and x.stride(-1) == 1
+    assert weight.dtype in (x.dtype, torch.float32)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner, x_inner = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     rows = x.shape[0] * inner
@@ -231,8 +236,8 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     """x, delta [M, size], weight [size] -> x + delta [M, size], rounded to their dtype, and its norm [M, size]."""
     # Sizes of weights are constants to torch.compile, those of x are not, and a kernel's tiles must be.
     rows, size = x.shape[0], weight.shape[0]
-    assert delta.shape == x.shape and x.shape[1] == size and x.dtype == delta.dtype == weight.dtype
-    assert x.stride(1) == delta.stride(1) == 1
+    assert delta.shape == x.shape and x.shape[1] == size and x.dtype == delta.dtype
+    assert x.stride(1) == delta.stride(1) == 1 and weight.dtype in (x.dtype, torch.float32)
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if rows == 0:
         return total, out
@@ -244,7 +249,12 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     return total, out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [M, 2 * ffn] -> gelu(gate) * up, [M, ffn], by tanh; gelu(gate) is rounded before it is multiplied"""
+    return silu_mul(gate_up, gelu=True)
+
+
+def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]; silu(gate) is rounded before it is multiplied, as in torch"""
     rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
@@ -252,7 +262,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if rows == 0:
         return out
     _silu_mul_kernel[(rows, triton.cdiv(ffn, _SHORT))](
-        out, gate_up, gate_up.stride(0), FFN=ffn, BLOCK=_SHORT, num_warps=4, **launch_options(gate_up.device)
+        out, gate_up, gate_up.stride(0), GELU=gelu, FFN=ffn, BLOCK=_SHORT, num_warps=4, **launch_options(gate_up.device)
     )
     return out
 

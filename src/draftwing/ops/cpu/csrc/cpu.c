@@ -108,7 +108,8 @@ static void some_rows(void *data) {
         for (int64_t i = first; i < first + 8 && i < r->rows; i++) r->row(r, i);
 }
 
-/* x / sqrt(mean(x^2) + eps), rounded to the storage, times weight: rounded twice, as in transformers. */
+/* x / sqrt(mean(x^2) + eps), rounded to the storage, times weight: rounded twice, as in transformers; once where the
+   weight is wide. */
 INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     const int64_t n = r->size, at = i * n;
     vf squares = {0};
@@ -118,8 +119,10 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
     }
     const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)n + (float)r->eps));
     for (int64_t c = 0; c < n; c += LANES) {
-        vf x = rounded(load(r->x, at + c, n - c, half) * factor, half);
-        store(r->out, at + c, n - c, half, x * load(r->weight, c, n - c, half));
+        vf x = load(r->x, at + c, n - c, half) * factor;
+        if (half && r->wide) x *= load(r->weight, c, n - c, 0);
+        else x = rounded(x, half) * load(r->weight, c, n - c, half);
+        store(r->out, at + c, n - c, half, x);
     }
 }
 static void norm_float(const Rows *r, int64_t i) { norm_row(r, i, 0); }
@@ -127,12 +130,14 @@ static void norm_half(const Rows *r, int64_t i) { norm_row(r, i, 1); }
 void norm_part(const Rows *r, int64_t i) { (r->half ? norm_half : norm_float)(r, i); }
 
 /* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
-   multiplied, as in torch. */
+   multiplied, as in torch. Or gelu(gate), by tanh: x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)),
+   y = sqrt(2 / pi) * (x + 0.044715 x^3). */
 INLINE void silu_row(const Rows *r, int64_t i, int64_t from, int64_t to, const int half) {
     const int64_t n = r->size;
     for (int64_t c = from; c < to; c += LANES) {
         vf gate = load(r->x, 2 * i * n + c, to - c, half), up = load(r->x, (2 * i + 1) * n + c, to - c, half);
         vf power = gate * splat(-1.44269504f);
+        if (r->gelu) power = gate * (splat(-2.30220819f) - gate * gate * splat(0.102943240f));
         power = select_f(power > splat(126.0f), splat(126.0f), power);
         store(r->out, i * n + c, to - c, half, rounded(gate / (1.0f + exp2_16(power)), half) * up);
     }
@@ -158,7 +163,7 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
         const int to_half = h < r->heads ? half : kv_half;
         const void *weight = h < r->heads ? r->q_norm : r->k_norm;
         if (weight) {
-            const Rows norm = {.out = from, .x = from, .weight = weight, .size = dim, .eps = r->eps};
+            const Rows norm = {.out = from, .x = from, .weight = weight, .size = dim, .wide = r->wide, .eps = r->eps};
             norm_row(&norm, 0, half);
         }
         for (int64_t c = 0; c < mid; c += LANES) {
@@ -384,34 +389,36 @@ static PyObject *go(Rows *r, int64_t threads, int64_t elements) {
     Py_RETURN_NONE;
 }
 
-/* out, x, weight, rows, size, half, threads; eps */
+/* out, x, weight, rows, size, half, threads, wide; eps */
 static PyObject *py_rms_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given - 1, 7, n)) return NULL;
+    int64_t n[8];
+    if (!numbers(args, given - 1, 8, n)) return NULL;
     Rows r = {.row = n[5] ? norm_half : norm_float,
               .out = POINTER(n[0]),
               .x = POINTER(n[1]),
               .weight = POINTER(n[2]),
               .rows = n[3],
               .size = n[4],
-              .eps = PyFloat_AsDouble(args[7])};
+              .wide = n[7],
+              .eps = PyFloat_AsDouble(args[8])};
     return PyErr_Occurred() ? NULL : go(&r, n[6], n[3] * n[4]);
 }
 
-/* out, x, rows, size, half, threads */
+/* out, x, rows, size, half, threads, gelu */
 static PyObject *py_silu_mul(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[6];
-    if (!numbers(args, given, 6, n)) return NULL;
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
     Rows r = {
-        .row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2], .size = n[3]};
+        .row = n[4] ? silu_half : silu_float, .out = POINTER(n[0]), .x = POINTER(n[1]), .rows = n[2], .size = n[3],
+        .gelu = n[6]};
     return go(&r, n[5], 2 * n[2] * n[3]);
 }
 
 /* qkv, kv, slots, cos, sin, rows, heads, kv_heads, dim, stride of qkv, stride of cos and sin, half, half of kv, norms
-   of the heads of q and k or zeros, threads; eps */
+   of the heads of q and k or zeros, threads, whether these norms are wide; eps */
 static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16];
-    if (!numbers(args, given - 1, 16, n)) return NULL;
+    int64_t n[17];
+    if (!numbers(args, given - 1, 17, n)) return NULL;
     Rows r = {.row = rope_all,
               .out = POINTER(n[0]),
               .kv = POINTER(n[1]),
@@ -428,7 +435,8 @@ static PyObject *py_rope_write(PyObject *self, PyObject *const *args, Py_ssize_t
               .kv_half = n[12],
               .q_norm = POINTER(n[13]),
               .k_norm = POINTER(n[14]),
-              .eps = PyFloat_AsDouble(args[16])};
+              .wide = n[16],
+              .eps = PyFloat_AsDouble(args[17])};
     return PyErr_Occurred() ? NULL : go(&r, n[15], n[5] * (n[6] + 2 * n[7]) * n[8]);
 }
 

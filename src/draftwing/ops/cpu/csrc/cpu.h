@@ -194,6 +194,7 @@ HIDDEN void round_part(const Rounded *to, const void *x, int64_t row, int64_t fr
 typedef struct Rows {
     void (*row)(const struct Rows *, int64_t);
     int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_half;
+    int64_t wide, gelu; /* wide: weights of norms are floats beside bfloat16; gelu: of the gate, in place of silu */
     double eps;
     void *out, *kv;
     const void *x, *weight, *cos, *sin, *q_norm, *k_norm; /* q_norm, k_norm: of heads, or NULL */
