@@ -15,8 +15,12 @@ import pytest
 import torch
 
 from draftwing import LLM, SamplingParams
+from draftwing.engine.graphs.cpu_tape import RecordedStages
+from draftwing.models.heads.block_config import BlockConfig
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import usable_sets
+from draftwing.train.checkpoint import save_head
+from draftwing.train.heads import load_target_ends, new_block_head
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,6 +89,23 @@ def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, An
     with engine(**options) as llm:
         assert answers(llm) == expected
         assert answers(llm) == expected, "from the cache of prefixes"
+
+
+@pytest.mark.parametrize(("algorithm", "topk"), [("DSPARK", 2), ("DFLASH", 1)])
+def test_heads_that_draft_blocks(
+    expected: list[list[int]], smollm2_path: Path, tmp_path: Path, algorithm: str, topk: int
+) -> None:
+    """Untrained ones: no token changes, and all that their steps do are calls of the kernels, which are replayed."""
+    spark = algorithm == "DSPARK"
+    block = BlockConfig((2, 15, 28), 5, 49151, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" * spark)
+    target = load_target_ends(smollm2_path, torch.float32, "cpu")
+    head = save_head(new_block_head(target, block, torch.arange(0, 49152, 8) if spark else None, 2), tmp_path / "head")
+    tree = {"speculative_num_steps": 3, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": 4}
+    options = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head), **tree}
+    with engine(speculative_fixed_shape=True, **options) as llm:
+        assert answers(llm, together=False) == expected
+        stages = llm.engine.parts.executor.graphs
+        assert isinstance(stages, RecordedStages) and not stages.refused and stages.replays > 50
 
 
 def test_the_types_of_blocks_have_their_own_text(expected: list[list[int]]) -> None:

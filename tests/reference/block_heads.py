@@ -167,6 +167,28 @@ def recurrent(w: dict[str, Tensor], tokens: Sequence[int], y: Tensor) -> Tensor:
     return torch.tanh(out)
 
 
+def _states(
+    target: Checkpoint, head: Checkpoint, tokens: Sequence[int], rows: int, from_anchor: bool, windows: Sequence[int],
+    causal: Sequence[bool],
+) -> tuple[Tensor, list[KV]]:  # fmt: skip
+    """States of the rows that predict, and keys and values of the text."""
+    w, t = cast(head.tensors, torch.float64), cast(target.tensors, torch.float64)
+    *text, newest = tokens
+    streams = run_target(target.tensors, target.config, text).streams
+    aux_hidden = torch.cat([streams[i + 1] for i in IDS], 1)
+    ids = torch.tensor([newest] + [5] * (rows - 1))
+    y, kv = block_rows(head, w, t["model.embed_tokens.weight"][ids], aux_hidden, windows, causal)
+    return y[0 if from_anchor else 1 :], kv
+
+
+def accepted(target: Checkpoint, head: Checkpoint, tokens: Sequence[int], rows: int, path: Sequence[int]) -> float:
+    """What a DSpark head without windows says of how often a token is accepted after some drafted ones."""
+    w = cast(head.tensors, torch.float64)
+    y, _ = _states(target, head, tokens, rows, True, (0, 0), (False, False))
+    fed = torch.cat((y[len(path)], w["markov_head.markov_w1.weight"][(tokens[-1], *path)[-1]]))
+    return torch.sigmoid(linear(fed, w, "confidence_head.proj")).item()
+
+
 def block_pass(
     target: Checkpoint, head: Checkpoint, tokens: Sequence[int], rows: int, from_anchor: bool,
     windows: Sequence[int] = (0, 0), causal: Sequence[bool] = (False, False),
@@ -175,13 +197,8 @@ def block_pass(
 
     rows, from_anchor, windows (0: none), causal: what its config is expected to say.
     """
-    w, t = cast(head.tensors, torch.float64), cast(target.tensors, torch.float64)
-    *text, newest = tokens
-    streams = run_target(target.tensors, target.config, text).streams
-    aux_hidden = torch.cat([streams[i + 1] for i in IDS], 1)
-    ids = torch.tensor([newest] + [5] * (rows - 1))
-    y, kv = block_rows(head, w, t["model.embed_tokens.weight"][ids], aux_hidden, windows, causal)
-    y = y[0 if from_anchor else 1 :]
+    w, t, newest = cast(head.tensors, torch.float64), cast(target.tensors, torch.float64), tokens[-1]
+    y, kv = _states(target, head, tokens, rows, from_anchor, windows, causal)
     own = "d2t" in w
     lm_head = w["lm_head.weight"] if own else t.get("lm_head.weight", t["model.embed_tokens.weight"])
     ids = torch.arange(len(lm_head)) + (w["d2t"] if own else 0)

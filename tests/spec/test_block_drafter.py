@@ -3,6 +3,7 @@ of the text, the trees, and the scores behind them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from reference import draft_heads
-from reference.block_heads import IDS, block_pass, dflash_head, dspark_head, speculators_head
+from reference.block_heads import IDS, accepted, block_pass, dflash_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 
 from draftwing.config.drafters import find_drafter
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import MODEL, PLAIN, TreeShape
 from draftwing.kv.pool import KVPool
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.loader import load_draft_head
@@ -196,6 +197,33 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
         logp = torch.tensor(tree.flat_scores[: shape.topk], dtype=torch.float64)
         torch.testing.assert_close(rig.drafter._first.logp[row].double(), logp, rtol=0, atol=CLOSE)
     assert compared >= 4
+
+
+@pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
+@pytest.mark.parametrize("name", ["dspark", "dspark, recurrent"])
+def test_grades_are_between_the_drafts_and_the_confidence_heads(tmp_path: Path, name: str, ops: Any) -> None:
+    """In steps of log odds, half of them rounded up; a tree is another one where a node has other drafts above it."""
+    case, known, shape = CASES[name], texts(4), TreeShape(4, 3, 14)
+    rig = Rig(case, tmp_path, ops, known, shape.topk)
+    rows, none = torch.tensor([3, 1]), torch.zeros(0, dtype=torch.int64)
+    draft = rig.drafter.propose(rig.table, rows, shape, 40, none)
+    close = 0
+    for place, row in enumerate(rows.tolist()):
+        expected = block_pass(TARGET, rig.checkpoint, known[row], case.rows, True)
+        tokens, parents = draft.tokens[place].tolist(), draft.parent[place].tolist()
+        paths: list[tuple[int, ...]] = [()]
+        assert draft.grade[place, 0] == 0
+        for node in range(1, shape.nodes):
+            above = paths[parents[node]]
+            paths.append((*above, tokens[node]))
+            likely = expected.at(above).softmax(0)[tokens[node]].item()
+            sure = accepted(TARGET, rig.checkpoint, known[row], case.rows, above)
+            levels = [min(max(1.25 * math.log(p / (1 - p)) + 7, 0), 15) for p in (likely, sure)]
+            if all(abs(x % 1 - 0.5) > 0.01 for x in levels):
+                own, other = (round(x) for x in levels)
+                assert int(draft.grade[place, node]) == 16 * MODEL + (own + other + 1) // 2
+                close += own != other
+    assert close > 5
 
 
 def test_a_block_of_one_token_less_than_its_rows() -> None:

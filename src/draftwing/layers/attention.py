@@ -45,11 +45,14 @@ class Attention(nn.Module):
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """What `forward` leaves for later queries: keys and values of x [M, in_size]."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        self.write_heads(self.qkv(x).view(x.shape[0], -1, self.head_dim), cos, sin, attend)
+
+    def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+        """The same of what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""
         norms = self.head_norms()
         if (norms is None or attend.norms_heads) and attend.fused_write(self.index, qkv, cos, sin, norms):
             return
-        k, v = qkv[:, self.heads :].split(self.kv_heads, 1)
+        k, v = qkv[:, -2 * self.kv_heads :].split(self.kv_heads, 1)
         attend.write(self.index, rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

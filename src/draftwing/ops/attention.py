@@ -82,7 +82,8 @@ class Attend:
         raise NotImplementedError
 
     def fused_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> bool:
-        """The same part of `fused`, with its arguments; False where the caller does it."""
+        """The same part of `fused`, with its arguments; False where the caller does it. There may be no queries in qkv,
+        which is contiguous within each of M."""
         return False
 
     def run_layers(self, layers: Any, x: Tensor, normed: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor | None:

@@ -223,6 +223,18 @@ class Chain(NamedTuple):
     path_len: Tensor  # [B, Q] int64
 
 
+class BlockInputs(NamedTuple):
+    """The newest token and masks after it, Q rows in each row of a batch, as `ops.attention.Batch` has them; every row
+    sees all of its block."""
+
+    ids: Tensor  # [B * Q] int64
+    positions: Tensor  # [B * Q] int64
+    write_slots: Tensor  # [B * Q] int64
+    prefix_len: Tensor  # [B] int64, kv_len of the rows
+    path: Tensor  # [B, Q, Q] int64
+    path_len: Tensor  # [B, Q] int64
+
+
 # -- what a step commits ----------------------------------------------------------------------------------------------
 
 

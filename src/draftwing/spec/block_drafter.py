@@ -16,7 +16,7 @@ from draftwing.core import TreeShape
 from draftwing.models.heads.block import BlockHead
 from draftwing.ops.attention import Attend, AttnBackend, Batch
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import Continuations, Draft, First, RowTensors
+from draftwing.ops.types import BlockInputs, Continuations, Draft, First, RowTensors
 from draftwing.spec.drafter import Drafter
 from draftwing.spec.model_drafter import without
 
@@ -51,46 +51,49 @@ class BlockDrafter(Drafter):
     # -- drafts -----------------------------------------------------------------------------------------------------
 
     def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
-        size, topk, depth, head = rows.shape[0], shape.topk, shape.depth, self.head
-        hidden = self._block(table, rows, max_kv_len)[:, :depth].contiguous()  # [B, depth, H]
-        base = head.logits(hidden.flatten(0, 1)).view(size, depth, -1)
-        self._keep_root(table, rows, base[:, 0], hidden[:, 0], noisy)
-        expansion = self.ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
-        state = self._first.feature[:1].expand(size, topk, -1)  # what nodes hand down; mostly nothing
+        size, topk, depth, head, ops = rows.shape[0], shape.topk, shape.depth, self.head, self.ops
+        config = head.config_of_block
+        block = ops.block_inputs(table, rows, config.rows, config.mask)
+        hidden = self._run(table, rows, block, max_kv_len)
+        hidden = ops.of_levels(hidden, size, config.rows - config.steps, depth)  # [D * B, H]
+        base = head.logits(hidden)  # [D * B, V]
+        newest = ops.of_levels(block.ids.unsqueeze(1), size, 0, 1).flatten()
+        self._keep_root(table, rows, base[:size], hidden[:size], newest, noisy)
+        expansion = ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
+        nothing = self._first.feature[:1].expand(size, topk, -1)  # what nodes hand down; mostly nothing
         for level in range(1, depth):
             above = expansion.level().ids.flatten()  # [B * K]
             lanes = topk if head.markov is not None else 1  # else all nodes of a level go on alike
-            logits, states = (x[:, level].repeat_interleave(lanes, 0) for x in (base, hidden))
+            here = slice(level * size, (level + 1) * size)
+            logits, states = (ops.repeat_rows(x[here], lanes) for x in (base, hidden))
             handed = expansion.level_feature() if head.state_width else None
             logits, handed = head.given(logits, states, above, handed)
-            following = self.ops.continuations(logits, table, rows, level + 1, topk, head.target_ids, noisy)
+            following = ops.continuations(logits, table, rows, level + 1, topk, head.target_ids, noisy)
             if lanes < topk:
-                following = Continuations(*(x.repeat_interleave(topk, 0) for x in following))
-            expansion.add(following, state if handed is None else handed.view(size, topk, -1))
-        return expansion.draft()
+                following = Continuations(*(ops.repeat_rows(x, topk) for x in following))
+            expansion.add(following, nothing if handed is None else handed.view(size, topk, -1))
+        draft = expansion.draft()
+        sure = head.confidence
+        if sure is None or sure.weight is None:
+            return draft
+        return ops.confident(draft, hidden, sure.weight, sure.bias, sure.token_odds)
 
-    def _block(self, table: RowTensors, rows: Tensor, max_kv_len: int) -> Tensor:
-        """-> [B, steps, H]: the rows that predict the tokens at kv_len + 1, + 2, ..."""
-        config, (size,) = self.head.config_of_block, rows.shape
-        step = torch.arange(config.rows, device=rows.device)
-        at = table.kv_len.index_select(0, rows).unsqueeze(1) + step  # [B, Q]
-        ids = torch.full_like(at, config.mask)
-        ids[:, 0].copy_(table.last.index_select(0, rows))
-        path = step.expand(size, config.rows, config.rows).contiguous()
+    def _run(self, table: RowTensors, rows: Tensor, block: BlockInputs, max_kv_len: int) -> Tensor:
+        """-> [B * Q, H]"""
+        width = self.head.config_of_block.rows
         everything = Batch(
             rows=rows,
-            ids=ids.flatten(),
-            positions=at.flatten(),
-            write_slots=table.page_table[rows.unsqueeze(1), at].flatten(),
+            ids=block.ids,
+            positions=block.positions,
+            write_slots=block.write_slots,
             table=table.page_table,
-            prefix_len=at[:, 0].contiguous(),
-            path=path,
-            path_len=torch.full_like(at, config.rows),
-            window=config.rows,
-            bound=min(max_kv_len + config.rows, table.page_table.shape[1]),
+            prefix_len=block.prefix_len,
+            path=block.path,
+            path_len=block.path_len,
+            window=width,
+            bound=min(max_kv_len + width, table.page_table.shape[1]),
         )
-        hidden = self.head.block(everything.ids, everything.positions, *self._attends(everything))
-        return hidden.view(size, config.rows, -1)[:, config.rows - config.steps :]
+        return self.head.block(everything.ids, everything.positions, *self._attends(everything))
 
     def _attends(self, everything: Batch) -> list[Attend]:
         """Of each layer, as far as it sees. everything: the batch of a layer that sees all."""
@@ -106,14 +109,15 @@ class BlockDrafter(Drafter):
             bound[window, causal] = self._attn.bind(batch, self._first_layer)
         return [bound[kind] for kind in kinds]
 
-    def _keep_root(self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, noisy: Tensor) -> None:
-        """base [B, V], hidden [B, H]: of the rows that predict the first token -> what may follow the roots."""
+    def _keep_root(
+        self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, newest: Tensor, noisy: Tensor
+    ) -> None:
+        """base [B, V], hidden [B, H]: of the rows that predict the first token, newest [B]: the token above it -> what
+        may follow the roots."""
         head, ops, topk = self.head, self.ops, self.topk
         constrained, self._constrained = self._constrained, None
-        newest, state = table.last.index_select(0, rows), None
-        if head.state_width:
-            state = self._first.feature.new_zeros(len(rows), head.state_width)
-        logits, state = head.given(base.contiguous(), hidden.contiguous(), newest, state)
+        state = self._first.feature.new_zeros(len(rows), head.state_width) if head.state_width else None
+        logits, state = head.given(base, hidden, newest, state)
         if state is not None:
             self._first.feature.index_copy_(0, rows, state)
         parts = [(rows, logits, noisy)]

@@ -9,6 +9,7 @@ from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.graphs.cuda import Key
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.block_config import BlockConfig
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.attention import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
@@ -17,7 +18,7 @@ from draftwing.ops.torch.layer_ops import FEW_ROWS
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
-from draftwing.train.heads import new_eagle3_head, new_eagle_head
+from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 
 KERNELS = load_extension()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built")
@@ -94,7 +95,17 @@ HEADS = {
     "EAGLE3, a layer twice": (1, 2, 1),
     "EAGLE3, from the norm": (1, 2),
     "EAGLE": (),
+    "DSPARK": (1, 2),
+    "DSPARK+NGRAM": (1, 2),
+    "DFLASH": (2,),
 }
+
+
+def block_head(model, kind):
+    """Without a Markov head all nodes of a level go on alike."""
+    spark = kind.startswith("DSPARK")
+    block = BlockConfig(HEADS[kind], 4, 63, spark, (), (), 0, "vanilla" if spark else "", 64, "markov" if spark else "")
+    return new_block_head(model, block, layers=2, ffn_size=192, seed=3)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -109,6 +120,8 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
     for unrecorded in (False, True):
         if kind == "EAGLE":
             head = new_eagle_head(model, 192, seed=3)
+        elif kind.startswith("D"):
+            head = block_head(model, kind)
         else:
             head = new_eagle3_head(model, None, HEADS[kind], 192, 3)
             head.fusion.from_normed = "norm" in kind

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.layers.attention import Attention
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
@@ -22,6 +24,7 @@ from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.heads.markov import ConfidenceHead, MarkovHead
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention import Attend
+from draftwing.ops.torch.layer_ops import LayerOps
 from draftwing.parallel.cut import Cut
 
 
@@ -52,6 +55,7 @@ class BlockHead(FeatureHead):
         layer = self.layer_config
         self.layers = nn.ModuleList(DecoderLayer(layer, i, dtype, device) for i in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps, dtype, device)
+        self.text_kv: Linear | None = None  # once packed: `_kv_rows`
         self.lm_head: Linear | None = None
         if block.draft_vocab:
             share = self.ranks.share(block.draft_vocab)
@@ -68,8 +72,39 @@ class BlockHead(FeatureHead):
     def write_text(self, features: Tensor, positions: Tensor, attend: Attend) -> None:
         """Leaves keys and values of text in the pool: features [M, hidden] of the target's rows at positions [M]."""
         cos, sin = self._rotation(positions)
-        for layer in self.layers:
-            layer.attention.write(features, cos, sin, attend)  # type: ignore[union-attr, operator]
+        layers = self._attentions()
+        if self.text_kv is None:
+            weight, bias = self._kv_rows()
+            made = F.linear(features, weight, bias)
+        else:
+            made = self.text_kv(features)
+        parts = made.view(len(features), len(layers), -1, self.config.head_dim)
+        for i, attention in enumerate(layers):
+            attention.write_heads(parts[:, i], cos, sin, attend)
+
+    def _attentions(self) -> list[Attention]:
+        return [layer.attention for layer in self.layers]  # type: ignore[misc]
+
+    def _kv_rows(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of all layers that make keys and values, which are the same GEMM's of one vector: weight
+        [layers * 2 * kv_heads * head_dim, hidden], bias."""
+        layers = self._attentions()
+        weight = torch.cat([one.qkv.dense_weight()[one.heads * one.head_dim :] for one in layers])
+        biases = [one.qkv.bias[one.heads * one.head_dim :] for one in layers if one.qkv.bias is not None]
+        return weight, torch.cat(biases) if biases else None
+
+    def pack(self, ops: LayerOps) -> None:
+        weight, bias = self._kv_rows()
+        form = self.config.weight_format
+        made = Linear(weight.shape[1], len(weight), bias is not None, weight.dtype, weight.device, form)
+        if not made.op.keep(ParamSlice("weight", 0, len(weight)), weight.detach()):
+            made.weight.data.copy_(weight.detach())
+        if bias is not None and made.bias is not None:
+            made.bias.data.copy_(bias.detach())
+        self.text_kv = made
+        if self.confidence is not None:
+            self.confidence.settle(self.markov)
+        super().pack(ops)
 
     def block(self, ids: Tensor, positions: Tensor, *attends: Attend) -> Tensor:
         """ids, positions [B * rows] of blocks, attends: of each layer -> [B * rows, hidden] after the final norm"""

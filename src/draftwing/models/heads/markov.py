@@ -76,6 +76,10 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.with_markov = block.confidence == "markov"
         self.proj = Linear(config.hidden_size + self.with_markov * block.rank, 1, True, dtype, device)
+        # Once settled: the part of a row's state, that of each token above [V], and the bias.
+        self.weight: Tensor | None = None  # [H] float32
+        self.token_odds: Tensor | None = None  # [V] float32
+        self.bias = 0.0
 
     def forward(self, hidden: Tensor, markov: MarkovHead | None, above: Tensor) -> Tensor:
         """hidden [M, H] of the rows that predict M nodes, above [M] int64 as for `MarkovHead` -> log odds [M]"""
@@ -86,6 +90,19 @@ class ConfidenceHead(nn.Module):
         return self.proj(hidden).squeeze(1)
 
     __call__ = forward  # as above
+
+    @torch.no_grad()
+    def settle(self, markov: MarkovHead | None) -> None:
+        """Prepares what `ops.confident` is told; weights no longer change. Before they are packed."""
+        weight, bias = self.proj.dense_weight()[0].float(), self.proj.bias
+        assert bias is not None
+        size = len(weight)
+        if self.with_markov:
+            assert markov is not None
+            size -= markov.rank
+            self.token_odds = markov.above.table.dense_weight().float() @ weight[size:]
+        self.weight = weight[:size].contiguous()
+        self.bias = 0.0 if bias.is_meta else float(bias)
 
     def names(self) -> dict[str, ParamSlice]:
         """Name in a checkpoint -> slice of the head's parameter."""

@@ -121,13 +121,13 @@ class Bound(Attend):
         rows, all_heads, dim = qkv.shape
         kv_heads = kv.shape[1]
         heads = all_heads - 2 * kv_heads
-        assert qkv.dtype == cos.dtype and qkv.is_contiguous() and self._slots.shape[0] == rows
+        assert qkv.dtype == cos.dtype and qkv.stride()[1:] == (dim, 1) and self._slots.shape[0] == rows
         heads_at, eps = ((0, 0), 0.0) if norms is None else ((norms.q.data_ptr(), norms.k.data_ptr()), norms.eps)
         wide = norms is not None and norms.q.dtype != qkv.dtype
         assert not wide or norms is None or norms.q.dtype == torch.float32
         self._raw.rope_write(
             qkv.data_ptr(), kv.data_ptr(), self._slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads,
-            kv_heads, dim, all_heads * dim, cos.stride(0), self._half(qkv), self._kv_half, *heads_at, self._threads,
+            kv_heads, dim, qkv.stride(0), cos.stride(0), self._half(qkv), self._kv_half, *heads_at, self._threads,
             wide, eps,
         )  # fmt: skip
         return True

@@ -3,6 +3,7 @@ bit, noise aside."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,13 +13,38 @@ from draftwing.core import TreeShape
 from draftwing.ops.cpu.extension import DTYPES, MOST
 from draftwing.ops.cpu.tree import addresses, ints, with_rows
 from draftwing.ops.torch.expansion import ExpansionOps, capacity
-from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors, Unseen
+from draftwing.ops.types import (
+    BlockInputs,
+    Chain,
+    Continuations,
+    Draft,
+    Expansion,
+    First,
+    Level,
+    LevelRows,
+    RowTensors,
+    Unseen,
+)
+
+
+@functools.cache
+def _levels(batch: int, width: int, first: int, levels: int) -> Tensor:
+    """Which rows `of_levels` takes; kept, for what is recorded makes no such tensor again."""
+    row = torch.arange(batch) * width
+    return (row + torch.arange(first, first + levels).unsqueeze(1)).flatten()
+
+
+@functools.cache
+def _repeated(count: int, times: int) -> Tensor:
+    """The same of `repeat_rows`."""
+    return torch.arange(count).repeat_interleave(times)
 
 
 class CpuExpansionOps(ExpansionOps):
     """Overrides all of `ExpansionOps`."""
 
     raw: Any
+    take_rows: Any  # `LayerOps.take_rows`
 
     def chain(self, table: RowTensors, rows: Tensor, prefix: Tensor, width: int) -> Chain:
         batch, rows, prefix = rows.shape[0], rows.contiguous(), prefix.contiguous()
@@ -58,6 +84,40 @@ class CpuExpansionOps(ExpansionOps):
             hidden.shape[0] // batch, rows.data_ptr(), batch, 0 if kept is None else kept.data_ptr(),
         )  # fmt: skip
         return newest
+
+    def block_inputs(self, table: RowTensors, rows: Tensor, width: int, mask: int) -> BlockInputs:
+        batch, rows = rows.shape[0], rows.contiguous()
+        found = BlockInputs(
+            ints(batch * width), ints(batch * width), ints(batch * width), ints(batch), ints(batch, width, width),
+            ints(batch, width),
+        )  # fmt: skip
+        self.raw.block(
+            table.page_table.data_ptr(), table.page_table.shape[1], table.kv_len.data_ptr(), table.last.data_ptr(),
+            rows.data_ptr(), batch, width, mask, *addresses(found),
+        )  # fmt: skip
+        return found
+
+    def of_levels(self, x: Tensor, batch: int, first: int, levels: int) -> Tensor:
+        if batch == 1:
+            return x[first : first + levels]
+        return self.take_rows(x, _levels(batch, len(x) // batch, first, levels))
+
+    def repeat_rows(self, x: Tensor, times: int) -> Tensor:
+        return x if times == 1 else self.take_rows(x, _repeated(len(x), times))
+
+    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, bias: float, token_odds: Tensor | None) -> Draft:
+        if hidden.dtype not in DTYPES:
+            return super().confident(draft, hidden, weight, bias, token_odds)
+        (batch, nodes), (rows, size) = draft.parent.shape, hidden.shape
+        assert draft.grade is not None and draft.grade.is_contiguous() and draft.parent.is_contiguous()
+        assert draft.tokens.is_contiguous() and hidden.is_contiguous() and weight.shape == (size,)
+        grade, scratch = ints(batch, nodes), torch.empty(rows + nodes, dtype=torch.float32)
+        self.raw.confident(
+            grade.data_ptr(), draft.grade.data_ptr(), draft.parent.data_ptr(), draft.tokens.data_ptr(), batch, nodes,
+            hidden.data_ptr(), rows // batch, size, hidden.dtype == torch.bfloat16, weight.data_ptr(),
+            0 if token_odds is None else token_odds.data_ptr(), scratch.data_ptr(), bias,
+        )  # fmt: skip
+        return draft._replace(grade=grade)
 
     def continuations(
         self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,

@@ -39,7 +39,12 @@ MEMORY = 256.0  # nodes of a grade and depth that are remembered
 def level_of(logp: Tensor) -> Tensor:
     """Log probabilities of any shape -> the levels of grades, int64: the log odds in steps of 1 / SLOPE."""
     p = logp.float().exp().nan_to_num(0.0).clamp(1e-6, 1 - 1e-6)  # of nothing, if what it follows is impossible
-    return (SLOPE * torch.logit(p) + MIDDLE).round().clamp_(0, LEVELS - 1).long()
+    return level_of_odds(torch.logit(p))
+
+
+def level_of_odds(odds: Tensor) -> Tensor:
+    """Log odds of any shape -> the levels of grades, int64."""
+    return (SLOPE * odds + MIDDLE).round().clamp_(0, LEVELS - 1).long()
 
 
 def new_calibration(device: torch.device) -> Calibration:

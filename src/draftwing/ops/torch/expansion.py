@@ -12,9 +12,20 @@ from torch import Tensor
 
 from draftwing.core import MODEL, TreeShape
 from draftwing.ops.torch.argmax import first_argmax
-from draftwing.ops.torch.assign import LEVELS, level_of
+from draftwing.ops.torch.assign import LEVELS, level_of, level_of_odds
 from draftwing.ops.torch.sampling import SamplingOps
-from draftwing.ops.types import Chain, Continuations, Draft, Expansion, First, Level, LevelRows, RowTensors, Unseen
+from draftwing.ops.types import (
+    BlockInputs,
+    Chain,
+    Continuations,
+    Draft,
+    Expansion,
+    First,
+    Level,
+    LevelRows,
+    RowTensors,
+    Unseen,
+)
 
 
 class ExpansionOps(SamplingOps):
@@ -62,6 +73,49 @@ class ExpansionOps(SamplingOps):
         if kept is not None:
             kept.index_copy_(0, rows, newest)
         return newest
+
+    def block_inputs(self, table: RowTensors, rows: Tensor, width: int, mask: int) -> BlockInputs:
+        """A block of `width` rows for each of rows [B]: its newest token, and tokens `mask` after it."""
+        step = torch.arange(width, device=rows.device)
+        prefix_len = table.kv_len.index_select(0, rows)
+        at = prefix_len.unsqueeze(1) + step  # [B, Q]
+        ids = torch.full_like(at, mask)
+        ids[:, 0].copy_(table.last.index_select(0, rows))
+        return BlockInputs(
+            ids=ids.flatten(),
+            positions=at.flatten(),
+            write_slots=table.page_table[rows.unsqueeze(1), at].flatten(),
+            prefix_len=prefix_len,
+            path=step.expand(len(rows), width, width).contiguous(),
+            path_len=torch.full_like(at, width),
+        )
+
+    def of_levels(self, x: Tensor, batch: int, first: int, levels: int) -> Tensor:
+        """x [B * Q, ...] -> rows first, first + 1, ... of each of B, [levels * B, ...]: those of a level side by
+        side."""
+        x = x.unflatten(0, (batch, -1))[:, first : first + levels]
+        return x.transpose(0, 1).flatten(0, 1).contiguous()
+
+    def repeat_rows(self, x: Tensor, times: int) -> Tensor:
+        """x [B, ...] -> [B * times, ...]: each row so often."""
+        return x.repeat_interleave(times, 0)
+
+    def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, bias: float, token_odds: Tensor | None) -> Draft:
+        """The draft with grades that are the mean, in levels, of its own and of a confidence head's: log odds that a
+        node is accepted are hidden [D * B, H] of its level, times weight [H] float32, plus bias and what the token
+        above it adds, token_odds [V] float32."""
+        assert draft.grade is not None
+        grade, depth = draft.grade, torch.zeros_like(draft.parent)
+        child = torch.arange(grade.shape[1], device=grade.device) > 0
+        batch = len(grade)
+        for _ in range(len(hidden) // batch):
+            depth = torch.where(child, depth.gather(1, draft.parent) + 1, 0)
+        odds = (hidden.float() @ weight + bias).view(-1, batch).t().gather(1, (depth - 1).clamp(min=0))  # [B, N]
+        if token_odds is not None:
+            odds = odds + token_odds[draft.tokens.gather(1, draft.parent)]
+        level = level_of_odds(odds)
+        mean = grade + (grade % LEVELS + level + 1) // 2 - grade % LEVELS
+        return draft._replace(grade=torch.where(child, mean, 0))
 
     def continuations(
         self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,

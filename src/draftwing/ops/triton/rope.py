@@ -108,14 +108,14 @@ def rope_and_write(
 ) -> None:
     """`layers.rope.rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
 
-    qkv [M, heads + 2 * kv_heads, head_dim], contiguous; cos, sin: the halves of a `rope_table`, [positions, ...,
-    head_dim], whose rows `positions` [M] int64 names; None: row m is query m's. write_slots [M] int64; kv [slots,
-    kv_heads, 2, head_dim], in float8_e4m3fn divided by `scales`, those of keys and of values. q_norm, k_norm
-    [head_dim]: weights of an RMS norm of each head before it is turned.
+    qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, heads perhaps 0; cos, sin: the halves of a
+    `rope_table`, [positions, ..., head_dim], whose rows `positions` [M] int64 names; None: row m is query m's.
+    write_slots [M] int64; kv [slots, kv_heads, 2, head_dim], in float8_e4m3fn divided by `scales`, those of keys and of
+    values. q_norm, k_norm [head_dim]: weights of an RMS norm of each head before it is turned.
     """
     count, all_heads, dim = qkv.shape
     kv_heads = kv.shape[1]
-    assert qkv.is_contiguous() and kv.is_contiguous() and qkv.dtype == cos.dtype and fits(qkv, kv)
+    assert qkv.stride()[1:] == (dim, 1) and kv.is_contiguous() and qkv.dtype == cos.dtype and fits(qkv, kv)
     assert (
         cos.stride(-1) == 1 == sin.stride(-1)
         and cos.stride(0) == sin.stride(0)

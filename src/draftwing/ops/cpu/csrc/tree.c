@@ -403,6 +403,29 @@ static PyObject *py_chain(PyObject *self, PyObject *const *args, Py_ssize_t give
     Py_RETURN_NONE;
 }
 
+/* table [R, length], length, kv_len, last; rows, batch, width, mask; ids, positions, write_slots [batch, width], prefix
+   [batch], path [batch, width, width], path_len [batch, width]: the newest token and masks after it */
+static PyObject *py_block(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[14];
+    if (!numbers(args, given, 14, n)) return NULL;
+    const int64_t length = n[1], width = n[6], *kv_len = POINTER(n[2]), *last = POINTER(n[3]), *rows = POINTER(n[4]);
+    int64_t *ids = POINTER(n[8]), *positions = POINTER(n[9]), *prefix = POINTER(n[11]), *path = POINTER(n[12]),
+            *path_len = POINTER(n[13]);
+    for (int64_t b = 0; b < n[5]; b++) {
+        const int64_t row = rows[b], from = prefix[b] = kv_len[row];
+        if (!has_room(row, from, width, length)) return NULL;
+        memcpy((int64_t *)POINTER(n[10]) + b * width, (int64_t *)POINTER(n[0]) + row * length + from,
+               (size_t)width * 8);
+        for (int64_t i = 0; i < width; i++) {
+            *ids++ = i ? n[7] : last[row];
+            *positions++ = from + i;
+            *path_len++ = width;
+            for (int64_t j = 0; j < width; j++) *path++ = j;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 /* ids, how many, what each stands for: in place */
 static PyObject *py_rename(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[3];
@@ -457,6 +480,40 @@ static void fuse_half(void *out, int64_t at, const void *x, int64_t from, const 
 }
 static void fuse_float(void *out, int64_t at, const void *x, int64_t from, const void *w, int64_t size, float eps) {
     fuse_row(out, at, x, from, w, size, eps, 0);
+}
+
+/* grade's result; grade, parent, tokens [batch, nodes], batch, nodes; hidden [levels, batch, size], levels, size, half;
+   weight [size], what tokens add [vocab] or 0, both float32; scratch [levels * batch + nodes] float32; bias */
+static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[13];
+    if (!numbers(args, given - 1, 13, n)) return NULL;
+    const float bias = (float)PyFloat_AsDouble(args[13]);
+    if (PyErr_Occurred()) return NULL;
+    const int64_t batch = n[4], nodes = n[5], size = n[8], half = n[9];
+    const float *weight = POINTER(n[10]), *added = POINTER(n[11]);
+    float *odds = POINTER(n[12]), *depth = odds + n[7] * batch;
+    for (int64_t i = 0; i < n[7] * batch; i++) {
+        vf sum = {0};
+        for (int64_t c = 0; c < size; c += LANES)
+            sum += load(POINTER(n[6]), i * size + c, size - c, (int)half) * load(weight, c, size - c, 0);
+        odds[i] = sum_lanes(sum) + bias;
+    }
+    for (int64_t b = 0; b < batch; b++) {
+        const int64_t first = b * nodes, *parent = (int64_t *)POINTER(n[2]) + first;
+        const int64_t *grade = (int64_t *)POINTER(n[1]) + first, *tokens = (int64_t *)POINTER(n[3]) + first;
+        int64_t *out = (int64_t *)POINTER(n[0]) + first;
+        out[0] = 0;
+        depth[0] = 0;
+        for (int64_t i = 1; i < nodes; i++) {
+            depth[i] = depth[parent[i]] + 1;
+            float here = odds[((int64_t)depth[i] - 1) * batch + b] + (added ? added[tokens[parent[i]]] : 0);
+            here = here < -40 ? -40 : here > 40 ? 40 : here; /* far past the ends, whatever it is */
+            const int64_t level = (int64_t)floorf(SLOPE * here + MIDDLE + 0.5f), own = grade[i] % LEVELS;
+            const int64_t inside = level < 0 ? 0 : level < LEVELS ? level : LEVELS - 1;
+            out[i] = grade[i] - own + (own + inside + 1) / 2;
+        }
+    }
+    Py_RETURN_NONE;
 }
 
 /* out [rows, 2 * size], ids, table [vocab, size], feature, its stride, weights of the token's and the feature's norm or
@@ -538,6 +595,6 @@ static PyObject *py_keep_unseen(PyObject *self, PyObject *const *args, Py_ssize_
 PyMethodDef tree_methods[] = {
     METHOD(target_inputs), METHOD(plain_inputs),  METHOD(commit),   METHOD(first_level), METHOD(add),
     METHOD(next_level),    METHOD(level_rows),    METHOD(features), METHOD(draft),       METHOD(newest),
-    METHOD(keep_first),    METHOD(chain),         METHOD(rename),   METHOD(take_rows),   METHOD(fuse),
+    METHOD(keep_first),    METHOD(chain),         METHOD(block),    METHOD(confident), METHOD(rename),   METHOD(take_rows),   METHOD(fuse),
     METHOD(exact_logits),  METHOD(keep_unseen),   {NULL, NULL, 0, NULL},
 };
