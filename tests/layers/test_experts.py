@@ -15,14 +15,20 @@ from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.ops.torch.experts import ExpertOps
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import QuantizedRows
+from draftwing.ops.types import MXRows, QuantizedRows
 
 CPU, COUNT, TOP = torch.device("cpu"), 4, 2
 
 
-def loaded(form: WeightFormat, parts: list[Tensor | QuantizedRows], bias: Tensor | None) -> ExpertLinear:
+def loaded(form: WeightFormat, parts: list[Tensor | QuantizedRows | MXRows], bias: Tensor | None) -> ExpertLinear:
     """parts: gates and ups of one expert after the other, each of so many rows."""
-    rows, columns = (parts[0] if isinstance(parts[0], Tensor) else parts[0].codes).shape
+    first = parts[0]
+    rows = len(first if isinstance(first, Tensor) else first.codes)
+    columns = (
+        first.columns
+        if isinstance(first, MXRows)
+        else (first.codes if isinstance(first, QuantizedRows) else first).shape[1]
+    )
     layer = ExpertLinear(columns, 2 * rows, COUNT, bias is not None, torch.bfloat16, CPU, form)
     for number, part in enumerate(parts):
         (place,) = form.slices("", number * rows, rows).values()
@@ -42,18 +48,29 @@ def triton_ops() -> TorchOps:
 
 
 @pytest.mark.parametrize("rows", [32, 16])
-@pytest.mark.parametrize("case", ["dense", "plain", "blocks", "groups torch", "groups triton"])
+@pytest.mark.parametrize(
+    "case", ["dense", "plain", "blocks", "mx blocks", "mx torch", "mx triton", "groups torch", "groups triton"]
+)
 def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(COUNT * 2 * rows, generator=generator).bfloat16()
     ops: TorchOps = BlockTorchOps(CPU)
     form = DENSE
-    parts: list[Tensor | QuantizedRows]
-    if case.startswith("groups"):
-        if case == "groups triton":
-            request.getfixturevalue("mended_interpreter")
-        ops = triton_ops() if case == "groups triton" else GroupTorchOps(CPU)
-        form, parts = GroupFormat(ops=ops), []
+    parts: list[Tensor | QuantizedRows | MXRows] = []
+    if case.endswith("triton"):
+        request.getfixturevalue("mended_interpreter")
+        ops = triton_ops()
+    elif case.endswith("torch"):
+        ops = GroupTorchOps(CPU)
+    if case.startswith("mx"):
+        form = BlockFormat("Q8_0", ops) if case == "mx blocks" else GroupFormat(ops=ops)
+        for _ in range(2 * COUNT):
+            codes = torch.randint(0, 256, (rows, 64), generator=generator, dtype=torch.uint8)
+            parts.append(MXRows(codes, torch.randint(118, 124, (rows, 4), generator=generator, dtype=torch.uint8)))
+        expected = torch.cat([part.dense(torch.bfloat16) for part in parts if isinstance(part, MXRows)])
+        tolerance = 0.0
+    elif case.startswith("groups"):
+        form = GroupFormat(ops=ops)
         for _ in range(2 * COUNT):
             codes = torch.randint(-8, 8, (rows, 128), generator=generator, dtype=torch.int8)
             scales = torch.rand(rows, 2, generator=generator) / 32
@@ -61,12 +78,12 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
         expected = torch.cat([part.dense(torch.bfloat16) for part in parts if isinstance(part, QuantizedRows)])
         tolerance = 0.0
     else:
-        parts = list((torch.randn(2 * COUNT * rows, 128, generator=generator) / 8).split(rows))
+        parts += list((torch.randn(2 * COUNT * rows, 128, generator=generator) / 8).split(rows))
         expected, tolerance = torch.cat(parts), 0.005
         if case == "blocks":
             form = BlockFormat("Q8_0", ops)
     layer = loaded(form, parts, bias)
-    if tolerance:
+    if tolerance:  # what stays quantised has no such weight before it is packed
         torch.testing.assert_close(layer.op.dense_weight().float(), expected.float(), atol=tolerance, rtol=0.005)
     x, logits = torch.randn(5, 128, generator=generator).bfloat16(), torch.randn(5, COUNT, generator=generator)
     if case != "plain":
@@ -83,5 +100,9 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
     torch.testing.assert_close(layer.gated(x, routed).double(), gate * gate.sigmoid() * up, atol=0.1, rtol=0.03)
     if case == "blocks":
         assert set(layer.op.sizes) == {"Q8_0"} and not hasattr(layer, "weight")
+    if case == "mx blocks":
+        assert set(layer.op.sizes) == {"Q5_0"} and torch.equal(layer.op.dense_weight(), expected)
+    if case == "mx triton":
+        assert set(layer.op.sizes) == {"mxfp4"}
     if case == "groups triton":
         assert set(layer.op.sizes) == {"int4"}

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwing.ops.groups import PackedGroups, pack, unpacked
+from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.ops.groups import PackedGroups, pack
 from draftwing.ops.torch.experts import ExpertOps, Routed
 from draftwing.ops.torch.ops import TorchOps
-from draftwing.ops.types import QuantizedRows
+from draftwing.ops.types import MXRows, QuantizedRows
 
 COUNT, TOP = 6, 3
+Weight = Tensor | PackedGroups | MXRows
 
 
 def made(ops: TorchOps, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,10 +104,13 @@ def test_tiles_have_every_pair_once_with_its_expert(triton_ops: TorchOps, rows: 
     assert sorted(seen) == list(range(rows * TOP))
 
 
-def weights_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PackedGroups:
+def weights_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> Weight:
     generator = torch.Generator().manual_seed(7)
     if kind == "dense":
         return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(dtype)
+    if kind == "mxfp4":
+        codes = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+        return MXRows(codes, torch.randint(121, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8))
     wide = {"int4 of 32": 32, "int4 of 64 with zeros": 64, "int4 of 128": 128}.get(kind, columns)
     scales = torch.rand(rows, columns // wide, generator=generator) / columns**0.5
     if kind == "fp8":
@@ -118,13 +123,15 @@ def weights_of(kind: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor
     return pack(QuantizedRows(codes, bits, scales / (64 if bits == 8 else 4), zeros, 1, wide, None), dtype, "cpu")
 
 
-def on(weight: Tensor | PackedGroups, device: torch.device) -> Tensor | PackedGroups:
+def on(weight: Weight, device: torch.device) -> Weight:
     if isinstance(weight, Tensor):
         return weight.to(device)
+    if isinstance(weight, MXRows):
+        return MXRows(*(part.to(device) for part in weight))
     return PackedGroups(*(part.to(device) if isinstance(part, Tensor) else part for part in weight))
 
 
-KINDS = ["dense", "int4 of 32", "int4 of 64 with zeros", "int4 of 128", "int8", "fp8"]
+KINDS = ["dense", "mxfp4", "int4 of 32", "int4 of 64 with zeros", "int4 of 128", "int8", "fp8"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -134,7 +141,7 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
     if kind in ("int8", "fp8") and dtype == torch.float16:
         pytest.skip("no such weights beside activations in float16")
     weight = on(weights_of(kind, COUNT * 96, 128, dtype), triton_ops.device)
-    matrix = weight if isinstance(weight, Tensor) else unpacked(weight)
+    matrix = weight if isinstance(weight, Tensor) else multiplied_out(weight, dtype)
     gemm = triton_ops.expert_gemm(weight, COUNT)
     assert gemm is not None
     logits, bias = made(triton_ops, 9, COUNT, seed=11), made(triton_ops, COUNT * 96, seed=12, dtype=dtype)

@@ -13,10 +13,11 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.layers.linear_ops.groups import sizes_of
-from draftwing.ops.groups import PackedGroups, unpacked
+from draftwing.layers.linear_ops.groups import multiplied_out, sizes_of
+from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import ExpertGemm, Routed
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
+from draftwing.ops.types import MXRows
 
 
 class ExpertMLP(nn.Module):
@@ -79,9 +80,9 @@ class ExpertLinear(Linear):
         if groups is not None:
             self._gemm = ops.expert_gemm(groups, self.count)
             if self._gemm is not None:
-                self.op = ExpertGroups(self, groups)
+                self.op = ExpertGroups(self, groups, self._dtype)
                 return
-            self.weight = nn.Parameter(unpacked(groups), False)
+            self.weight = nn.Parameter(multiplied_out(groups, self._dtype), False)
             self.op = InferenceDense(self)
         if ops.reads_routes:
             self.op = self._gemm = EachExpert(self._each(ops, mode), self)
@@ -140,16 +141,16 @@ class ExpertLinear(Linear):
 class ExpertGroups(LinearOp):
     """What is known of a weight that stays quantised beside its GEMM."""
 
-    def __init__(self, layer: Linear, weight: PackedGroups) -> None:
+    def __init__(self, layer: Linear, weight: PackedGroups | MXRows, dtype: torch.dtype) -> None:
         super().__init__(layer)
-        self._weight = weight
+        self._weight, self._dtype = weight, dtype
 
     @property
     def sizes(self) -> Counter[str]:
         return sizes_of(self._weight)
 
     def dense_weight(self) -> Tensor:
-        return unpacked(self._weight)
+        return multiplied_out(self._weight, self._dtype)
 
 
 class EachExpert(LinearOp):

@@ -21,6 +21,7 @@ from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
 from draftwing.models.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
 from draftwing.models.positions import WindowSwitch, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
+from draftwing.ops.torch.experts import SWIGLU_ALPHA
 from draftwing.requests.refusals import show
 
 
@@ -144,7 +145,7 @@ class Family(NamedTuple):
     sinks: bool = False
     wide_norms: bool = False
     gemma: bool = False
-    experts: Literal["", "mixtral", "qwen"] = ""  # whose keys speak of experts
+    experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""  # whose keys speak of experts
 
 
 FAMILIES: dict[str, Family] = {
@@ -244,7 +245,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     max_positions, layers = fields.whole("max_position_embeddings"), fields.whole("num_hidden_layers", high=MOST_LAYERS)
     hidden, heads = fields.whole("hidden_size", high=WIDEST), fields.whole("num_attention_heads", high=WIDEST)
     attention_bias = fields.flag("attention_bias")
-    weight_format, quantization = _stored_as(fields)
+    weight_format, quantization = _stored_as(fields, family)
     rope, local_rope = ropes(fields, family.theta, family.local_theta, max_positions)
     return ModelConfig(
         architecture=name,
@@ -315,14 +316,19 @@ def _experts(fields: Fields, family: Family) -> ExpertConfig | None:
     if not family.experts:
         return None
     # One key in files of old, the other in those of newer libraries.
-    key = next((key for key in _COUNTS if fields.get(key) is not None), _COUNTS[family.experts == "mixtral"])
+    key = next((key for key in _COUNTS if fields.get(key) is not None), _COUNTS[family.experts != "qwen"])
     count = fields.whole(key, high=MOST_EXPERTS)
-    qwen = family.experts == "qwen"
+    qwen, clamped = family.experts == "qwen", family.experts == "gpt_oss"
+    if clamped and fields.number("swiglu_alpha", 0, 1e3, SWIGLU_ALPHA) != SWIGLU_ALPHA:
+        raise fields.unlike("swiglu_alpha", str(SWIGLU_ALPHA))
     return ExpertConfig(
         count,
         top_k=fields.whole("num_experts_per_tok", high=count),
         ffn=fields.whole("moe_intermediate_size" if qwen else "intermediate_size", high=WIDEST),
         renormalise=fields.flag("norm_topk_prob") if qwen else True,
+        router_bias=clamped,
+        bias=clamped,
+        limit=fields.number("swiglu_limit", 1e-3, 1e6, 7.0) if clamped else 0.0,
     )
 
 
@@ -334,7 +340,7 @@ def _dense_layers(fields: Fields, layers: int) -> frozenset[int]:
     return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
 
 
-def _stored_as(fields: Fields) -> tuple[WeightFormat, Quantization | None]:
+def _stored_as(fields: Fields, family: Family) -> tuple[WeightFormat, Quantization | None]:
     """What `quantization_config` says: a format of its own, or one that is read into any other."""
     quantization = fields.get("quantization_config")
     if quantization is None:
@@ -342,12 +348,13 @@ def _stored_as(fields: Fields) -> tuple[WeightFormat, Quantization | None]:
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if isinstance(method, str) and method in FORMATS:
         return FORMATS[method](quantization), None
-    if isinstance(method, str) and method in METHODS:
-        return DENSE, METHODS[method](fields.inner("quantization_config"))
-    known = ", ".join((*METHODS, *FORMATS))
+    known = {name: read for name, read in METHODS.items() if name != "mxfp4" or family.experts == "gpt_oss"}
+    if isinstance(method, str) and method in known:
+        return DENSE, known[method](fields.inner("quantization_config"))
     raise CheckpointError(
         f"{fields.where}: quantization_config = {show(quantization)} is not supported: expected none or quant_method "
-        f"{known}, found {show(method)}. Take the model's checkpoint that is not quantised, or a .gguf file"
+        f"{', '.join((*known, *FORMATS))}, found {show(method)}. Take the model's checkpoint that is not quantised, or "
+        "a .gguf file"
     )
 
 

@@ -32,11 +32,12 @@ from draftwing.models import gguf
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
+from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gguf import Progress
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
-from draftwing.ops.types import BlockRows, QuantizedRows
+from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks
@@ -45,7 +46,7 @@ from draftwing.requests.refusals import show
 logger = logging.getLogger(__name__)
 
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
-Stored = Tensor | BlockRows | QuantizedRows
+Stored = Tensor | BlockRows | QuantizedRows | MXRows
 Tensors = Iterable[tuple[str, Stored]]
 
 # (index of the shards, single file), in order of preference
@@ -146,17 +147,22 @@ def open_checkpoint(
         cuts = _cuts(config, ranks)
         return config, ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in every)
     config = load_config(path)
-    stored = folder_tensors(path, progress, _cuts(config, ranks))
+    cuts = _cuts(config, ranks)
+    stored = folder_tensors(path, progress, cuts)
     own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
     others = own if kv_scales is None else kv_scales.taken(own)
-    return config, assembled(config.quantization, others, weight_format.reads_on)
+    matrices = assembled(config.quantization, others, weight_format.reads_on)
+    if config.experts is None:
+        return config, matrices
+    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on)
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
     """Which tensors this rank reads a part of. Raises ConfigError for a checkpoint that cannot be spread."""
     if ranks.size == 1:
         return {}
-    if config.quantization is not None or config.weight_format != DENSE:
+    quantised = config.quantization is not None and config.quantization.method != "mxfp4"
+    if quantised or config.weight_format != DENSE:
         raise ConfigError(
             f"--tp-size {ranks.size}: matrices of a checkpoint with a quantization_config cannot be spread over ranks "
             "yet: expected one that is not quantised, which --quantization can quantise, or a .gguf file"
@@ -198,7 +204,7 @@ def fill_parameters(
                 continue
             if isinstance(tensor, BlockRows):
                 tensor = torch.from_numpy(dequantized(tensor.data.numpy(), tensor.kind))
-            elif isinstance(tensor, QuantizedRows):
+            elif isinstance(tensor, QuantizedRows | MXRows):
                 label, before = tensor.label, tensor.nbytes
                 tensor = tensor.dense(param.dtype)
                 multiplied_out += Counter({(label, "in"): before, (label, "out"): tensor.nbytes})
@@ -224,6 +230,8 @@ def fill_parameters(
 def _shape(value: Stored) -> list[int]:
     if isinstance(value, BlockRows):
         return [len(value.data), value.columns]
+    if isinstance(value, MXRows):
+        return [value.rows, value.columns]
     return list(value.codes.shape if isinstance(value, QuantizedRows) else value.shape)
 
 

@@ -100,7 +100,13 @@ def _expert_names(
             (names.down, "down", hidden * expert, hidden, 1),
         ):
             name = f"{theirs}.{names.experts}.{expert}.{stored}"
-            table |= named(config.weight_format, name, f"{ours}.mlp.{linear}", start, rows, Cut(axis, inner))
+            cut = Cut(axis, inner)
+            table |= named(config.weight_format, name, f"{ours}.mlp.{linear}", start, rows, cut)
+            if experts.bias:
+                of_outputs = cut if axis == 0 and ranks.size > 1 else None
+                table[f"{name}.bias"] = ParamSlice(f"{ours}.mlp.{linear}.bias", start, rows, cut=of_outputs)
+    if experts.router_bias:
+        table[f"{theirs}.{names.router}.bias"] = ParamSlice(f"{ours}.mlp.router.bias", 0, experts.count)
     return table
 
 
@@ -114,11 +120,14 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
 
 
-MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+OTHER_NAMES = {
+    "MixtralForCausalLM": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    "GptOssForCausalLM": ExpertNames("mlp.router"),
+}
 
 
 def expert_names(config: ModelConfig) -> ExpertNames:
-    return MIXTRAL if config.architecture == "MixtralForCausalLM" else ExpertNames()
+    return OTHER_NAMES.get(config.architecture, ExpertNames())
 
 
 def named(

@@ -24,6 +24,46 @@ class BlockRows(NamedTuple):
     columns: int
 
 
+MX_BLOCK = 32  # values that share an exponent
+
+
+class MXRows(NamedTuple):
+    """Rows of a matrix in MXFP4: values of 4 bits (e2m1), of which 32 share a power of 2."""
+
+    codes: Tensor  # [rows, columns / 2] uint8: two values a byte, the first in the low bits
+    exponents: Tensor  # [rows, columns / 32] uint8: of 2, more by 127
+
+    @property
+    def rows(self) -> int:
+        return len(self.codes)
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.codes.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.exponents.nbytes
+
+    @property
+    def label(self) -> str:
+        return "mxfp4"
+
+    def integers(self) -> QuantizedRows:
+        """The same as integers of 5 bits with a scale for each block."""
+        doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=self.codes.device)
+        values = torch.cat((doubled, -doubled))
+        pairs = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
+        scales = torch.exp2(self.exponents.float() - 128)
+        return QuantizedRows(values[pairs.int()], 5, scales, None, 1, MX_BLOCK, None)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]: the values, computed in float32."""
+        step = max(1, _SLICE // max(1, self.columns))
+        parts = zip(self.codes.split(step), self.exponents.split(step), strict=True)
+        return torch.cat([MXRows(*part).integers().dense(dtype) for part in parts])
+
+
 class QuantizedRows(NamedTuple):
     """Rows of a matrix as the quantisers of checkpoints have them: a value is (code - zero) * scale, with the zero and
     the scale of its group."""

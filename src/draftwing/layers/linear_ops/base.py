@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.layer_ops import FewRowsGemm, LayerOps
-from draftwing.ops.types import BlockRows, QuantizedRows
+from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 from draftwing.parallel.cut import Cut
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class LinearOp:
         it begins with; None where `dense_weight` has them."""
         return None
 
-    def groups(self) -> PackedGroups | None:
+    def groups(self) -> PackedGroups | MXRows | None:
         """The weight, not packed yet, as it stays quantised in groups; None where it is to be multiplied out."""
         return None
 
-    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:
         """Takes rows of the weight as a checkpoint stores them, or lets them be copied into the parameter: False."""
         return False
 

@@ -16,7 +16,7 @@ from draftwing.layers.linear_ops.dense import Dense, DenseFormat
 from draftwing.layers.linear_ops.from_quantized import becomes, to_blocks
 from draftwing.layers.linear_ops.packed_blocks import SAFE_KIND, SMALLEST, PackedBlocks, sizes_of
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, QuantizedRows
+from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
@@ -83,14 +83,15 @@ class Blocks(LinearOp):
         self._parts: dict[int, BlockRows] = {}
         self.changed: Counter[str] = Counter()  # what became of parts that came in anything but these blocks
 
-    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:
         if not part.param.endswith("weight"):
             return False
         assert part.axis == 0 and part.start not in self._parts
         if isinstance(value, BlockRows) and not self._format.has_kernel(value.kind):
             self.changed[f"in {value.kind} have no kernel here and are quantised again, to {SAFE_KIND}"] += 1
-        elif isinstance(value, QuantizedRows):
-            self.changed[f"in {value.label}: {becomes(value, self._format.ops)}"] += 1
+        elif isinstance(value, QuantizedRows | MXRows):
+            label, value = value.label, value.integers() if isinstance(value, MXRows) else value
+            self.changed[f"in {label}: {becomes(value, self._format.ops)}"] += 1
         self._parts[part.start] = self._format.rows(value)
         if sum(rows.data.shape[0] for rows in self._parts.values()) == self.layer.out_features:
             del self.layer.weight  # nothing is missing

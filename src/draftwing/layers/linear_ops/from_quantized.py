@@ -16,8 +16,8 @@ _SLICE = 1 << 22  # codes that are packed at a time
 def to_blocks(rows: QuantizedRows, ops: LayerOps) -> BlockRows:
     """The matrix, whose columns are a multiple of 32, in the kind of blocks that holds its values best.
 
-    Codes of up to 4 bits stay as they are in `Q4_0`, with zeros in `Q4_1`, and those of 8 bits without zeros in `Q8_0`,
-    where each block of 32 lies in one group. Everything else is rounded to `Q8_0`.
+    Codes of up to 4 bits stay as they are in `Q4_0`, with zeros in `Q4_1`, and those of 5 and of 8 bits without zeros
+    in `Q5_0` and `Q8_0`, where each block of 32 lies in one group. Everything else is rounded to `Q8_0`.
     """
     kind, columns = _same_codes(rows, ops), rows.codes.shape[1]
     if kind is None:
@@ -35,11 +35,13 @@ def becomes(rows: QuantizedRows, ops: LayerOps) -> str:
 
 def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:
     """The kind of blocks that the codes fit into as they are, or None."""
-    if rows.codes.is_floating_point() or rows.group_of is not None or (rows.bits == 8 and rows.zeros is not None):
+    if rows.codes.is_floating_point() or rows.group_of is not None or (rows.bits > 4 and rows.zeros is not None):
         return None
     if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
         return None
-    kind = "Q8_0" if rows.bits == 8 else "Q4_0" if rows.zeros is None else "Q4_1"
+    kind = {8: "Q8_0", 5: "Q5_0"}.get(rows.bits, "Q4_0" if rows.zeros is None else "Q4_1")
+    if rows.bits == 5 and float(rows.scales.max()) > torch.finfo(torch.float16).max:  # a power of 2 may be anything
+        return None
     return kind if kind in ops.block_kinds else None
 
 
@@ -65,6 +67,12 @@ def _blocks(rows: QuantizedRows, kind: str, start: int, stop: int) -> Tensor:
     body = codes.unflatten(1, (blocks, SMALLEST))
     if kind == "Q8_0":
         packed = body.contiguous().view(torch.uint8)
+    elif kind == "Q5_0":
+        values = (body + 16).to(torch.uint8)
+        places = torch.arange(SMALLEST, dtype=torch.int64)
+        fifth = ((values >> 4).long() << places).sum(-1).to(torch.uint32).unsqueeze(-1).view(torch.uint8)
+        low, high = (values & 15).unflatten(2, (2, SMALLEST // 2)).unbind(2)
+        packed = torch.cat((fifth, low | high << 4), -1)
     else:
         low, high = (body + more).to(torch.uint8).unflatten(2, (2, SMALLEST // 2)).unbind(2)
         packed = low | high << 4

@@ -16,7 +16,7 @@ from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, Wei
 from draftwing.layers.linear_ops.dense import Dense, DenseFormat
 from draftwing.ops.groups import PackedGroups, join, unpacked, why_not
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows, QuantizedRows
+from draftwing.ops.types import BlockRows, MXRows, QuantizedRows
 
 if TYPE_CHECKING:
     from draftwing.layers.linear import Linear
@@ -67,23 +67,24 @@ class Groups(Dense):
     def __init__(self, layer: Linear, form: GroupFormat, dtype: torch.dtype) -> None:
         super().__init__(layer)
         self._format, self._dtype = form, dtype
-        self._parts: dict[int, PackedGroups] = {}
+        self._parts: dict[int, PackedGroups | MXRows] = {}
         self.kept: Counter[str] = Counter()  # parts, by what they were
         self.refused: Counter[str] = Counter()
 
-    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows) -> bool:
+    def keep(self, part: ParamSlice, value: Tensor | BlockRows | QuantizedRows | MXRows) -> bool:
         if not part.param.endswith("weight") or isinstance(value, BlockRows):
             return False
         if isinstance(value, Tensor):
             if self._format.scheme is None or not value.is_floating_point() or value.element_size() == 1:
                 return False
             value = self._format.ops.quantize_groups(value, self._format.scheme)
-        reason = why_not(value, self._dtype)
+        reason = why_not(value, self._dtype) if isinstance(value, QuantizedRows) else None
         if reason is not None:
             self.refused[f"{value.label}: {reason}"] += 1
             return False
         assert part.axis == 0 and part.start not in self._parts
-        self._parts[part.start] = self._format.ops.pack_groups(value, self._dtype)
+        packed = self._format.ops.pack_groups(value, self._dtype) if isinstance(value, QuantizedRows) else value
+        self._parts[part.start] = packed
         self.kept[value.label] += 1
         if sum(rows.rows for rows in self._parts.values()) == self.layer.out_features:
             del self.layer.weight  # nothing is missing
@@ -95,12 +96,15 @@ class Groups(Dense):
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp | None:
         whole = self.groups()
+        if isinstance(whole, MXRows):  # only experts have kernels for it
+            self.layer.weight = nn.Parameter(whole.dense(self._dtype), False)
+            return None
         return None if whole is None else PackedLinear(self.layer, ops, whole, mode)
 
-    def groups(self) -> PackedGroups | None:
+    def groups(self) -> PackedGroups | MXRows | None:
         if not self._parts:
             return None
-        whole = None if hasattr(self.layer, "weight") else join([self._parts[at] for at in sorted(self._parts)])
+        whole = None if hasattr(self.layer, "weight") else _joined([self._parts[at] for at in sorted(self._parts)])
         if whole is None:
             self._multiply_out()
         self._parts.clear()
@@ -114,7 +118,7 @@ class Groups(Dense):
             weight = torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device=device)
             self.layer.weight = nn.Parameter(weight, False)
         for start, part in self._parts.items():
-            weight.detach()[start : start + part.rows] = unpacked(part)
+            weight.detach()[start : start + part.rows] = multiplied_out(part, self._dtype)
         self._parts.clear()
 
 
@@ -172,8 +176,23 @@ class PackedLinear(LinearOp):
         return x if self._weight.order is None else x.index_select(1, self._weight.order)
 
 
-def sizes_of(weight: PackedGroups) -> Counter[str]:
+def _joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:
+    """The rows of one part after those of another, or None where one kernel cannot read them all."""
+    packed = [part for part in parts if isinstance(part, PackedGroups)]
+    if len(packed) == len(parts):
+        return join(packed)
+    return MXRows(*map(torch.cat, zip(*parts, strict=True))) if not packed else None
+
+
+def multiplied_out(weight: PackedGroups | MXRows, dtype: torch.dtype) -> Tensor:
+    """The matrix, in the type of activations."""
+    return weight.dense(dtype) if isinstance(weight, MXRows) else unpacked(weight)
+
+
+def sizes_of(weight: PackedGroups | MXRows) -> Counter[str]:
     """Bytes, by type."""
+    if isinstance(weight, MXRows):
+        return Counter({weight.label: weight.nbytes})
     return Counter({"fp8" if weight.fp8 else f"int{weight.bits}": weight.nbytes})
 
 

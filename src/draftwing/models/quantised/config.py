@@ -217,8 +217,13 @@ def _strategy(weights: Fields) -> tuple[int, int]:
     return (WHOLE if strategy == "tensor" else 1), WHOLE
 
 
+def _mxfp4(fields: Fields) -> Quantization:
+    """Of experts alone, whose tensors `models.fused_experts` puts together."""
+    return Quantization("mxfp4", ())
+
+
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
-    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed,
+    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed, "mxfp4": _mxfp4,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.ops.groups import PackedGroups
+from draftwing.ops.types import MXRows
 
 SWIGLU_ALPHA = 1.702  # of the clamped gate
 
@@ -112,7 +113,7 @@ class ExpertOps:
             out = torch.where(flat == expert, F.linear(rows, part, of), out)
         return out
 
-    def expert_gemm(self, weight: Tensor | PackedGroups, count: int) -> ExpertGemm | None:
+    def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> ExpertGemm | None:
         """The device's GEMMs with the weights [count * out, in] of experts, or None where it has none for them. A row
         has the same bits in any batch if `route` was told so."""
         return None

@@ -19,14 +19,15 @@ from draftwing.ops.groups import CHUNK, TALL, PackedGroups, units_of
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, Routed
 from draftwing.ops.triton.common import keep_cache, launch_options, start
 from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_of
+from draftwing.ops.types import MXRows
 
 # How a weight is stored, and what becomes of a product.
-_DENSE, _NIBBLES, _BYTES, _FP8 = (tl.constexpr(i) for i in range(4))
+_DENSE, _NIBBLES, _BYTES, _FP8, _MX = (tl.constexpr(i) for i in range(5))
 _PLAIN, _SILU, _CLAMPED = (tl.constexpr(i) for i in range(3))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Pairs of a tile -> outputs of a program (of a gated one: twice as many rows of the weight), warps, stages
-_SHAPES = {SMALL_TILE: (32, 4, 4), LARGE_TILE: (128, 4, 3)}
-_GATED_SHAPES = {SMALL_TILE: (32, 4, 4), LARGE_TILE: (64, 4, 3)}
+SHAPES = {SMALL_TILE: (32, 4, 4), LARGE_TILE: (128, 4, 3)}
+GATED_SHAPES = {SMALL_TILE: (32, 4, 4), LARGE_TILE: (64, 4, 3)}
 
 
 @triton.jit
@@ -67,6 +68,22 @@ def _fp8(codes, tile, chunk, CHUNKS: tl.constexpr, TILES: tl.constexpr):
     normal = ((body << 16) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(body < 0x80, small, normal)
     return tl.where(sign != 0, -value, value)
+
+
+@triton.jit
+def _mx(codes, exponents, feature, mask, k, DEPTH: tl.constexpr):
+    """-> [features, 64] float32. codes uint8 [rows, DEPTH / 2], exponents uint8 [rows, DEPTH / 32]."""
+    row = feature.to(tl.int64)[:, None]
+    pair = tl.load(codes + row * (DEPTH // 2) + k // 2 + tl.arange(0, 32)[None, :], mask=mask, other=0).to(tl.int32)
+    code = tl.reshape(tl.join(pair & 15, pair >> 4), [feature.shape[0], 64])
+    one, power = code & 1, (code >> 1) & 3
+    doubled = tl.where(power == 0, one, (2 + one) << (tl.maximum(power, 1) - 1)).to(tl.float32)
+    block = exponents + row * (DEPTH // 32) + k // 32
+    left = tl.load(block, mask=mask, other=0).to(tl.int32)
+    right = tl.load(block + 1, mask=mask, other=0).to(tl.int32)
+    exponent = tl.where(tl.arange(0, 64)[None, :] < 32, left, right)
+    scale = (exponent << 23).to(tl.float32, bitcast=True) * 0.5
+    return tl.where(code >= 8, -doubled, doubled) * scale
 
 
 @triton.jit
@@ -114,6 +131,9 @@ def _weight_tile(
         if not EVEN:
             mask &= (col < DEPTH)[None, :]
         found = tl.load(weight + feature[:, None].to(tl.int64) * DEPTH + col[None, :], mask=mask, other=0.0)
+    elif KIND == _MX:
+        feature = row + tl.arange(0, FEATURES)
+        found = _mx(weight, scales, feature, (feature < rows)[:, None], k, DEPTH)
     else:
         TILES: tl.constexpr = FEATURES // 16
         CHUNKS: tl.constexpr = DEPTH // 64
@@ -190,7 +210,7 @@ def _expert_gemm_kernel(
 class ExpertGemm:
     """The kernels with one weight."""
 
-    def __init__(self, weight: Tensor | PackedGroups, count: int) -> None:
+    def __init__(self, weight: Tensor | PackedGroups | MXRows, count: int) -> None:
         self._weight, self._count = weight, count
 
     @property
@@ -208,7 +228,10 @@ class ExpertGemm:
         arguments: dict[str, Any]
         if isinstance(weight, Tensor):
             codes, scales, zeros, depth = weight, None, None, weight.shape[1]
-            arguments = {"KIND": _DENSE.value, "GROUPS": 1, "SHIFT": 0, "FIRST": 0, "UNIT": 0}
+            arguments = _WITHOUT_GROUPS | {"KIND": _DENSE.value}
+        elif isinstance(weight, MXRows):
+            codes, scales, zeros, depth = weight.codes, weight.exponents, None, weight.columns
+            arguments = _WITHOUT_GROUPS | {"KIND": _MX.value}
         else:
             codes, scales, depth = _codes(weight), weight.scales, weight.columns
             zeros = None if weight.zeros is None else weight.zeros.view(torch.int16)
@@ -219,7 +242,7 @@ class ExpertGemm:
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
         if not routed.pairs:
             return out
-        features, warps, stages = (_SHAPES if act == _PLAIN.value else _GATED_SHAPES)[tiles.rows]
+        features, warps, stages = (SHAPES if act == _PLAIN.value else GATED_SHAPES)[tiles.rows]
         wide = x.dtype == torch.float32
         most = tiles.tiles.shape[1]
         launched = _expert_gemm_kernel[(triton.cdiv(width, features), most)](
@@ -230,6 +253,9 @@ class ExpertGemm:
         )  # fmt: skip
         keep_cache(launched)
         return out
+
+
+_WITHOUT_GROUPS: dict[str, Any] = {"GROUPS": 1, "SHIFT": 0, "FIRST": 0, "UNIT": 0}
 
 
 def _codes(weight: PackedGroups) -> Tensor:
@@ -246,9 +272,11 @@ def _settings(weight: PackedGroups) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def takes(weight: Tensor | PackedGroups, count: int) -> bool:
+def takes(weight: Tensor | PackedGroups | MXRows, count: int) -> bool:
     """Whether the kernels multiply with these weights of `count` experts."""
     if isinstance(weight, Tensor):
         return weight.dtype in DTYPES and weight.is_contiguous()
+    if isinstance(weight, MXRows):
+        return weight.columns % CHUNK == 0
     rows = weight.rows // count
     return rows % (2 * TALL) == 0
