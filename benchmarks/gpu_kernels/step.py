@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_kernels/step.py [--profile SIZE] [--sizes 1,16] [--tiny] [option=value ...]
 
-Random weights, from configs that are written here. Options are those of the engine; `speculative_algorithm=EAGLE3` and
-`STANDALONE` get a draft model of their usual size. The rows' contexts are empty.
+Random weights, from configs that are written here; `--config` names the config.json of another target. Options are
+those of the engine; `speculative_algorithm=EAGLE3` and `STANDALONE` get a draft model of their usual size. The rows'
+contexts are empty.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ REPLAYS = 20
 MOST_SHOWN = 60  # kernels of a layer
 
 
-def build(folder: Path, given: dict[str, Any], tiny: bool) -> Any:
+def build(folder: Path, given: dict[str, Any], tiny: bool, config_file: Path | None = None) -> Any:
     from draftwing.config.options import Options
     from draftwing.engine.build import build as build_engine
 
     own: dict[str, Any] = {}
     target = {**LLAMA, **(TINY if tiny else {})}
-    draft = {**target, "num_hidden_layers": 1, "draft_vocab_size": 500 if tiny else 32000}
+    if config_file is not None:
+        target = json.loads(config_file.read_text())
+    of_draft = {**LLAMA, **{key: target[key] for key in ("hidden_size", "vocab_size")}} if config_file else target
+    draft = {**of_draft, "num_hidden_layers": 1, "draft_vocab_size": 500 if tiny else 32000}
     if given.get("speculative_algorithm") == "STANDALONE":
         draft = {**target, **({} if tiny else SMALL)}
     if given.get("speculative_algorithm") in ("EAGLE", "EAGLE3", "STANDALONE"):
@@ -145,6 +149,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="1,4,8,16,64,128")
     parser.add_argument("--profile", type=int, metavar="SIZE", help="of which batch size to show the kernels")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of the target, in place of Llama's")
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
     given = {}
@@ -156,7 +161,7 @@ def main() -> None:
             given[name] = value
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        parts = build(Path(folder), given, args.tiny)
+        parts = build(Path(folder), given, args.tiny, args.config)
     graphs = parts.executor.graphs
     print(f"built in {time.monotonic() - begin:.1f} s, {len(graphs)} graphs, {parts.pool_tokens} tokens in the pool")
     totals: dict[Any, float] = defaultdict(float)

@@ -54,6 +54,8 @@ def tiny_model(
             if weight.dim() == 2:
                 scale = sharpen if name.startswith("lm_head") else 1.0
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[1] ** 0.5)
+            elif name.endswith("bias"):
+                weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
             elif name.endswith("sinks"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) + 1)
     return model.to(device=device, dtype=dtype).eval()

@@ -16,6 +16,7 @@ CUDA = pytest.param(
 EXPERTS = {
     "softmax": ExpertConfig(6, 2, 32, renormalise=False),
     "renormalised": ExpertConfig(6, 3, 32),
+    "clamped": ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=1.5),
 }
 
 pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", RANKS, CUDA], indirect=True, scope="module")

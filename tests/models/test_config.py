@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference.hf_configs import (
     GEMMA3_1B,
+    GPT_OSS_20B,
     LLAMA2_7B,
     LLAMA32_1B,
     MISTRAL_7B_V01,
@@ -71,6 +72,20 @@ def test_qwen3_moe() -> None:
     assert 30.4e9 < config.matrix_weights < 30.6e9  # published as 30.5B
     layers = from_hf({**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).dense_layers
     assert sorted(set(range(48)) - layers) == [i for i in range(1, 48, 2) if i != 3]
+
+
+def test_gpt_oss() -> None:
+    config = from_hf(GPT_OSS_20B)
+    assert config.experts == ExpertConfig(32, 4, 2880, True, True, True, 7.0) and config.sinks and config.wide_norms
+    assert config.windows == (128, 0) * 12 and config.rope.kind == "yarn" and config.qkv_bias and config.o_bias
+    assert config.quantization is not None and config.quantization.method == "mxfp4"
+    assert 20.8e9 < config.matrix_weights < 21.0e9  # published as 20.9B
+    with pytest.raises(CheckpointError, match=r"swiglu_alpha: expected 1[.]702, found 2"):
+        from_hf({**GPT_OSS_20B, "swiglu_alpha": 2})
+    with pytest.raises(
+        CheckpointError, match="expected none or quant_method awq, gptq, fp8, compressed-tensors, found"
+    ):
+        from_hf({**QWEN3_30B, "quantization_config": GPT_OSS_20B["quantization_config"]})
 
 
 def test_llama3_scaling_in_rope_parameters_is_that_of_rope_scaling() -> None:

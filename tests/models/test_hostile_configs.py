@@ -16,6 +16,7 @@ import tiny_gguf
 import torch
 from reference.hf_configs import (
     GEMMA3_1B,
+    GPT_OSS_20B,
     LLAMA2_7B,
     LLAMA32_1B,
     MISTRAL_7B_V01,
@@ -42,6 +43,7 @@ from draftwing.models.loader import folder_tensors, load_config, load_model, rea
 MIMO = {**QWEN25_7B, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 EVERY = (
     LLAMA2_7B, LLAMA32_1B, MISTRAL_7B_V01, QWEN3_8B, QWEN25_7B, QWEN25_15B_TRANSFORMERS5, MIMO, QWEN3_30B, MIXTRAL_8X7B,
+    GPT_OSS_20B,
     GEMMA3_1B,
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (

@@ -155,6 +155,16 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_dim=128, sliding_window=4096, window_switch="upper"),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, sliding_window=4096, window_switch="all", experts="qwen"),
     "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, sliding_window=0, experts="mixtral"),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        head_dim=64,
+        sliding_window=128,
+        window_pattern=2,
+        theta=150000.0,
+        sinks=True,
+        wide_norms=True,
+        experts="gpt_oss",
+    ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
         qk_norm=True,

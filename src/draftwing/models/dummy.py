@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
+from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.models.config import ModelConfig
 from draftwing.models.weight_map import MTP_PREFIX
+from draftwing.ops.types import MX_BLOCK, MXRows
 
 SEED = 0
 HEAD_SCALE = 16.0  # standard deviation of logits: the best of 128k tokens has a probability of 0.7 on average
 
 
-def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED) -> None:
-    """Puts every parameter of a meta `module` on `device`, where its values are made.
+def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED, mxfp4: bool = False) -> None:
+    """Puts every parameter of a meta `module` on `device`, where its values are made. mxfp4: those of experts.
 
     A GEMM of a normed row has a variance of about 1, so the residual stream grows by 1 or 2 a layer and stays far
     from the end of float16. Heads are sharper, as trained ones are: of even distributions draft trees come out flat.
@@ -32,6 +35,12 @@ def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED)
     heads = {name for name, param in module.named_parameters() if lm_head is not None and param is lm_head.weight}
     for name, meta in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
+        layer = module.get_submodule(owner)
+        if mxfp4 and leaf == "weight" and isinstance(layer, ExpertLinear):
+            rows = _mx_rows(meta, device, generator)
+            if not layer.op.keep(ParamSlice(name, 0, rows.rows), rows):
+                setattr(layer, leaf, nn.Parameter(rows.dense(meta.dtype)))
+            continue
         values = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         if leaf == "bias":
             values.zero_()
@@ -42,9 +51,16 @@ def fill_random(module: nn.Module, device: torch.device | str, seed: int = SEED)
         else:
             scale = HEAD_SCALE if name in heads else 1.0
             values.normal_(0.0, scale * meta.shape[-1] ** -0.5, generator=generator)
-        layer = module.get_submodule(owner)
         if not (isinstance(layer, Linear) and layer.op.keep(ParamSlice(name, 0, values.shape[0]), values)):
             setattr(layer, leaf, nn.Parameter(values, values.is_floating_point()))
+
+
+def _mx_rows(like: Tensor, device: torch.device | str, generator: torch.Generator) -> MXRows:
+    """With a variance of 1 / columns: that of all 16 codes is 8.56."""
+    rows, columns = like.shape
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device).random_(generator=generator)
+    exponent = 127 - round(math.log2(8.56 * columns) / 2)
+    return MXRows(codes, torch.full((rows, columns // MX_BLOCK), exponent, dtype=torch.uint8, device=device))
 
 
 def draft_weights(

@@ -104,7 +104,8 @@ def load_model(
     model = DecoderModel(config, dtype, "meta", ranks)
     harmless = {"lm_head.weight"} if config.tie_embeddings else set()
     if dummy:
-        fill_random(model, device, SEED + ranks.rank)
+        in_mxfp4 = config.quantization is not None and config.quantization.method == "mxfp4"
+        fill_random(model, device, SEED + ranks.rank, in_mxfp4)
     else:
         fill_parameters(model, checkpoint_names(config, ranks), tensors, device, harmless)
     model.kv_scales = kv_scales
