@@ -34,7 +34,7 @@ class PeerMemory:
         self._rank = rank
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
-        self._own = ctypes.c_uint64()
+        self._own, self._context = ctypes.c_uint64(), ctypes.c_void_p()
         self.addresses: list[int] = []
         handle, why = b"", ""
         try:
@@ -65,6 +65,7 @@ class PeerMemory:
         torch.zeros(1, device=self._device)  # makes the context
         handle = _Handle()
         with torch.cuda.device(self._device):
+            self._ask("cuCtxGetCurrent", ctypes.byref(self._context))
             self._ask("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(size))
             self._ask("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
             torch.cuda.synchronize(self._device)
@@ -85,9 +86,9 @@ class PeerMemory:
     def fill(self, size: int) -> None:
         """Fills the first bytes of this rank's with 0x7f, whatever the streams wait for. From any thread."""
         stream = ctypes.c_void_p()
-        with torch.cuda.device(self._device):
-            self._ask("cuStreamCreate", ctypes.byref(stream), 1)  # which waits for no other one
-            self._ask("cuMemsetD8Async", self._own, ctypes.c_ubyte(0x7F), ctypes.c_size_t(size), stream)
+        self._ask("cuCtxSetCurrent", self._context)  # a thread has its own
+        self._ask("cuStreamCreate", ctypes.byref(stream), 1)  # which waits for no other one
+        self._ask("cuMemsetD8Async", self._own, ctypes.c_ubyte(0x7F), ctypes.c_size_t(size), stream)
 
     def close(self) -> None:
         """Lets go of the memory, which nothing on the device may use any more."""
