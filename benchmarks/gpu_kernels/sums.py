@@ -32,7 +32,9 @@ def all_reduce(group: Group, x: Tensor, residual: Tensor) -> Tensor:
     """NCCL's own, whose order of sums is not known, and without the residual."""
     options = AllreduceOptions()
     options.asyncOp = False
-    group._group.allreduce([x], options).wait()
+    work = group._group.allreduce([x], options)
+    if work is not None:
+        work.wait()
     return x
 
 

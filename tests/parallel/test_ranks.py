@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from reference.checkpoints import llama_target, qwen2_target
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from thread_ranks import meet
 from tiny_gguf import causal
 from tiny_gguf import write as write_gguf
@@ -24,7 +25,7 @@ from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, QuantizedRows
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.group import Rendezvous
 from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
@@ -174,11 +175,47 @@ def test_a_gguf_file_in_blocks_that_are_too_large(tmp_path: Path) -> None:
         load_model(file, torch.float32, CPU, weight_format=BlockFormat("Q8_0", ops), ranks=Absent(2))
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+# Groups of 32 and 24 columns of 96, of which a rank's share of 48 begins inside one; blocks of fp8, and one scale.
+@pytest.mark.parametrize(
+    ("tall", "wide", "zeros"), [(1, 32, True), (1, 24, False), (1, 96, False), (16, 16, False), (64, 96, False)]
+)
+def test_quantised_matrices_are_cut_to_the_bit(tall: int, wide: int, zeros: bool) -> None:
+    generator = torch.Generator().manual_seed(wide)
+    shape = -(-64 // tall), -(-96 // wide)
+    codes = torch.randint(-8, 8, (64, 96), dtype=torch.int8, generator=generator)
+    points = torch.randint(-8, 8, shape, dtype=torch.int16, generator=generator) if zeros else None
+    rows = QuantizedRows(codes, 4, torch.rand(shape, generator=generator), points, tall, wide, None)
+    whole = rows.dense(torch.float32)
+    for rank in range(2):
+        for axis, size in ((0, 64), (1, 96)):
+            share = Share(rank * size // 2, size // 2, size)
+            part = Cut(axis, share).of("x", rows)
+            assert isinstance(part, QuantizedRows)
+            assert torch.equal(part.dense(torch.float32), whole.narrow(axis, share.start, share.size))
+    ordered = rows._replace(group_of=torch.randperm(96, generator=generator) // wide)
+    part = Cut(1, Share(48, 48, 96)).of("x", ordered)
+    assert isinstance(part, QuantizedRows)
+    assert torch.equal(part.dense(torch.float32), ordered.dense(torch.float32)[:, 48:])
+
+
+def test_quantised_checkpoints_are_spread(tmp_path: Path) -> None:
+    quantised = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
     folder = llama_target(1, quantization_config=quantised).write(tmp_path)
-    with pytest.raises(ConfigError, match="quantization_config cannot be spread over ranks yet"):
-        load_model(folder, torch.float32, CPU, ranks=Absent(2))
+    tensors = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        tensors[name] = value
+        if name.endswith("proj.weight"):
+            tensors[name] = value.to(torch.float8_e4m3fn)
+            down, across = (-(-size // 16) for size in value.shape)
+            tensors[f"{name}_scale_inv"] = torch.linspace(0.5, 2.0, down * across).view(down, across)
+    save_file(tensors, folder / "model.safetensors")
+    whole = load_model(folder, torch.float32, CPU)
+    shares = [load_model(folder, torch.float32, CPU, ranks=Absent(2, rank)) for rank in range(2)]
+    layer = whole.layers[0]
+    halves = [share.layers[0].attention.o.weight for share in shares]
+    assert torch.equal(torch.cat(halves, 1), layer.attention.o.weight)
+    halves = [share.layers[0].mlp.gate_up.weight.chunk(2) for share in shares]
+    assert torch.equal(torch.cat([half[0] for half in halves] + [half[1] for half in halves]), layer.mlp.gate_up.weight)
 
 
 def test_blocks_are_cut_where_they_end() -> None:

@@ -34,6 +34,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.fused_experts import taken_apart
 from draftwing.models.gguf import Progress
+from draftwing.models.quantised.config import Quantization
 from draftwing.models.quantised.kv_scales import KVScales
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import MTP_PREFIX, canonical, checkpoint_names
@@ -148,27 +149,31 @@ def open_checkpoint(
         cuts = _cuts(config, ranks)
         return config, ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in every)
     config = load_config(path)
-    cuts = _cuts(config, ranks)
-    stored = folder_tensors(path, progress, cuts)
+    cuts, quantization = _cuts(config, ranks), config.quantization
+    whole = {name: cut for name, cut in cuts.items() if _is_quantised(quantization, name)}  # when it is read
+    stored = folder_tensors(path, progress, {name: cut for name, cut in cuts.items() if name not in whole})
     own = ((canonical(name), value) for name, value in stored if not name.startswith(MTP_PREFIX))
     others = own if kv_scales is None else kv_scales.taken(own)
-    matrices = assembled(config.quantization, others, weight_format.reads_on)
+    put_together = assembled(quantization, others, weight_format.reads_on)
+    matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
     if config.experts is None:
         return config, matrices
-    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on)
+    return config, taken_apart(matrices, config.experts.count, cuts, weight_format.reads_on)  # type: ignore[arg-type]
 
 
 def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
-    """Which tensors this rank reads a part of. Raises ConfigError for a checkpoint that cannot be spread."""
+    """Which tensors this rank has a part of. Raises ConfigError for a format that cannot be spread."""
     if ranks.size == 1:
         return {}
-    quantised = config.quantization is not None and config.quantization.method != "mxfp4"
-    if quantised or config.weight_format != DENSE:
-        raise ConfigError(
-            f"--tp-size {ranks.size}: matrices of a checkpoint with a quantization_config cannot be spread over ranks "
-            "yet: expected one that is not quantised, which --quantization can quantise, or a .gguf file"
-        )
+    if config.weight_format != DENSE:
+        raise ConfigError(f"--tp-size {ranks.size}: this checkpoint's format of weights cannot be spread over ranks")
     return {name: part.cut for name, part in checkpoint_names(config, ranks).items() if part.cut is not None}
+
+
+def _is_quantised(quantization: Quantization | None, name: str) -> bool:
+    """Whether a tensor may be of a quantised matrix, whose parts are put together before it is cut."""
+    module, _, suffix = name.rpartition(".")
+    return quantization is not None and suffix == "weight" and quantization.scheme_of(module) is not None
 
 
 def fill_parameters(

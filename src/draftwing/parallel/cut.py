@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import block_values
-from draftwing.ops.types import MX_BLOCK, BlockRows, MXRows
+from draftwing.ops.types import MX_BLOCK, BlockRows, MXRows, QuantizedRows
 from draftwing.parallel.ranks import Share
+
+Stored = Tensor | BlockRows | MXRows | QuantizedRows
 
 
 class Cut(NamedTuple):
@@ -25,13 +29,15 @@ class Cut(NamedTuple):
         part: Tensor = stored[start : start + size] if self.axis == 0 else stored[:, start : start + size]
         return part
 
-    def of(self, name: str, value: Tensor | BlockRows | MXRows) -> Tensor | BlockRows | MXRows:
+    def of(self, name: str, value: Stored) -> Stored:
         """The part of what was read or mapped, a view. Raises CheckpointError for a tensor of another size, and where
         columns do not begin and end with a block."""
         if isinstance(value, Tensor):
             return self.of_tensor(name, value)
         if isinstance(value, MXRows):
             return self._of_mx(name, value)
+        if isinstance(value, QuantizedRows):
+            return self._of_quantized(name, value)
         (start, size, whole), (kind, data, columns) = self.share, value
         self._check(name, [len(data), columns])
         if self.axis == 0:
@@ -63,6 +69,21 @@ class Cut(NamedTuple):
         """The part, a view. Raises CheckpointError for a tensor of another size."""
         self._check(name, list(value.shape))
         return value.narrow(self.axis, self.share.start, self.share.size)
+
+    def _of_quantized(self, name: str, value: QuantizedRows) -> QuantizedRows:
+        """The same of a quantised matrix, to the bit: where a share begins inside a group, groups become smaller."""
+        self._check(name, list(value.codes.shape))
+        start, size, _ = self.share
+        codes = value.codes.narrow(self.axis, start, size).contiguous()
+        if self.axis == 1 and value.group_of is not None:
+            return value._replace(codes=codes, group_of=value.group_of[start : start + size])
+        whole = value.wide if self.axis else value.tall
+        span = math.gcd(start, whole)
+        of = (start + torch.arange(0, size, span, device=codes.device)) // whole
+        scales = value.scales.index_select(self.axis, of)
+        zeros = None if value.zeros is None else value.zeros.index_select(self.axis, of)
+        tall, wide = (value.tall, span) if self.axis else (span, value.wide)
+        return value._replace(codes=codes, scales=scales, zeros=zeros, tall=tall, wide=wide)
 
     def _check(self, name: str, shape: list[int]) -> None:
         if self.axis >= len(shape) or shape[self.axis] != self.share.whole:

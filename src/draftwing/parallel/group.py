@@ -89,7 +89,9 @@ class Group(Ranks):
         if x.numel():
             options = AllgatherOptions()
             options.asyncOp = False  # on the stream of those who compute
-            self._group._allgather_base(out, x, options).wait()
+            work = self._group._allgather_base(out, x, options)
+            if work is not None:  # NCCL has nothing to wait for there
+                work.wait()
         return out.view(self.size, *x.shape)
 
     def sum_rows(
