@@ -81,6 +81,7 @@ class Group(Ranks):
     @cached_property
     def _group(self) -> Any:
         """Made with the first thing that passes, which waits for all ranks; until then each can load, or fail."""
+        self.exchange(b"")  # which can be released; what makes a group waits for ranks that are gone, too
         return make_group(self._store, self.size, self.rank, self.device)
 
     def gather(self, x: Tensor) -> Tensor:

@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_checkpoint import write_checkpoint
+from torch import Tensor
 
 from draftwing import LLM
 from draftwing.config.options import Options
+from draftwing.core import TreeShape
+from draftwing.engine import engine
+from draftwing.engine.mirror import COMPARED_EVERY
 from draftwing.engine.process.link import EngineLink, Listener
 from draftwing.engine.process.ranks import RankDied, RankProcesses
 from draftwing.errors import CheckpointError, ConfigError
+from draftwing.ops.types import Draft, RowTensors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.spec.drafter import DraftContext, Drafter
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2000, "num_threads": 1, "random_seed": 1}
 PROMPTS = ["hello there", "ab" * 30, "x", [7, 8, 9, 7, 8, 9, 7]]
@@ -75,6 +82,17 @@ def test_ranks_that_drew_other_tokens_are_not_believed(folder: Path) -> None:
             llm.generate("b", {"max_new_tokens": 4})
 
 
+@pytest.mark.slow
+def test_ranks_that_draw_other_tokens_are_noticed_on_the_way(folder: Path) -> None:
+    with LLM(str(folder), tp_size=2, **SETTINGS) as llm:
+        digest = processes(llm).digest
+        assert digest is not None
+        digest.value += 1
+        with pytest.raises(RankDied, match="rank 1 of the engine drew other tokens than rank 0"):
+            llm.generate("b", {"max_new_tokens": 900, "ignore_eos": True})
+        assert digest.steps < 4 * COMPARED_EVERY
+
+
 def processes(llm: LLM) -> RankProcesses:
     mirror = llm.engine.parts.executor.mirror
     assert isinstance(mirror, RankProcesses)
@@ -106,6 +124,12 @@ def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None
     assert gone(pid) and took < 30, took  # on a quiet machine less than 5 s, see docs/scaling.md
 
 
+def children(pid: int) -> list[int]:
+    """Those of a process that are ranks."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [child for child in map(int, found) if b"process.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 class Heard:
     """What an engine's process says."""
 
@@ -114,8 +138,7 @@ class Heard:
         self.info = self.link.wait_ready()
         self.outputs, self.over, self.why = threading.Event(), threading.Event(), ""
         self.link.listen(Listener(lambda outputs: self.outputs.set(), lambda reply: None, self._died))
-        children = Path(f"/proc/{self.link.process.pid}/task/{self.link.process.pid}/children").read_text().split()
-        self.ranks = [pid for pid in map(int, children) if b"process.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        self.ranks = children(self.link.process.pid)
 
     def _died(self, why: str) -> None:
         self.why = why
@@ -159,6 +182,40 @@ def test_no_process_is_left_behind(folder: Path) -> None:
     with LLM(str(folder), tp_size=2, **SETTINGS) as llm:
         (pid,) = processes(llm).pids
     assert gone(pid)
+
+
+class FailsElsewhere(Drafter):
+    """Cannot be made on ranks from 1 on, when all have loaded."""
+
+    @classmethod
+    def build(cls, context: DraftContext) -> FailsElsewhere:
+        if context.target.ranks.rank:
+            raise ConfigError("no drafter here")
+        return cls()
+
+    def propose(self, table: RowTensors, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
+        tokens = table.last.index_select(0, rows).unsqueeze(1)
+        return self.chain(table, rows, tokens, shape, torch.ones_like(tokens, dtype=torch.bool))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
+    begun, others = time.monotonic(), children(os.getpid())  # of a fixture
+    with pytest.raises(ConfigError, match="no drafter here"):
+        LLM(str(folder), tp_size=2, speculative_algorithm=f"{__name__}:FailsElsewhere", **SETTINGS)
+    assert children(os.getpid()) == others and time.monotonic() - begun < 60
+
+
+@pytest.mark.slow
+def test_ranks_end_with_an_engine_that_fails_when_it_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ConfigError("no tokens to stop at")
+
+    others = children(os.getpid())
+    monkeypatch.setattr(engine, "stop_ids", fail)
+    with pytest.raises(ConfigError, match="no tokens to stop at"):
+        LLM(str(folder), tp_size=2, **SETTINGS)
+    assert children(os.getpid()) == others
 
 
 def test_what_cannot_be_spread_is_said_before_anything_is_loaded(folder: Path) -> None:
