@@ -10,7 +10,8 @@ from draftwing.train.optimizer import HeadOptimizer
 def head(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     parts = {"fc": nn.Linear(24, 16), "norm": nn.LayerNorm(16, bias=False), "lm_head": nn.Linear(16, 40, bias=False)}
-    return nn.ModuleDict(parts)
+    markov = {"out": nn.Linear(16, 40, bias=False), "joint": nn.Linear(16, 16, bias=False)}
+    return nn.ModuleDict({**parts, "markov": nn.ModuleDict(markov)})
 
 
 def give_gradients(model: nn.Module) -> None:
@@ -42,8 +43,9 @@ def test_muon_takes_the_matrices_of_the_layer() -> None:
     """It steps along the orthogonal factor of the gradient (here from a singular value decomposition in float64), whose
     singular values its iteration brings to about 1; the root of the mean square is 0.2 of the rate, as AdamW's."""
     muon, adamw = moved("muon"), moved("adamw")
-    for key in ("fc.bias", "norm.weight", "lm_head.weight"):
+    for key in ("fc.bias", "norm.weight", "lm_head.weight", "markov.out.weight"):
         assert torch.equal(muon[key], adamw[key])
+    assert not torch.equal(muon["markov.joint.weight"], adamw["markov.joint.weight"])
     model = head()
     give_gradients(model)
     grad = model["fc"].weight.grad

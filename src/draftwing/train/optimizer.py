@@ -10,19 +10,23 @@ from torch import nn
 
 OptimizerName = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "muon")
+_TABLES = ("lm_head", "markov.above", "markov.out", "confidence")  # in names of matrices whose rows are no directions
 
 
 class HeadOptimizer:
     """AdamW for all parameters, or Muon (Jordan et al. 2024) for the matrices of the layer and AdamW for the others.
 
-    Muon steps along the nearest orthogonal matrix of the momentum. Norms, biases and output heads, whose rows are
-    tokens and not directions, are AdamW's in any case. Muon's steps are scaled to the size that AdamW's have (0.2 times
+    Muon steps along the nearest orthogonal matrix of the momentum. Norms, biases and tables such as output heads, whose
+    rows are tokens and not directions, are AdamW's in any case. Muon's steps are scaled to the size that AdamW's have (0.2 times
     the learning rate in the mean square, Liu et al. 2025, arXiv 2502.16982), so one learning rate serves both.
     """
 
     def __init__(self, head: nn.Module, name: OptimizerName, betas: tuple[float, float], weight_decay: float) -> None:
         named = [(key, param) for key, param in head.named_parameters() if param.requires_grad]
-        matrices = [param for key, param in named if name == "muon" and param.dim() == 2 and "lm_head" not in key]
+        matrices = [
+            param for key, param in named
+            if name == "muon" and param.dim() == 2 and not any(table in key for table in _TABLES)
+        ]  # fmt: skip
         taken = {id(param) for param in matrices}
         others = [param for _, param in named if id(param) not in taken]
         self._parts: list[torch.optim.Optimizer] = []
