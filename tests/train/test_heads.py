@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ from reference.checkpoints import llama_target
 
 from draftwing.engine.device import pick_device
 from draftwing.errors import ConfigError
+from draftwing.models.heads.block_config import BlockConfig
 from draftwing.models.loader import load_model
 from draftwing.train.capture import FeatureModel, causal
 from draftwing.train.checkpoint import save_head
-from draftwing.train.heads import TargetHead, load_mean, new_eagle3_head
+from draftwing.train.heads import TargetHead, load_mean, new_block_head, new_eagle3_head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,3 +95,12 @@ def test_only_heads_that_compute_alike_have_a_mean(tmp_path):
         other = saved(f"other {number}", **changes)
         with pytest.raises(ConfigError, match=f"no mean of {first} and {other}, which differ in {message}"):
             load_mean([first, alike[0], other], target, "EAGLE3")
+
+
+def test_layers_of_a_head_are_plain_whatever_the_targets_are(tmp_path):
+    target = load_model(llama_target(0, num_hidden_layers=7).write(tmp_path / "target"), torch.float32, "cpu")
+    target.config = replace(target.config, windows=(4,) * 7, sinks=True, query_pre_attn_scalar=3, wide_norms=True)
+    block = BlockConfig((1, 3), 4, 63, False, (), ())
+    for head in (new_eagle3_head(target, None), new_block_head(target, block, layers=2)):
+        layer = head.layers[0] if hasattr(head, "layers") else head.fusion
+        assert layer.attention.kind.is_full and layer.attention.qkv.weight.dtype == torch.float32
