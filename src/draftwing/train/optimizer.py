@@ -17,8 +17,9 @@ class HeadOptimizer:
     """AdamW for all parameters, or Muon (Jordan et al. 2024) for the matrices of the layer and AdamW for the others.
 
     Muon steps along the nearest orthogonal matrix of the momentum. Norms, biases and tables such as output heads, whose
-    rows are tokens and not directions, are AdamW's in any case. Muon's steps are scaled to the size that AdamW's have (0.2 times
-    the learning rate in the mean square, Liu et al. 2025, arXiv 2502.16982), so one learning rate serves both.
+    rows are tokens and not directions, are AdamW's in any case. Muon's steps are scaled to the size that AdamW's have
+    (0.2 times the learning rate in the mean square, Liu et al. 2025, arXiv 2502.16982), so one learning rate serves
+    both.
     """
 
     def __init__(self, head: nn.Module, name: OptimizerName, betas: tuple[float, float], weight_decay: float) -> None:
