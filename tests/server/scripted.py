@@ -14,6 +14,7 @@ import uvicorn
 from fake_engine import FakeEngine, byte_tokenizer, local
 
 from draftwing.config.options import Options
+from draftwing.grammar import GrammarCompiler
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.app import create_app
 from draftwing.text.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class ScriptedEngine(FakeEngine):
         backend.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
         self.tokenizer = Tokenizer(backend, {"eos_token": "<eos>"}, template)
         self.info = dataclasses.replace(self.info, vocab_size=self.tokenizer.vocab_size)
+        self.grammars = GrammarCompiler.of(options, self.tokenizer, self.info.vocab_size, self.info.stop_ids)
         self.script = script
 
     def submit(self, request: GenerationRequest) -> None:

@@ -16,5 +16,6 @@ REASONING_PARSERS = (
     "step3",
 )
 TOOL_CALL_PARSERS = ("hermes", "json", "llama3", "llama3_json", "mistral", "qwen", "qwen25", "qwen3")
+HARMONY_PARSERS = ("gpt-oss", "openai", "openai_gptoss")  # of reasoning and of calls, which are one format
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 AUX_LAYER_IDS = ("auto", "output", "boundary")

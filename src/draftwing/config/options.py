@@ -11,7 +11,7 @@ from typing import Any
 
 from draftwing.config import resolve
 from draftwing.config import sglang_compat as compat
-from draftwing.config.choices import AUX_LAYER_IDS, LOG_LEVELS, REASONING_PARSERS, TOOL_CALL_PARSERS
+from draftwing.config.choices import AUX_LAYER_IDS, HARMONY_PARSERS, LOG_LEVELS, REASONING_PARSERS, TOOL_CALL_PARSERS
 from draftwing.config.drafters import CHAIN, LLAMA_TREE, MATCHES, NAMES, NO_DRAFTER, DrafterSpec, find_drafter
 from draftwing.config.fields import check_fields, names_of, option
 from draftwing.config.trees import NODES, STEPS, TOPK, TREE
@@ -119,10 +119,10 @@ class Options:
     )  # fmt: skip
     reasoning_parser: str | None = option(
         None, REQUESTS, "how the model marks its reasoning; it is then returned in a field of its own",
-        choices=REASONING_PARSERS,
+        choices=(*REASONING_PARSERS, *HARMONY_PARSERS),
     )  # fmt: skip
     tool_call_parser: str | None = option(
-        None, REQUESTS, "how the model writes its tool calls", choices=TOOL_CALL_PARSERS
+        None, REQUESTS, "how the model writes its tool calls", choices=(*TOOL_CALL_PARSERS, *HARMONY_PARSERS)
     )
     logit_processor: str | None = option(
         None, REQUESTS, "module:attribute of a logits processor that requests may name; several with commas"

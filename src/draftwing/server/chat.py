@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from draftwing.config.choices import HARMONY_PARSERS
 from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text, show
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for
+from draftwing.server.parsers.grammars import Function, ToolChoice, after_reasoning, grammar_for, harmony_grammar
+from draftwing.server.parsers.harmony import HarmonyReader, harmony_messages, is_harmony
 from draftwing.server.parsers.message import MessageReader, MessageStyle
-from draftwing.server.parsers.reasoning import REASONING_STYLES, start_of
+from draftwing.server.parsers.reasoning import REASONING_STYLES, Start, start_of
 from draftwing.server.parsers.tools import TOOL_STYLES, style_of
 from draftwing.server.schema import Asking, Body
 from draftwing.server.service import Generation, Service
@@ -26,6 +28,8 @@ MOST_TOOLS = 512
 MOST_NAME = 256  # characters
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
+_NO_CALLS = ToolChoice("none")
+_HARMONY_EFFORTS = {"minimal": "low", "xhigh": "high"}  # it knows low, medium and high
 _CALLED = {name: name for name in ("tools", "tool_choice", "thinking")}  # as most dialects call them
 _REASONS = ("minimal", "low", "high", "xhigh")  # efforts that are not what a model does by itself
 _PROBE = "QprobeZ"  # plain letters, which no filter of a template changes
@@ -71,8 +75,11 @@ class Chats:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.reasoning = _style(REASONING_STYLES, service.options.reasoning_parser)
-        self.tools = _style(TOOL_STYLES, service.options.tool_call_parser) or style_of(service.tokenizer.chat_source)
+        named = service.options.reasoning_parser, service.options.tool_call_parser
+        source = service.tokenizer.chat_source
+        self.harmony = is_harmony(source) if named == (None, None) else bool({*named} & {*HARMONY_PARSERS})
+        self.reasoning = None if self.harmony else _style(REASONING_STYLES, named[0])
+        self.tools = None if self.harmony else _style(TOOL_STYLES, named[1]) or style_of(source)
 
     async def ask(self, body: ChatBody, size: int) -> tuple[Generation, MessageStyle]:
         """The answers to a conversation, and how they are read. Raises RequestError or EngineDead.
@@ -99,7 +106,7 @@ class Chats:
 
     def reader(self, style: MessageStyle) -> MessageReader:
         """Reads one answer."""
-        return MessageReader(style, self._service.tokenizer)
+        return (HarmonyReader if style.harmony else MessageReader)(style, self._service.tokenizer)
 
     async def ids(self, chat: Chat, field: str, size: int) -> list[int]:
         """The prompt's tokens. Raises RequestError; field: of the body, that holds the messages.  size: as of `ask`."""
@@ -119,10 +126,11 @@ class Chats:
         if thinking is not None:  # as the templates of the families name it
             variables = {"enable_thinking": thinking, "thinking": thinking} | variables
         if chat.effort is not None:
-            variables = {"reasoning_effort": chat.effort} | variables
+            effort = _HARMONY_EFFORTS.get(chat.effort, chat.effort) if self.harmony else chat.effort
+            variables = {"reasoning_effort": effort} | variables
         tokenizer = self._service.tokenizer
         if chat.offers:
-            if self.tools is None:
+            if self.tools is None and not self.harmony:
                 raise RequestError(
                     f"{names['tools']}: the model's chat template does not tell how it writes calls; start the server "
                     "with --tool-call-parser",
@@ -131,9 +139,10 @@ class Chats:
             if not self._takes_tools:
                 raise RequestError(f"{names['tools']}: the model's chat template knows no tools", names["tools"])
             variables["tools"] = [template_tool(function) for function in chat.functions]
+        messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:
-            return render_continued(tokenizer, chat.messages, **variables)
-        return tokenizer.render_chat(chat.messages, add_generation_prompt=chat.prompted, **variables)
+            return render_continued(tokenizer, messages, **variables)
+        return tokenizer.render_chat(messages, add_generation_prompt=chat.prompted, **variables)
 
     @property
     def _knows_effort(self) -> bool:
@@ -154,6 +163,14 @@ class Chats:
         style = MessageStyle(
             separate=chat.separate_reasoning, stream_reasoning=chat.stream_reasoning, parallel=chat.parallel
         )
+        if self.harmony:
+            if chat.thinking is False:
+                raise RequestError(
+                    f"{names['thinking']}: the model's chat template cannot switch reasoning off", names["thinking"]
+                )
+            found = tuple(function.name for function in chat.functions) if chat.offers else ()
+            start: Start = "closed" if chat.continued else "free"
+            return dataclasses.replace(style, harmony=True, start=start, names=found)
         if self.reasoning is not None:
             continued = chat.messages[-1]["content"] if chat.continued else None
             start = start_of(self.reasoning, text, continued)
@@ -178,7 +195,10 @@ class Chats:
     ) -> tuple[SamplingParams, bool]:
         """Parameters with the grammar of the whole answer, and whether it is not the request's own."""
         own = grammar = params.grammar
-        if chat.offers:
+        if style.harmony:
+            if style.start == "free":
+                grammar = harmony_grammar(chat.functions, chat.choice if chat.offers else _NO_CALLS, own)
+        elif chat.offers:
             assert self.tools is not None
             grammar = grammar_for(chat.functions, chat.choice, self.tools, chat.parallel, own)
         if grammar is not None and style.reasoning is not None:
@@ -196,6 +216,8 @@ class Chats:
 
     def _hidden(self, style: MessageStyle) -> bool:
         """Whether a marker is a special token, which is not shown unless it is asked for."""
+        if style.harmony:
+            return True
         markers: list[str | None] = []
         if style.reasoning is not None:
             markers += [style.reasoning.begin, style.reasoning.end]

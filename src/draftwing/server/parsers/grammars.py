@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftwing.requests.grammar_field import Grammar
+from draftwing.server.parsers.harmony import CHANNEL, END, MESSAGE, START
 from draftwing.server.parsers.reasoning import ReasoningStyle, Start
 from draftwing.server.parsers.tools import ToolStyle
 
@@ -66,6 +67,30 @@ def grammar_for(
     if form["type"] == "json_schema":
         return Grammar("json_schema", json.dumps(form["json_schema"]))
     return _structural(form)
+
+
+def harmony_grammar(
+    functions: Sequence[Function], choice: ToolChoice, otherwise: Grammar | None = None
+) -> Grammar | None:
+    """The same as `grammar_for` for answers in harmony, which may begin with reasoning and make one call at most."""
+    if choice.mode == "auto" and otherwise is None and not any(function.strict for function in functions):
+        return None
+    if choice.mode == "none" and otherwise is None:
+        return None
+    wanted = [f for f in functions if choice.mode != "named" or f.name == choice.name]
+    if choice.mode == "auto":
+        wanted = [f if f.strict else Function(f.name) for f in functions]
+    answers: list[dict[str, Any]] = []
+    if choice.mode in ("auto", "none"):
+        text = {"type": "any_text"} if otherwise is None else _form(otherwise)
+        answers.append(_sequence({"type": "const_string", "value": f"{CHANNEL}final{MESSAGE}"}, text))
+    if choice.mode != "none":
+        answers += [
+            _tag(f"{CHANNEL}commentary to=functions.{f.name} <|constrain|>json{MESSAGE}", f.schema, "") for f in wanted
+        ]
+    begin = f"{CHANNEL}analysis{MESSAGE}"
+    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": f"{END}{START}assistant"}
+    return _structural(_sequence({"type": "optional", "content": thought}, {"type": "or", "elements": answers}))
 
 
 def after_reasoning(grammar: Grammar, style: ReasoningStyle, start: Start) -> Grammar:

@@ -38,7 +38,8 @@ class MessageStyle:
 
     start: where answers begin.  names: of the functions that may be called.  parallel: whether calls after the first
     are given out.  separate: False leaves reasoning in the text, with its markers.  stream_reasoning: False gives it
-    out at once, when it is complete.
+    out at once, when it is complete.  harmony: messages in channels, which `HarmonyReader` reads; `start` is "closed"
+    where the answer goes on with a text.
     """
 
     reasoning: ReasoningStyle | None = None
@@ -48,6 +49,7 @@ class MessageStyle:
     parallel: bool = True
     separate: bool = True
     stream_reasoning: bool = True
+    harmony: bool = False
 
 
 class MessageReader:

@@ -71,6 +71,12 @@ class CallPiece:
 Piece = str | CallPiece
 
 
+def new_call_id(length: int = 24) -> str:
+    """The id of a call; length: of `ToolStyle`."""
+    number = secrets.token_hex(12)
+    return number[:9] if length == 9 else f"call_{number}"
+
+
 class ToolParser:
     """Splits one answer into text and calls, in their order.
 
@@ -226,9 +232,7 @@ class ToolParser:
     def _announce(self, call: CallReader) -> None:
         self._announced = True
         if self._parallel or self.calls == 0:
-            number = secrets.token_hex(12)
-            name = number[:9] if self._style.id_length == 9 else f"call_{number}"
-            self._out.append(CallPiece(self.calls, "", name, call.name))
+            self._out.append(CallPiece(self.calls, "", new_call_id(self._style.id_length), call.name))
         self.calls += 1
 
     def _arguments(self) -> None:

@@ -1,0 +1,220 @@
+"""Reads harmony, the format of gpt-oss: an answer is several messages, each with a channel and perhaps a recipient.
+
+    <|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
+
+Analysis is reasoning, a message to one of the request's functions a call, and what is left is for the reader
+(https://cookbook.openai.com/articles/openai-harmony). OpenAI's library for it reads tokens of one vocabulary, which it
+takes from the net and checks; here it is text, as with all formats, so that a checkpoint's own tokenizer will do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from draftwing.server.parsers.call import CallReader
+from draftwing.server.parsers.message import MessageReader, MessageStyle, Part, Thought
+from draftwing.server.parsers.tools import CallPiece, new_call_id
+from draftwing.text.detok import partial_end
+
+if TYPE_CHECKING:
+    from draftwing.text.tokenizer import Tokenizer
+
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>", START)  # of a message's text; the next one may begin without an end
+_NAMESPACE = "functions."
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_JOINT = "\n"  # between messages of a kind
+
+Kind = Literal["thought", "text", "call"]
+
+
+def is_harmony(template: str | None) -> bool:
+    """Whether a chat template writes harmony."""
+    return template is not None and all(marker in template for marker in (START, CHANNEL, MESSAGE))
+
+
+class HarmonyReader(MessageReader):
+    """Reads one answer, as `MessageReader` does.
+
+    Messages to what is no function of the request, such as tools that the model believes to have, are reasoning.
+    `reasoning_tokens` counts the tokens of reasoning with the markers around it.
+    """
+
+    def __init__(self, style: MessageStyle, tokenizer: Tokenizer) -> None:
+        super().__init__(style, tokenizer)
+        self._kind: Kind | None = "text" if style.start == "closed" else None  # None: in a header
+        self._rest = ""  # text that the next one may change
+        self._begun: set[Kind] = set()
+        self._call: CallReader | None = None
+        self._named = False  # whether the call was given out
+        self._count_calls = 0
+        self._parts: list[Part] = []
+        self._token_ids = tuple(map(tokenizer.backend.token_to_id, (MESSAGE, *ENDS)))
+        self._seen = 0  # tokens that were counted, the header's that are open, and what the message is
+        self._header: list[int] = []
+        self._token_kind: Kind | None = self._kind
+
+    def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
+        self._parts, rest = [], self._rest + text
+        self._rest = ""
+        while rest:
+            rest = self._in_header(rest) if self._kind is None else self._in_message(rest, final)
+        if final:
+            self._end_message()
+            if self._rest and not self._begun:  # no harmony at all
+                self._give(self._rest)
+        self._count_tokens(ids)
+        for part in self._parts:
+            self._keep(part)
+        return self._parts
+
+    def _in_header(self, text: str) -> str:
+        at = text.find(MESSAGE)
+        if at < 0:
+            self._rest = text
+            return ""
+        self._begin_message(text[:at])
+        return text[at + len(MESSAGE) :]
+
+    def _in_message(self, text: str, final: bool) -> str:
+        found = [(at, marker) for marker in ENDS if (at := text.find(marker)) >= 0]
+        if found:
+            at, marker = min(found)
+            self._take(text[:at])
+            if self._call is not None and not self._call.known:
+                self._arguments("{}")  # the message is empty
+            self._end_message()
+            self._kind = None
+            return text[at + len(marker) :]
+        sure = len(text) - (0 if final else max(partial_end(text, marker) for marker in ENDS))
+        self._take(text[:sure])
+        self._rest = text[sure:]
+        return ""
+
+    def _begin_message(self, header: str) -> None:
+        self._kind = kind = self._kind_of(header)
+        again, self._begun = kind in self._begun, self._begun | {kind}
+        if kind == "call":
+            name = _RECIPIENT.findall(header)[-1].removeprefix(_NAMESPACE)
+            self._call, self._named = CallReader(self._style.names, name), False
+        elif kind == "text" and again:
+            self._give(_JOINT)
+        elif kind == "thought":
+            if not self._style.separate:
+                self._give(f"{header.removeprefix(START)}{MESSAGE}")
+            elif again:
+                self._held += _JOINT
+
+    def _kind_of(self, header: str) -> Kind:
+        recipients, channel = _RECIPIENT.findall(header), _CHANNEL_NAME.search(header)
+        if recipients:
+            known = recipients[-1].startswith(_NAMESPACE)
+            return "call" if known and recipients[-1].removeprefix(_NAMESPACE) in self._style.names else "thought"
+        return "thought" if channel is not None and channel[1] == "analysis" else "text"
+
+    def _take(self, text: str) -> None:
+        """The next text of the message."""
+        if self._kind == "call":
+            self._arguments(text)
+        elif self._kind == "text" or not self._style.separate:
+            self._give(text)
+        else:
+            self._held += text
+            if self._style.stream_reasoning:
+                self._give_thought()
+
+    def _arguments(self, text: str) -> None:
+        """Arguments are an object; where they stop being one, the call ends."""
+        for char in text:
+            if self._call is None or self._call.done:
+                return
+            try:
+                self._call.push(char)
+            except (ValueError, RecursionError):
+                self._end_call()
+                return
+        self._give_call()
+
+    def _end_message(self) -> None:
+        if self._kind == "call":
+            self._end_call()
+        elif self._kind == "thought" and not self._style.separate:
+            self._give(END)
+        elif self._kind == "thought":
+            self._give_thought()
+
+    def _end_call(self) -> None:
+        if self._call is not None:
+            self._give_call()
+            self._count_calls += 1
+        self._call = None
+
+    def _give(self, text: str) -> None:
+        if text and self._parts and isinstance(self._parts[-1], str):
+            self._parts[-1] += text
+        elif text:
+            self._parts.append(text)
+
+    def _give_thought(self) -> None:
+        if self._held:
+            self._parts.append(Thought(self._held))
+        self._held = ""
+
+    def _give_call(self) -> None:
+        call, index = self._call, self._count_calls
+        if call is None or (index and not self._style.parallel):
+            return
+        if not self._named:
+            self._parts.append(CallPiece(index, "", new_call_id(), call.name))
+            self._named = True
+        text = call.take()
+        if text:
+            self._parts.append(CallPiece(index, text))
+
+    def _count_tokens(self, ids: Sequence[int]) -> None:
+        message, *ends = self._token_ids
+        for token in ids[self._seen :]:
+            if self._token_kind is None:
+                self._header.append(token)
+                if token == message:
+                    header = self._tokenizer.decode(self._header, skip_special_tokens=False)
+                    self._token_kind = self._kind_of(header)
+                    self.reasoning_tokens += len(self._header) if self._token_kind == "thought" else 0
+                    self._header = []
+            else:
+                self.reasoning_tokens += self._token_kind == "thought"
+                if token in ends:
+                    self._token_kind = None
+        self._seen = len(ids)
+
+
+def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the chat template of gpt-oss wants them: reasoning is called `thinking`, a message makes one call,
+    whose result follows it, and says nothing beside."""
+    out: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # messages of calls whose turn has not come
+    for given in messages:
+        message = dict(given)
+        thinking = message.pop("reasoning_content", None)
+        if message.get("role") == "tool":
+            mine = [one for one in waiting if one["tool_calls"][0].get("id") == message.get("tool_call_id")]
+            out += mine[:1]
+            waiting = [one for one in waiting if one not in mine]
+        else:
+            out += waiting
+            waiting = []
+        calls = message.get("tool_calls") or []
+        if calls:
+            why = [text for text in (thinking, message.get("content")) if text]
+            more = {"thinking": _JOINT.join(why)} if why else {}
+            waiting = [{**message, "content": "", "tool_calls": [call]} for call in calls]
+            waiting[0] |= more
+            out += waiting[:1]
+            waiting = waiting[1:]
+            continue
+        out.append(message | ({"thinking": thinking} if thinking else {}))
+    return out + waiting
