@@ -214,7 +214,7 @@ def assemble(
     if graph_size:
         capture(executor, pool, policy.menu, None if known else prices)
         if not options.drafter_spec.own:
-            try_prompts(executor)
+            try_prompts(executor, policy.menu)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
     if prices is not None and isinstance(policy, MostTokens):

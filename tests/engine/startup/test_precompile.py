@@ -60,8 +60,8 @@ def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompi
     found = json.loads(done.stdout.decode().splitlines()[-1])
     names = {name for name, _ in found}
     assert all(pool in how for name, how in found if name == "_prefill_kernel")
-    # Of every stage, of prompts, and of filters; norm and rope as the model has them.
-    wanted = "rms_norm rope prefill tree silu_mul pick limit commit confidence build"
+    # Of every stage, of prompts, of filters, and of what few requests ask for; norm and rope as the model has them.
+    wanted = "rms_norm rope prefill tree silu_mul pick limit commit confidence build chosen_logits merge"
     assert {f"_{name}_kernel" for name in wanted.split()} <= names
     assert list((tmp_path / "cache").glob("*/_silu_mul_kernel.cubin"))
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_checkpoint import write_checkpoint
 
-from draftwing.core import PLAIN, Plan
+from draftwing.core import PLAIN, Plan, TreeShape
 from draftwing.engine.executor import Executor, Pending
 from draftwing.engine.graphs.cpu_tape import RecordedStages
 from draftwing.engine.startup import warm_up as warming
@@ -67,25 +67,30 @@ def test_the_text_is_that_of_a_cold_engine(
         assert [one.token_ids for one in llm.generate([PROMPT, PROMPT], params)] == warm
 
 
-def test_prompts_at_once_leave_no_trace(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an engine with graphs runs them, whose kernels are made for one row, for two and for sixteen."""
+@pytest.mark.parametrize("options", [{"speculative_algorithm": "none"}, NGRAM], ids=["none", "ngram"])
+def test_prompts_at_once_leave_no_trace(checkpoint: Path, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine with graphs runs them, whose kernels are made for one row, for two and for sixteen, and for a row
+    that asks for all there is."""
     params = [GREEDY, GREEDY | {"temperature": 0.7, "top_p": 0.8, "sampling_seed": 3}]
-    texts, ran = [], list[tuple[int, int]]()
+    texts, ran = [], list[tuple[int | TreeShape, int]]()
 
     def launched(executor: Executor, plan: Plan) -> Pending:
-        ran.append((len(plan.rows), len(plan.filtered)))
+        ran.append((plan.shape if plan.special else len(plan.rows), len(plan.filtered)))
         return Executor.launch(executor, plan)
 
     for some in (False, True):
-        with LLM(str(checkpoint), device="cpu", max_total_tokens=1024, max_running_requests=16, num_threads=1) as llm:
-            executor = llm.engine.parts.executor
+        with LLM(
+            str(checkpoint), device="cpu", max_total_tokens=1024, max_running_requests=16, num_threads=1, **options
+        ) as llm:
+            executor, menu = llm.engine.parts.executor, llm.engine.parts.sched.choice.policy.menu
             if some:
                 with monkeypatch.context() as patch:
                     patch.setattr(executor, "launch", partial(launched, executor))
-                    warming.try_prompts(executor)
+                    warming.try_prompts(executor, menu)
             texts.append([one.token_ids for one in llm.generate([PROMPT, PROMPT], params)])
     assert texts[0] == texts[1]
-    assert ran == [(1, 0), (1, 1), (2, 0), (2, 2), (16, 0), (16, 16)]
+    asking = [(PLAIN, 1), *((shape, 1) for shape in menu)]  # a prompt, and a step of each shape
+    assert ran == [(1, 0), (1, 1), (2, 0), (2, 2), (16, 0), (16, 16), *asking]
 
 
 def test_every_shape_has_a_price(checkpoint: Path, unhurried: None) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.executor import Executor
@@ -14,7 +16,7 @@ from draftwing.engine.lag import COUNTS
 from draftwing.engine.startup.prices import measure_steps
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.prices import Prices
 from draftwing.sched.scheduler import SPOILT
@@ -24,6 +26,9 @@ log = logging.getLogger("draftwing")
 SECONDS = 0.6  # no step begins later; a large model is not kept from its first request
 PROMPT = 32  # tokens
 GREEDY = SamplingParams(temperature=0.0)
+ASKING = SamplingParams(
+    temperature=1.0, top_p=0.9, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=((1, -1.0),)
+)
 STEPS = 2  # of each shape: one makes constants, one is recorded (`RecordedStages`)
 
 
@@ -64,15 +69,44 @@ def try_prompt(executor: Executor) -> None:
     executor.everywhere(Executor.flush)
 
 
-def try_prompts(executor: Executor) -> None:
-    """The same of one and of several at once, drawn in every way: a GPU loads a kernel when it first runs with such
-    arguments, which takes 15 ms of a step."""
+def try_prompts(executor: Executor, menu: Sequence[TreeShape]) -> None:
+    """The same of one and of several at once, drawn in every way, and of one row that asks for all there is with every
+    shape of the menu. A GPU loads a kernel when it first runs with such arguments, which takes 15 ms of a step; one
+    that has to be compiled takes a second, and a disk with room."""
     tokens = min(PROMPT, executor.table.length // 2)
+    executor.keep_calibration()
     for count in COUNTS:
         if count <= executor.table.rows:
             _run(executor, _prompt(tokens, count))
             _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
+    _run(executor, _asking(_prompt(tokens, 1, ASKING)))
+    for shape in menu:
+        executor.everywhere(_constrain, shape)
+        _run(executor, _asking(_step(0, shape, tokens)))
+    executor.restore_calibration()
     executor.everywhere(Executor.flush)
+
+
+def _asking(plan: Plan) -> Plan:
+    """The plan of row 0, which asks for what few requests do (`engine.row_options`)."""
+    admits = tuple(
+        admit._replace(request=admit.request._replace(prediction=admit.tokens), edited=True) for admit in plan.admits
+    )
+    at = np.arange(1)
+    return replace(
+        plan, admits=admits, noisy=at, filtered=at, edited=at, predicted=at if plan.shape.depth else NOBODY,
+        logprobs=((0, LogprobParams(top=1)),),
+    )  # fmt: skip
+
+
+def _constrain(executor: Executor, shape: TreeShape) -> None:
+    """As for a row with a grammar that allows everything, before a step of this shape."""
+    drafter, table = executor.drafter, executor.table
+    if drafter is not None and drafter.kv_layers and shape.depth and not drafter.lags(shape):
+        row = table.steps[:1]
+        banned = torch.zeros(1, executor.model.config.vocab_size, dtype=torch.bool, device=row.device)
+        with torch.inference_mode():
+            drafter.constrain(table, row, banned, row)
 
 
 def _prompt(tokens: int, count: int = 1, params: SamplingParams = GREEDY) -> Plan:

@@ -179,22 +179,23 @@ def _fuse_kernel(
         tl.store(target + FEATURE_AT, x.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["ids"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ids"])
 def _chosen_logits_kernel(
     out,
     hidden,
     hidden_stride,
     weight,
     ids,
+    count,
     SIZE: tl.constexpr,
-    COUNT: tl.constexpr,
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (M, COUNT). A sum per column of STEP, then over the columns: in an order that follows from SIZE alone."""
+    """Grid (M, count), which is no constant because clients choose it. A sum per column of STEP, then over the columns:
+    in an order that follows from SIZE alone."""
     start(PDL)
     row = tl.program_id(0).to(tl.int64)
-    place = row * COUNT + tl.program_id(1)
+    place = row * count + tl.program_id(1)
     source = weight + tl.load(ids + place).to(tl.int64) * SIZE
     total = tl.zeros([STEP], tl.float32)
     for first in tl.static_range(0, SIZE, STEP):
@@ -329,7 +330,7 @@ def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     _chosen_logits_kernel[(rows, count)](
-        out, hidden, hidden.stride(0), weight, ids.contiguous(), SIZE=size, COUNT=count,
+        out, hidden, hidden.stride(0), weight, ids.contiguous(), count, SIZE=size,
         STEP=min(triton.next_power_of_2(size), _SHORT), num_warps=4, **launch_options(hidden.device),
     )  # fmt: skip
     return out
