@@ -61,7 +61,38 @@ class TallShape:
 TallShapes = dict[tuple[str, int], TallShape]  # by kind, and the most rows of x that it is for
 
 # By bits, as measured, for bfloat16 and devices with warp groups. Without an entry for as many rows there is no kernel.
-_HOPPER: dict[int, TallShapes] = {4: {}, 8: {}}
+_HOPPER: dict[int, TallShapes] = {
+    8: {
+        ("plain", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
+        ("plain", 192): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("plain", 256): TallShape(256, 2, 1, 4, 4, 2, 1),
+        ("plain", 512): TallShape(256, 2, 1, 4, 4, 1, 1),
+        ("add", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
+        ("add", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("add", 512): TallShape(256, 2, 1, 4, 4, 2, 1),
+        ("silu", 128): TallShape(128, 2, 2, 5, 4, 1, 1),
+        ("silu", 192): TallShape(192, 2, 1, 4, 4, 1, 1),
+        ("silu", 1024): TallShape(256, 2, 1, 4, 4, 1, 1),
+        ("add_long", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
+        ("add_long", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("add_long", 1024): TallShape(256, 2, 1, 4, 4, 2, 1),
+    },
+    4: {
+        ("plain", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
+        ("plain", 192): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("plain", 256): TallShape(256, 2, 1, 4, 4, 2, 1),
+        ("plain", 2048): TallShape(256, 2, 1, 4, 4, 1, 1),
+        ("add", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
+        ("add", 192): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("add", 512): TallShape(256, 2, 1, 4, 4, 2, 1),
+        ("silu", 128): TallShape(128, 2, 2, 5, 4, 2, 1),
+        ("silu", 192): TallShape(192, 2, 1, 4, 4, 1, 1),
+        ("silu", 1024): TallShape(256, 2, 1, 4, 4, 1, 1),
+        ("add_long", 128): TallShape(128, 2, 2, 5, 4, 4, 1),
+        ("add_long", 256): TallShape(192, 2, 1, 4, 4, 2, 1),
+        ("add_long", 1024): TallShape(256, 2, 1, 4, 4, 2, 1),
+    },
+}
 
 
 def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype) -> TallShapes:
