@@ -4,8 +4,8 @@
 
 Products are those of an 8B Llama model (quantised.py), beside the matrix multiplied out for cuBLAS, and cuBLAS with
 bfloat16 weights; those of gate.up are without the activation, which is part of the kernels here. What differs from a
-float64 product by more than bfloat16 does is said to be WRONG and is not taken. The last thing is gemm_tall.py's table with
-the best shapes.
+float64 product by more than bfloat16 does is said to be WRONG and is not taken. The last thing is gemm_tall.py's table
+with the best shapes.
 """
 
 from __future__ import annotations

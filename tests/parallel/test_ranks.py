@@ -25,6 +25,7 @@ from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.torch.layer_ops import PLAIN
 from draftwing.ops.types import BlockRows, QuantizedRows
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.group import Rendezvous
@@ -46,6 +47,7 @@ def test_sums_are_taken_in_the_order_of_the_ranks_and_rounded_once(size: int, dt
     parts = torch.randn(size, 5, 8, generator=generator).to(dtype)
     bias, residual = torch.randn(8, generator=generator).to(dtype), torch.randn(5, 8, generator=generator).to(dtype)
     found = on_all(lambda ranks: ranks.sum_rows(parts[ranks.rank], bias, residual), size)
+    found += on_all(lambda ranks: ranks.sum_in_shares(parts[ranks.rank], bias, residual, PLAIN), size)
     expected = parts[0].float()
     for part in parts[1:]:
         expected = expected + part.float()

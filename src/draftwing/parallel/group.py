@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from draftwing.errors import ConfigError
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, PeerSums
@@ -28,6 +28,7 @@ HOST = "127.0.0.1"
 PATIENCE = timedelta(minutes=30)
 JOINING = timedelta(minutes=5)
 HANGING = timedelta(seconds=30)  # that a collective of GPUs takes once all are at work, and no graph has it
+LARGE = 4 << 20  # bytes of a rank's part, from which on it pays to move fewer in two rounds
 LEAVING = 5.0  # seconds that NCCL has to let go; it waits for graphs with collectives in them
 NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # multicast, which adds in no order that is known
@@ -107,7 +108,17 @@ class Group(Ranks):
             total = self._peers(partial, bias, residual)
             if total is not None:
                 return total
+        if self.size > 2 and partial.nbytes >= LARGE:
+            return self.sum_in_shares(partial, bias, residual, ops)
         return super().sum_rows(partial, bias, residual, ops)
+
+    def swap(self, x: Tensor) -> Tensor:
+        out, options = torch.empty_like(x), AllToAllOptions()
+        options.asyncOp = False
+        work = self._group.alltoall_base(out, x, [], [], options)
+        if work is not None:
+            work.wait()
+        return out
 
     def exchange(self, mine: bytes) -> list[bytes]:
         """What each rank gives, in their order. Not for the path of a step."""

@@ -43,6 +43,21 @@ class Ranks(ABC):
         float32 and rounded once. ops: of the device."""
         return ops.sum_parts(self.gather(partial), bias, residual)
 
+    def sum_in_shares(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, ops: LayerOps) -> Tensor:
+        """As `sum_rows`, to the bit: every rank sums a share of the rows, and all gather these. That is two rounds, and
+        2 / size of the bytes."""
+        rows, width = partial.shape
+        most = -(-rows // self.size)
+        begin, more = self.rank * most, (0, 0, 0, most * self.size - rows)
+        if residual is not None:
+            residual = F.pad(residual, more)[begin : begin + most]
+        parts = self.swap(F.pad(partial, more).view(self.size, most, width))
+        return self.gather(ops.sum_parts(parts, bias, residual)).view(-1, width)[:rows]
+
+    def swap(self, x: Tensor) -> Tensor:
+        """x [size, ...]: what each rank is to get of this one -> what this one gets of each, in their order."""
+        return self.gather(x)[:, self.rank].contiguous()
+
     def gather_columns(self, x: Tensor, share: Share) -> Tensor:
         """x [M, share.size] of each rank -> [M, share.whole]"""
         most = -(-share.whole // self.size)  # the last ranks may have fewer

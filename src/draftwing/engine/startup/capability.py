@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 from draftwing.engine.device import Device
@@ -21,7 +23,7 @@ def capability(device: Device, ranks: Ranks) -> dict[str, Any]:
 
 
 def nvlink(size: int) -> str:
-    """The links between the first GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without it."""
+    """The links between the ranks' GPUs in the words of nvidia-smi, such as NV18 or PIX; "unknown" without it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return "unknown"
@@ -29,14 +31,19 @@ def nvlink(size: int) -> str:
         done = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return links_of(done.stdout, size)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return links_of(done.stdout, range(size))
+    numbers = visible.split(",")[:size]
+    return links_of(done.stdout, list(map(int, numbers))) if all(map(str.isdecimal, numbers)) else "unknown"
 
 
-def links_of(table: str, size: int) -> str:
-    """table: of `nvidia-smi topo -m`."""
-    rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", table).splitlines()]
-    gpus = [row[1 : size + 1] for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > size]
-    kinds = {kind for row in gpus[:size] for kind in row if kind != "X" and not kind.startswith("GPU")}
+def links_of(table: str, gpus: Sequence[int]) -> str:
+    """table: of `nvidia-smi topo -m`.  gpus: as it counts them."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", table).splitlines()]
+    rows = {line[0]: line[1:] for line in lines if line and "X" in line}  # "X" is what a GPU has with itself
+    known = [gpu for gpu in gpus if f"GPU{gpu}" in rows]
+    kinds = {rows[f"GPU{one}"][other] for one in known for other in known if one != other}
     return ", ".join(sorted(kinds)) or "unknown"
 
 
