@@ -58,6 +58,21 @@ class Routed:
         return list(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
 
 
+_GROUPED = (torch.bfloat16, torch.float32)  # types that torch's GEMM of groups takes
+
+
+def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
+    """rows [pairs, in], weight [count, out, in], bias [count * out] -> [pairs, out]"""
+    flat = routed.experts.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(routed.count, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
+    outs = F.grouped_mm(rows[order], weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    outs = outs[order.argsort()]
+    return outs if bias is None else outs + bias.view(routed.count, -1)[flat]
+
+
 class ExpertGemm(Protocol):
     """GEMMs with the weights of all experts; those that nobody chose are not read."""
 
@@ -102,11 +117,12 @@ class ExpertOps:
         return (total if residual is None else total + residual).to(y.dtype)
 
     def experts_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
-        """`ExpertGemm.linear` by a weight [count * out, in], in plain torch: every expert with all rows, for shapes do
-        not depend on data."""
+        """`ExpertGemm.linear` by a weight [count * out, in], in plain torch; no shape depends on data."""
         count, choices = routed.count, routed.choices(x)
-        flat = routed.experts.view(-1, 1)
         rows = x.repeat_interleave(choices, 0) if choices > 1 else x  # [pairs, in]
+        if type(x) is Tensor and x.dtype in _GROUPED and not x.is_meta:
+            return _grouped_linear(rows, weight.view(count, -1, weight.shape[1]), bias, routed)
+        flat = routed.experts.view(-1, 1)  # every expert with all rows
         out = x.new_zeros(routed.pairs, weight.shape[0] // count)
         for expert, part in enumerate(weight.chunk(count)):
             of = None if bias is None else bias.view(count, -1)[expert]
