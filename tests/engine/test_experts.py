@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from draftwing.core import TreeShape
+from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.layers.config import ExpertConfig
+from draftwing.sched.prices import Prices
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
 RANKS = pytest.param("ranks", marks=pytest.mark.slow)
@@ -29,6 +34,23 @@ def case(request, harness):
     expected = harness.plain_answers(model, prompts, params)
     assert len({tuple(tokens) for tokens in expected.tokens.values()}) == len(prompts)
     return model, prompts, params, expected
+
+
+def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monkeypatch):
+    """Rows that are all alike would choose the same experts; and what they choose afterwards is theirs again."""
+    model = harness.tiny_model(experts=ExpertConfig(16, 2, 32))
+    rig, shape = harness.Rig(model, shapes=(TREE,), drafter="ngram"), TREE
+    model.pack(rig.executor.device.ops)
+    ops, seen = model.layers[0].mlp._ops, []
+    route = ops.route
+    monkeypatch.setattr(ops, "route", lambda *args: (seen.append(route(*args)), seen[-1])[1])
+    prices = Prices((shape,), False)
+    for random, distinct in ((True, 11), (False, 6)):
+        seen.clear()
+        with experts_at_random(rig.executor) if random else nullcontext():
+            measure_steps(rig.executor, rig.pool, prices, time.monotonic() + 60, ())
+        counts = [one.experts.unique().numel() for one in seen if len(one.experts) == shape.nodes]
+        assert counts and (min(counts) >= distinct if random else max(counts) <= distinct)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -52,6 +52,18 @@ def test_equal_logits_and_such_that_are_no_numbers_stay_among_the_experts(ops: T
     assert not routed.weights[1].isfinite().any()  # so that the request fails, as it does with any such model
 
 
+def test_scattered_rows_choose_at_random(ops: TorchOps) -> None:
+    """As many experts as rows that choose independently; and without it nothing changes."""
+    logits, scatter = torch.zeros(16, 128, device=ops.device), torch.zeros(1, dtype=torch.int32, device=ops.device)
+    alike = ops.route(logits, 8, True)
+    assert torch.equal(ops.route(logits, 8, True, scatter=scatter).experts, alike.experts)
+    assert alike.experts.unique().numel() == 8
+    routed = ops.route(logits, 8, True, scatter=scatter + 1)
+    assert all(len(set(row)) == 8 for row in routed.experts.tolist())
+    expected = 128 * (1 - (1 - 8 / 128) ** 16)
+    assert abs(routed.experts.unique().numel() - expected) < 12
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_mixes(ops: TorchOps, residual: bool) -> None:
     routed = ops.route(made(ops, 4, COUNT), TOP, True)

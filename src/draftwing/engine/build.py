@@ -29,7 +29,7 @@ from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.memory import row_length
 from draftwing.engine.startup.precompile import Job, precompile
 from draftwing.engine.startup.price_file import PriceFile, price_file
-from draftwing.engine.startup.prices import GRAPH_SECONDS, measure_graphs, measure_steps
+from draftwing.engine.startup.prices import GRAPH_SECONDS, experts_at_random, measure_graphs, measure_steps
 from draftwing.engine.startup.warm_up import try_prompts, warm_up
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool
@@ -72,12 +72,13 @@ class Parts:
         executor, prices, until = self.executor, self.prices, time.monotonic() + seconds
         if prices is None:
             return
-        if prices.stepwise:
-            sizes = {(shape, batch) for shape, batch, _, _ in prices.points()}
-            keys = [Key(*size) for size in sizes if executor.graphs.key(*size) == size]
-            measure_graphs(executor, self.pool, prices, keys, until)
-        else:
-            measure_steps(executor, self.pool, prices, until, batches)
+        with experts_at_random(executor):
+            if prices.stepwise:
+                sizes = {(shape, batch) for shape, batch, _, _ in prices.points()}
+                keys = [Key(*size) for size in sizes if executor.graphs.key(*size) == size]
+                measure_graphs(executor, self.pool, prices, keys, until)
+            else:
+                measure_steps(executor, self.pool, prices, until, batches)
         executor.everywhere(Executor.flush)
 
     def keep_prices(self) -> None:
@@ -247,14 +248,15 @@ def capture(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
     """Captures all graphs. prices: to measure, None where they are known."""
     start, free = time.monotonic(), executor.device.free_memory()
     menu = menu if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
-    captured = executor.everywhere(Executor.capture, menu)
-    took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
-    log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
-    if prices is not None:
-        for key, seconds in captured.items():
-            prices.measured(key.shape, key.size, 0, seconds)
-        measure_graphs(executor, pool, prices, captured, time.monotonic() + GRAPH_SECONDS)
-        executor.everywhere(Executor.flush)
+    with experts_at_random(executor):
+        captured = executor.everywhere(Executor.capture, menu)
+        took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
+        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
+        if prices is not None:
+            for key, seconds in captured.items():
+                prices.measured(key.shape, key.size, 0, seconds)
+            measure_graphs(executor, pool, prices, captured, time.monotonic() + GRAPH_SECONDS)
+            executor.everywhere(Executor.flush)
 
 
 def make_drafter(

@@ -162,6 +162,11 @@ class Executor:
             self.prefills.clear()
         self.mirror.close()
 
+    @torch.inference_mode()
+    def scatter_routes(self, on: bool) -> None:
+        """`DecoderModel.scatter_routes` of the target."""
+        self.model.scatter_routes(on)
+
     def keep_calibration(self) -> None:
         """For `restore_calibration`: what follows says nothing of a drafter."""
         self._kept_calibration = [counts.clone() for counts in self.calibration]

@@ -36,13 +36,15 @@ class ExpertMLP(nn.Module):
         self.down = ExpertLinear(experts.ffn, hidden, experts.count, experts.bias, dtype, device, form)
         self._ops: LayerOps = PLAIN
         self._exact = False
+        self.scatter: Tensor | None = None  # see `ExpertOps.route`
 
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
         self._ops, self._exact = ops, mode.deterministic
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
-        routed = self._ops.route(self.router(x), self.experts.top_k, self.experts.renormalise, self._exact)
+        top_k, renormalise = self.experts.top_k, self.experts.renormalise
+        routed = self._ops.route(self.router(x), top_k, renormalise, self._exact, self.scatter)
         inner = self.gate_up.gated(x, routed, self.experts.limit)  # [pairs, ffn]
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)

@@ -139,6 +139,7 @@ class DecoderModel(nn.Module):
         self._ops = PLAIN
         # Rounded as the embedding is.
         self._embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item() if config.gemma else 1.0
+        self._scatter: Tensor | None = None  # of its experts
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
 
     @property
@@ -241,6 +242,17 @@ class DecoderModel(nn.Module):
         self._ops = ops
         pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
+        if self.config.experts is not None:
+            self._scatter = torch.zeros(1, dtype=torch.int32, device=self.norm.weight.device)
+            for part in self.modules():
+                if isinstance(part, ExpertMLP):
+                    part.scatter = self._scatter
+
+    def scatter_routes(self, on: bool) -> None:
+        """Whether tokens go to experts at random from now on: what they give is worth nothing then, and takes the time
+        of tokens that have nothing in common. For a packed model; graphs know of it, too."""
+        if self._scatter is not None:
+            self._scatter.fill_(int(on))
 
 
 def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Linear:

@@ -29,6 +29,18 @@ SIZES = (4, 16)  # batches beside that of one row
 CPU_CONTEXT = 1024
 
 
+@contextmanager
+def experts_at_random(executor: Executor) -> Iterator[None]:
+    """The rows that steps are measured on are all alike. Of a mixture of experts they would read the same few, and a
+    tree would seem to cost what a token does; here they choose as if they had nothing in common, which is the most that
+    a step may cost. What it does cost corrects that."""
+    executor.everywhere(Executor.scatter_routes, True)
+    try:
+        yield
+    finally:
+        executor.everywhere(Executor.scatter_routes, False)
+
+
 # ---- with graphs -----------------------------------------------------------------------------------------------------
 
 

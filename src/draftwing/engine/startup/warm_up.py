@@ -13,7 +13,7 @@ import torch
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import COUNTS
-from draftwing.engine.startup.prices import measure_steps
+from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
 from draftwing.requests.request import GenerationRequest, LogprobParams
@@ -42,15 +42,16 @@ def warm_up(executor: Executor, pool: KVPool, menu: Sequence[TreeShape], prices:
     tokens = min(PROMPT, executor.table.length // 2)
     menu = tuple(menu) if executor.drafter is not None else (PLAIN,)  # what no drafter makes is special
     met: set[TreeShape] = set()
-    for shape in STEPS * menu:
-        if time.monotonic() > started + SECONDS:
-            break
-        seconds = _run(executor, _step(executor.table.rows, shape, tokens))
-        if prices is not None and shape in met:
-            prices.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
-        met.add(shape)
-    if prices is not None:
-        measure_steps(executor, pool, prices, started + SECONDS)
+    with experts_at_random(executor):
+        for shape in STEPS * menu:
+            if time.monotonic() > started + SECONDS:
+                break
+            seconds = _run(executor, _step(executor.table.rows, shape, tokens))
+            if prices is not None and shape in met:
+                prices.measured(shape, 1, 0, seconds)  # better than nothing, where there is no time for more
+            met.add(shape)
+        if prices is not None:
+            measure_steps(executor, pool, prices, started + SECONDS)
     executor.everywhere(Executor.flush)
     log.debug("steps before the first request: %.2f s", time.monotonic() - started)
 

@@ -58,6 +58,7 @@ class Routed:
         return list(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
 
 
+_PRIME, _SPREAD = 1_000_003, 618_033  # of numbers that look random
 _GROUPED = (torch.bfloat16, torch.float32)  # types that torch's GEMM of groups takes
 
 
@@ -91,11 +92,18 @@ class ExpertOps:
 
     reads_routes = False  # whether the host may read which experts were chosen, for it shares the device's memory
 
-    def route(self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False) -> Routed:
+    def route(
+        self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False, scatter: Tensor | None = None
+    ) -> Routed:
         """logits [M, count] -> the best experts of each row, with their probabilities under the softmax of all, in
         float32 or wider. renormalise: so that they sum to 1, which makes it the softmax of those chosen. exact: GEMMs
-        are to give a row the same bits in any batch."""
+        are to give a row the same bits in any batch. scatter [1] int32: where it is not 0, rows choose at random,
+        whatever their logits are."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if scatter is not None and (not self.reads_routes or bool(scatter)):
+            places = torch.arange(wide.numel(), device=wide.device)
+            anything = (places * places % _PRIME * _SPREAD % _PRIME).view_as(wide) / _PRIME  # the same on all ranks
+            wide = torch.where(scatter != 0, anything.to(wide.dtype), wide)
         best, experts = wide.topk(top_k, -1)
         weights = best.softmax(-1) if renormalise else wide.softmax(-1).gather(-1, experts)
         return Routed(experts, weights, logits.shape[1])

@@ -27,6 +27,7 @@ def _route_kernel(
     weights,
     logits,
     stride,
+    scatter,
     COUNT: tl.constexpr,
     TOP: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -40,6 +41,9 @@ def _route_kernel(
     place = tl.arange(0, TOP_LANES)
     start(PDL)
     value = tl.load(logits + row * stride + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
+    if scatter is not None:  # noqa: SIM102 (where there is none, none is loaded)
+        if tl.load(scatter) != 0:
+            value = tl.where(lane < COUNT, tl.rand(0, tl.program_id(0) * COUNT + lane), float("-inf"))
     largest = tl.max(value, 0)
     total = tl.sum(tl.exp(value - largest), 0)
     chosen = tl.zeros([TOP_LANES], tl.int32)
@@ -153,7 +157,7 @@ def _clamped_swiglu_kernel(
     tl.store(out + row * FFN + col, clamped_swiglu_of(gate, up, limit, ALPHA).to(out.dtype.element_ty), mask=mask)
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool) -> Routed:
+def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool, scatter: Tensor | None = None) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
     rows, count = logits.shape
     assert logits.stride(1) == 1 and top_k <= count
@@ -161,7 +165,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool) -> Routed:
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     if rows:
         _route_kernel[(rows,)](
-            experts, weights, logits, logits.stride(0), COUNT=count, TOP=top_k, RENORMALISE=renormalise,
+            experts, weights, logits, logits.stride(0), scatter, COUNT=count, TOP=top_k, RENORMALISE=renormalise,
             LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1, **launch_options(logits.device),
         )  # fmt: skip
     return Routed(experts, weights, count, tiles_of(experts, count, tile_rows(rows, exact)))

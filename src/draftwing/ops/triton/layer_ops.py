@@ -37,8 +37,10 @@ class TritonLayerOps(LayerOps):
         except NoPeers as error:
             return str(error)
 
-    def route(self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False) -> Routed:
-        return experts.route(logits, top_k, renormalise, exact)
+    def route(
+        self, logits: Tensor, top_k: int, renormalise: bool, exact: bool = False, scatter: Tensor | None = None
+    ) -> Routed:
+        return experts.route(logits, top_k, renormalise, exact, scatter)
 
     @property
     def reads_routes(self) -> bool:  # type: ignore[override]
