@@ -15,6 +15,7 @@ from thread_ranks import shares_of
 from toy_grammar import ToyGrammar
 
 from draftwing.core import PLAIN, TreeShape
+from draftwing.engine.startup.warm_up import try_prompts
 from draftwing.models.heads import base
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -110,3 +111,16 @@ def test_grammars_and_log_probabilities(case: Case) -> None:
         for mine, theirs in zip(spread.logprobs[uid], every, strict=True):
             assert mine.value == pytest.approx(theirs.value, abs=1e-4)
             assert mine.wanted == pytest.approx(theirs.wanted, abs=1e-4)
+
+
+def meet(executor: Any) -> None:
+    executor.model.ranks.gather(torch.zeros(1))
+
+
+def test_steps_before_the_first_request_leave_ranks_alike(case: Case) -> None:
+    rig = case.h.Rig(case.target, shapes=(TREE,), drafter=case.drafter, rows=5)
+    (other,) = rig.executor.mirror.others
+    try_prompts(rig.executor, (TREE, PLAIN))
+    rig.executor.everywhere(meet)
+    kept = zip(rig.executor.calibration, other.executor.calibration, strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in kept)

@@ -75,7 +75,7 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape]) -> None:
     shape of the menu. A GPU loads a kernel when it first runs with such arguments, which takes 15 ms of a step; one
     that has to be compiled takes a second, and a disk with room."""
     tokens = min(PROMPT, executor.table.length // 2)
-    executor.keep_calibration()
+    executor.everywhere(Executor.keep_calibration)
     for count in COUNTS:
         if count <= executor.table.rows:
             _run(executor, _prompt(tokens, count))
@@ -84,14 +84,15 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape]) -> None:
     for shape in menu:
         executor.everywhere(_constrain, shape)
         _run(executor, _asking(_step(0, shape, tokens)))
-    executor.restore_calibration()
+    executor.everywhere(Executor.restore_calibration)
     executor.everywhere(Executor.flush)
 
 
 def _asking(plan: Plan) -> Plan:
     """The plan of row 0, which asks for what few requests do (`engine.row_options`)."""
     admits = tuple(
-        admit._replace(request=admit.request._replace(prediction=admit.tokens), edited=True) for admit in plan.admits
+        admit._replace(request=admit.request._replace(prediction=tuple(admit.tokens)), edited=True)
+        for admit in plan.admits
     )
     at = np.arange(1)
     return replace(
