@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draftwing.core import TreeShape
+from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.ops import make_ops
 from draftwing.spec.heads import DraftLM
@@ -17,13 +18,16 @@ CUDA = pytest.param(
     "windows cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
+RANKS = pytest.param("ranks", marks=pytest.mark.slow)
+EXPERTS = ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=7.0)
 CHAIN, TREE, DEEP = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(8, 2, 16)
 
-pytestmark = pytest.mark.parametrize("harness", ["windows", CUDA], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("harness", ["windows", RANKS, CUDA], indirect=True, scope="session")
 
 
 SWITCHES = {
     "sinks": dict(windows=(6, 0), sinks=True),
+    "gpt-oss": dict(windows=(6, 0), sinks=True, wide_norms=True, qkv_bias=True, experts=EXPERTS),
     "gemma": dict(
         windows=(6, 0),
         qk_norm=True,
@@ -41,7 +45,7 @@ def case(request, harness, one_thread):
     model, prompts = tiny_model(), harness.prompts_for(8)
     params = [harness.greedy(40) if i % 2 else harness.seeded(40, seed=i) for i in range(8)]
     expected = harness.plain_answers(model, prompts, params)
-    whole = tiny_model()
+    (whole,) = getattr(other := tiny_model(), "whole", (other,))
     for layer in whole.layers:  # the same weights, all of which see everything
         layer.attention._window = 0
     assert harness.plain_answers(whole, prompts, params).tokens != expected.tokens, "windows change nothing here"
@@ -95,6 +99,11 @@ def test_a_draft_model_with_windows(harness, case):
     params = [harness.greedy(40)] * len(prompts)
     expected = harness.plain_answers(model, prompts, params)
     ops = make_ops(torch.device(harness.device))
-    drafter = ModelDrafter(DraftLM(model.again(), harness.VOCAB), 7, TREE.topk, torch.float32, ops)
+    (draft,) = getattr(other := model.again(), "whole", (other,))
+
+    def make(share=None):
+        return ModelDrafter(DraftLM(draft, harness.VOCAB), 7, TREE.topk, torch.float32, ops)
+
+    drafter = make if hasattr(model, "whole") else make()
     rig = answer(harness, (model, prompts, params, expected, None), shapes=(TREE,), drafter=drafter, lag=1)
     assert rig.accept_length > 4, "a draft of 4 tokens is nearly always right"

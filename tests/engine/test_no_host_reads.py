@@ -135,11 +135,11 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
             assert tuple(packed.shape) == (len(plan.rows), 2 + commit + 2 * plan.shape.nodes)
 
 
-def test_experts_are_chosen_without_data(harness):
+def test_experts_and_windows_without_data(harness):
     if harness.device != "cpu":
         pytest.skip("tensors without data are the same everywhere")
     device = FakeDevice()
-    model = harness.tiny_model(experts=ExpertConfig(6, 2, 32)).to("meta")
+    model = harness.tiny_model(experts=ExpertConfig(6, 2, 32), windows=(6, 0), sinks=True).to("meta")
     model.pack(device.ops)
     with device.device:
         book = torch.zeros(harness.VOCAB, harness.CONTEXT + 64, dtype=torch.int64)
