@@ -234,6 +234,26 @@ def test_tied_embeddings_share_storage(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@torch.inference_mode()
+def test_the_language_model_of_a_model_for_images(tmp_path: Path, prefix: str) -> None:
+    """Gemma 3's larger checkpoints, in both layouts of tensors, and their configs that leave much out."""
+    reference = random_reference("gemma3", num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+    text = reference.config.to_dict()
+    kept = "hidden_size", "intermediate_size", "num_hidden_layers", "rope_parameters", "sliding_window", "vocab_size"
+    inner = {key: text[key] for key in (*kept, "layer_types", "query_pre_attn_scalar", "max_position_embeddings")}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
+        "text_config": {**inner, "model_type": "gemma3_text"}, "vision_config": {"hidden_size": 32},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {prefix + name.removeprefix("model."): param.clone() for name, param in reference.named_parameters()}
+    save_file({**tensors, "vision_tower.x.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    model = load_model(tmp_path, torch.float32, "cpu")
+    hidden, _ = model(tokens(40), torch.arange(40), DenseCache())
+    torch.testing.assert_close(model.logits(hidden), reference(tokens(40)[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
 @torch.inference_mode()
 def test_runs_on_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode

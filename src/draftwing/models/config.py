@@ -19,6 +19,7 @@ from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
 from draftwing.models.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.language_model import language_model
 from draftwing.models.positions import WindowSwitch, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.ops.torch.experts import SWIGLU_ALPHA
@@ -242,6 +243,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a parsed `config.json`; raises CheckpointError for what cannot be served."""
+    config = language_model(config)
     name, family = _family(Fields(config, "config"))
     fields = Fields(config, f"config of {name}")
     for key, neutral in NEUTRAL_VALUES.items():

@@ -11,6 +11,7 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.models.config import ModelConfig
+from draftwing.models.language_model import own_name
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks, Share
 
@@ -140,7 +141,8 @@ def named(
 
 
 def canonical(name: str) -> str:
-    """The name with the `model.` prefix, which some checkpoints leave out."""
+    """The name with the `model.` prefix, which some checkpoints leave out, and without that of a model around it."""
+    name = own_name(name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
