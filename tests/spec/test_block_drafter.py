@@ -201,8 +201,8 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape) -> None:
 
 @pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
 @pytest.mark.parametrize("name", ["dspark", "dspark, recurrent"])
-def test_grades_are_between_the_drafts_and_the_confidence_heads(tmp_path: Path, name: str, ops: Any) -> None:
-    """In steps of log odds, half of them rounded up; a tree is another one where a node has other drafts above it."""
+def test_grades_are_moved_by_the_confidence_head(tmp_path: Path, name: str, ops: Any) -> None:
+    """Those of siblings alike, by a third of what it says beyond the best of them, in steps of log odds."""
     case, known, shape = CASES[name], texts(4), TreeShape(4, 3, 14)
     rig = Rig(case, tmp_path, ops, known, shape.topk)
     rows, none = torch.tensor([3, 1]), torch.zeros(0, dtype=torch.int64)
@@ -212,18 +212,27 @@ def test_grades_are_between_the_drafts_and_the_confidence_heads(tmp_path: Path, 
         expected = block_pass(TARGET, rig.checkpoint, known[row], case.rows, True)
         tokens, parents = draft.tokens[place].tolist(), draft.parent[place].tolist()
         paths: list[tuple[int, ...]] = [()]
-        assert draft.grade[place, 0] == 0
+        levels, sure = [0.0], [0.0]
         for node in range(1, shape.nodes):
             above = paths[parents[node]]
             paths.append((*above, tokens[node]))
             likely = expected.at(above).softmax(0)[tokens[node]].item()
-            sure = accepted(TARGET, rig.checkpoint, known[row], case.rows, above)
-            levels = [min(max(1.25 * math.log(p / (1 - p)) + 7, 0), 15) for p in (likely, sure)]
-            if all(abs(x % 1 - 0.5) > 0.01 for x in levels):
-                own, other = (round(x) for x in levels)
-                assert int(draft.grade[place, node]) == 16 * MODEL + (own + other + 1) // 2
-                close += own != other
+            levels.append(level(likely))
+            sure.append(level(accepted(TARGET, rig.checkpoint, known[row], case.rows, above)))
+        assert draft.grade[place, 0] == 0
+        for node in range(1, shape.nodes):
+            siblings = [i for i in range(1, shape.nodes) if parents[i] == parents[node]]
+            if all(abs(x % 1 - 0.5) > 0.01 for x in (sure[node], *(levels[i] for i in siblings))):
+                best = max(round(levels[i]) for i in siblings)
+                grade = round(levels[node]) + math.floor((round(sure[node]) - best) / 3 + 0.5)
+                assert int(draft.grade[place, node]) == 16 * MODEL + min(max(grade, 0), 15)
+                close += grade != round(levels[node])
     assert close > 5
+
+
+def level(p: float) -> float:
+    """Of a probability, before it is rounded."""
+    return min(max(1.25 * math.log(p / (1 - p)) + 7, 0), 15)
 
 
 def test_a_block_of_one_token_less_than_its_rows() -> None:

@@ -101,11 +101,12 @@ def test_a_process_that_is_killed_goes_on_in_another(target, tmp_path):
     same_run(out, tmp_path / "whole")
 
 
-def test_two_processes_are_one_that_takes_turns(target, tmp_path):
-    alone, _ = run(target, tmp_path / "alone", config("EAGLE3", accumulate=2))
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DSPARK"])
+def test_two_processes_are_one_that_takes_turns(algorithm, target, tmp_path):
+    alone, _ = run(target, tmp_path / "alone", config(algorithm, accumulate=2), algorithm)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, PROGRAM, target, tmp_path / "two", "EAGLE3", "1", "0"],
+        [*command, PROGRAM, target, tmp_path / "two", algorithm, "1", "0"],
         env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True, timeout=100,
     )  # fmt: skip

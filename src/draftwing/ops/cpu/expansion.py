@@ -111,7 +111,7 @@ class CpuExpansionOps(ExpansionOps):
         (batch, nodes), (rows, size) = draft.parent.shape, hidden.shape
         assert draft.grade is not None and draft.grade.is_contiguous() and draft.parent.is_contiguous()
         assert draft.tokens.is_contiguous() and hidden.is_contiguous() and weight.shape == (size,)
-        grade, scratch = ints(batch, nodes), torch.empty(rows + nodes, dtype=torch.float32)
+        grade, scratch = ints(batch, nodes), torch.empty(rows + 2 * nodes, dtype=torch.float32)
         self.raw.confident(
             grade.data_ptr(), draft.grade.data_ptr(), draft.parent.data_ptr(), draft.tokens.data_ptr(), batch, nodes,
             hidden.data_ptr(), rows // batch, size, hidden.dtype == torch.bfloat16, weight.data_ptr(),

@@ -101,9 +101,9 @@ class ExpansionOps(SamplingOps):
         return x.repeat_interleave(times, 0)
 
     def confident(self, draft: Draft, hidden: Tensor, weight: Tensor, bias: float, token_odds: Tensor | None) -> Draft:
-        """The draft with grades that are the mean, in levels, of its own and of a confidence head's: log odds that a
-        node is accepted are hidden [D * B, H] of its level, times weight [H] float32, plus bias and what the token
-        above it adds, token_odds [V] float32."""
+        """The draft with grades that a confidence head has moved: those of siblings by a third of how far it differs
+        from the grade of the best of them, in levels, rounded. Log odds that a node is accepted are hidden [D * B, H]
+        of its level, times weight [H] float32, plus bias and what the token above it adds, token_odds [V] float32."""
         assert draft.grade is not None
         grade, depth = draft.grade, torch.zeros_like(draft.parent)
         child = torch.arange(grade.shape[1], device=grade.device) > 0
@@ -113,9 +113,10 @@ class ExpansionOps(SamplingOps):
         odds = (hidden.float() @ weight + bias).view(-1, batch).t().gather(1, (depth - 1).clamp(min=0))  # [B, N]
         if token_odds is not None:
             odds = odds + token_odds[draft.tokens.gather(1, draft.parent)]
-        level = level_of_odds(odds)
-        mean = grade + (grade % LEVELS + level + 1) // 2 - grade % LEVELS
-        return draft._replace(grade=torch.where(child, mean, 0))
+        own = grade % LEVELS
+        best = torch.zeros_like(own).scatter_reduce(1, draft.parent, torch.where(child, own, 0), "amax")
+        moved = own + (2 * (level_of_odds(odds) - best.gather(1, draft.parent)) + 3) // 6
+        return draft._replace(grade=torch.where(child, grade - own + moved.clamp(0, LEVELS - 1), 0))
 
     def continuations(
         self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, topk: int, target_ids: Tensor | None,

@@ -483,7 +483,7 @@ static void fuse_float(void *out, int64_t at, const void *x, int64_t from, const
 }
 
 /* grade's result; grade, parent, tokens [batch, nodes], batch, nodes; hidden [levels, batch, size], levels, size, half;
-   weight [size], what tokens add [vocab] or 0, both float32; scratch [levels * batch + nodes] float32; bias */
+   weight [size], what tokens add [vocab] or 0, both float32; scratch [levels * batch + 2 * nodes] float32; bias */
 static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     int64_t n[13];
     if (!numbers(args, given - 1, 13, n)) return NULL;
@@ -491,7 +491,7 @@ static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t 
     if (PyErr_Occurred()) return NULL;
     const int64_t batch = n[4], nodes = n[5], size = n[8], half = n[9];
     const float *weight = POINTER(n[10]), *added = POINTER(n[11]);
-    float *odds = POINTER(n[12]), *depth = odds + n[7] * batch;
+    float *odds = POINTER(n[12]), *depth = odds + n[7] * batch, *best = depth + nodes;
     for (int64_t i = 0; i < n[7] * batch; i++) {
         vf sum = {0};
         for (int64_t c = 0; c < size; c += LANES)
@@ -504,13 +504,17 @@ static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t 
         int64_t *out = (int64_t *)POINTER(n[0]) + first;
         out[0] = 0;
         depth[0] = 0;
+        for (int64_t i = 0; i < nodes; i++) best[i] = 0; /* grade of a child */
+        for (int64_t i = 1; i < nodes; i++)
+            if (best[parent[i]] < (float)(grade[i] % LEVELS)) best[parent[i]] = (float)(grade[i] % LEVELS);
         for (int64_t i = 1; i < nodes; i++) {
             depth[i] = depth[parent[i]] + 1;
             float here = odds[((int64_t)depth[i] - 1) * batch + b] + (added ? added[tokens[parent[i]]] : 0);
             here = here < -40 ? -40 : here > 40 ? 40 : here; /* far past the ends, whatever it is */
             const int64_t level = (int64_t)floorf(SLOPE * here + MIDDLE + 0.5f), own = grade[i] % LEVELS;
             const int64_t inside = level < 0 ? 0 : level < LEVELS ? level : LEVELS - 1;
-            out[i] = grade[i] - own + (own + inside + 1) / 2;
+            const int64_t moved = own + (int64_t)floorf((float)(inside - (int64_t)best[parent[i]]) / 3 + 0.5f);
+            out[i] = grade[i] - own + (moved < 0 ? 0 : moved < LEVELS ? moved : LEVELS - 1);
         }
     }
     Py_RETURN_NONE;
