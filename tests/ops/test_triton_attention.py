@@ -44,6 +44,8 @@ def test_plans() -> None:
         assert (several.exact, several.rows, several.lanes) == (False, 64, 1)
     assert plan(1, 32, 6, True)[:4] == (True, True, 128, 16)
     assert plan(16, 32, 6, True) == (True, True, 128, 1, 2)
+    near = attention.plan(1, 1, 1, 32, pool_layer(8, 128), 16384, 1, False, common.TILING_HOPPER, reach=128)
+    assert (near.lanes, near.parts) == (3, decode.parts), "no lanes for splits that no query reaches"
     assert plan(16, 300, 6, False).exact, "the window has no room"
     assert plan(16, 33, 33, False).exact, "paths are too long to be looked for"
     assert plan(1, 4, 4, True)[:3] == (True, False, 16)  # a chain's rows are one tile

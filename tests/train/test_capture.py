@@ -20,8 +20,9 @@ from draftwing import LLM
 from draftwing import files as files_module
 from draftwing.errors import ConfigError
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops.attention import AttentionKind
 from draftwing.train import store as store_module
-from draftwing.train.capture import FeatureModel, batches, capture, eagle3_aux_layers, online, target_aux_layers
+from draftwing.train.capture import FeatureModel, batches, capture, causal, eagle3_aux_layers, online, target_aux_layers
 from draftwing.train.store import FeatureStore, Sample, SourceMeta, Tokens
 from draftwing.train.vocabulary import covered, draft_vocabulary
 
@@ -86,6 +87,24 @@ def test_features_are_those_that_serving_feeds_a_head(
     ):
         torch.testing.assert_close(final_too, served_final[: len(one)], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(taps_too, served_aux[: len(one)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_targets_with_windows_and_sinks(window: int, sinks: bool) -> None:
+    """What they attend to while they are captured, by brute force in float64."""
+    rng, count, length = torch.Generator().manual_seed(1), 2, 12
+    q, k, v = (torch.randn(count * length, heads, 8, generator=rng) for heads in (4, 2, 2))
+    kind = AttentionKind(window, torch.randn(4, generator=rng) if sinks else None, 20)
+    found = causal(count, length)(0, q, k, v, kind)
+    for row in range(count * length):
+        start = row // length * length
+        seen = slice(max(start, row + 1 - window) if window else start, row + 1)
+        for head in range(4):
+            scores = k[seen, head // 2].double() @ q[row, head].double() * 20**-0.5
+            every = torch.cat((scores, kind.sinks[head, None].double())) if kind.sinks is not None else scores
+            expected = every.softmax(0)[: len(scores)] @ v[seen, head // 2].double()
+            torch.testing.assert_close(found.view(-1, 4, 8)[row, head].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_final_gives_the_target_s_own_choices(model: Path, target: FeatureModel) -> None:

@@ -56,10 +56,11 @@ class Plan(NamedTuple):
 
 def plan(
     batch: int, queries: int, depth: int, heads: int, kv: Tensor, positions: int, window: int, exact: bool,
-    tiling: Tiling,
+    tiling: Tiling, reach: int = 0,
 ) -> Plan:  # fmt: skip
     """queries: of a tree, of ragged ones on average. positions: of a page table. exact: its bits are wanted; what it
-    gives is exact also where that is as fast, and where there is no room for a masked window."""
+    gives is exact also where that is as fast, and where there is no room for a masked window. reach:
+    `AttentionKind.window`."""
     _, kv_heads, _, dim = kv.shape
     rows_all = queries * heads // kv_heads  # of a key head
 
@@ -80,7 +81,8 @@ def plan(
     splits = split_count(positions, tiling)
     # Of tiles of 64 rows a multiprocessor holds one.
     most = tiling.context_programs if two or rows >= 64 else tiling.programs
-    lanes = max(1, min(most // programs(rows), splits))
+    touched = min(splits, triton.cdiv(reach + depth, tiling.short) + 1) if reach else splits
+    lanes = max(1, min(most // programs(rows), touched))
     if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
         lanes = 1
     return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
@@ -146,7 +148,7 @@ def tree_attention(
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and fits(q, kv)
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
-    how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling)
+    how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling, kind.window)
     front, step, steps = _own_tiling(queries, depth, group, tiling) if how.exact else (padded(window), 1, 1)
     partials = total * heads * how.parts
     parts = workspace.take("parts", max(1, partials * dim), torch.float32)
