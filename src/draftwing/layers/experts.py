@@ -170,12 +170,15 @@ class EachExpert(LinearOp):
         return torch.cat([one.dense_weight() for one in self._each])
 
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
-        choices, out = routed.choices(x), x.new_empty(routed.pairs, self._each[0].out_features)
-        for expert, pairs in routed.by_expert:
+        choices, (order, places, chosen, counts) = routed.choices(x), routed.by_expert
+        if not chosen:
+            return x.new_empty(0, self._each[0].out_features)
+        rows = x.index_select(0, order // choices if choices > 1 else order)
+        parts = []
+        for expert, part in zip(chosen, rows.split(counts), strict=True):
             one = self._each[expert]
-            part = x if len(x) == 1 else x.index_select(0, pairs // choices if choices > 1 else pairs)
-            out.index_copy_(0, pairs, one.op(part, None if bias is None else one.bias))
-        return out
+            parts.append(one.op(part, None if bias is None else one.bias))
+        return torch.cat(parts).index_select(0, places)
 
     def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:  # type: ignore[override]
         return None

@@ -6,6 +6,7 @@ so what a token gets does not depend on how pairs are grouped.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -30,6 +31,15 @@ class ExpertTiles(NamedTuple):
     rows: int
 
 
+class ByExpert(NamedTuple):
+    """Pairs in the order of their experts."""
+
+    order: Tensor  # [pairs] int64
+    places: Tensor  # [pairs] int64: where each pair stands in it
+    experts: list[int]  # that were chosen
+    counts: list[int]  # of pairs of each
+
+
 @dataclass(frozen=True)
 class Routed:
     """Which experts the rows of a batch go to."""
@@ -49,13 +59,13 @@ class Routed:
         return self.pairs // max(x.shape[0], 1)
 
     @cached_property
-    def by_expert(self) -> list[tuple[int, Tensor]]:
-        """The chosen experts, each with its pairs [n] int64 in order. On the host: only where it shares the device's
-        memory."""
+    def by_expert(self) -> ByExpert:
+        """On the host: only where it shares the device's memory."""
         flat = self.experts.flatten()
         order = flat.argsort(stable=True)
-        numbers, counts = flat[order].unique_consecutive(return_counts=True)
-        return list(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
+        numbers = Counter(flat.tolist())
+        chosen = sorted(numbers)
+        return ByExpert(order, order.argsort(), chosen, [numbers[expert] for expert in chosen])
 
 
 _PRIME, _SPREAD = 1_000_003, 618_033  # of numbers that look random
