@@ -254,6 +254,16 @@ def test_take_rows(shape: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) ->
 
 
 @pytest.mark.parametrize("size", [40, 100, 2048])
+def test_share_rows(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    whole = made(ops, dtype, 10, size)
+    index = torch.tensor([0, 9, 4, 3, 7, 6, 4], device=ops.device)
+    for begin, end in ((0, 4), (4, 7), (7, 10), (0, 10)):
+        found = ops.share_rows(whole[begin:end], index, begin)
+        there = ((index >= begin) & (index < end)).unsqueeze(1)
+        assert torch.equal(found, torch.where(there, whole[index], torch.zeros_like(whole[index])))
+
+
+@pytest.mark.parametrize("size", [40, 100, 2048])
 def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     weight = made(ops, dtype, 90, size)
     generator = torch.Generator().manual_seed(2)
@@ -264,6 +274,8 @@ def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
         assert found.dtype == torch.float32
         expected = (weight.double()[ids] * hidden.double().unsqueeze(-2)).sum(-1)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+        parts = [ops.share_logits(hidden, weight[begin : begin + 30], ids, begin) for begin in (0, 30, 60)]
+        assert torch.equal(parts[0] + parts[1] + parts[2], found)  # each is 0 but in one of them
         if ops.name != "torch":  # a logit has the same bits among others
             alone = ops.exact_logits(hidden[-1:, ...].clone(), weight, ids[-1:, ..., 3:4].clone())
             assert torch.equal(alone, found[-1:, ..., 3:4])

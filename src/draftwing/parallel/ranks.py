@@ -61,7 +61,7 @@ class Ranks(ABC):
     def gather_columns(self, x: Tensor, share: Share) -> Tensor:
         """x [M, share.size] of each rank -> [M, share.whole]"""
         most = -(-share.whole // self.size)  # the last ranks may have fewer
-        every = self.gather(F.pad(x, (0, most - share.size)))  # [size, M, most]
+        every = self.gather(F.pad(x, (0, most - share.size)) if most > share.size else x)  # [size, M, most]
         return every.transpose(0, 1).flatten(1)[:, : share.whole].contiguous()
 
     def share(self, whole: int) -> Share:

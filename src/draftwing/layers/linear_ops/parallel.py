@@ -59,10 +59,16 @@ class VocabParallel(LinearOp):
         return self._op.dense_weight()
 
     def rows(self, ids: Tensor) -> Tensor:
+        weight = self._op.stored
+        if weight is not None and ids.dim() == 1:
+            return self._of_owners(self._ops.share_rows(weight, ids, self._share.start))
         own, mine = self._own(ids)
         return self._of_owners(torch.where(mine.unsqueeze(-1), self._op.rows(own), 0))
 
     def exact_logits(self, hidden: Tensor, ids: Tensor, ops: LayerOps) -> Tensor:
+        weight = self._op.stored
+        if weight is not None:
+            return self._of_owners(ops.share_logits(hidden, weight, ids, self._share.start))
         own, mine = self._own(ids)
         return self._of_owners(torch.where(mine, self._op.exact_logits(hidden, own, ops), 0))
 

@@ -230,6 +230,19 @@ class LayerOps(ExpertOps):
         """source [R, ...], index [M] int64 -> source[index], [M, ...]"""
         return source.index_select(0, index)
 
+    def share_rows(self, source: Tensor, index: Tensor, begin: int) -> Tensor:
+        """source [R, size], the rows [begin, begin + R) of a whole, index [M] int64 into the whole -> [M, size], 0
+        where the row is not in `source`."""
+        own = index - begin
+        mine = (own >= 0) & (own < len(source))
+        return torch.where(mine.unsqueeze(-1), self.take_rows(source, own.clamp(0, len(source) - 1)), 0)
+
+    def share_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor, begin: int) -> Tensor:
+        """As `exact_logits` of a whole whose rows [begin, begin + vocab) `weight` has; 0 for others."""
+        own = ids - begin
+        mine = (own >= 0) & (own < len(weight))
+        return torch.where(mine, self.exact_logits(hidden, weight, own.clamp(0, len(weight) - 1)), 0)
+
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """hidden [..., size], weight [vocab, size], ids [..., K] int64 -> hidden @ weight[ids], [..., K] float32."""
         return (weight[ids].float() * hidden.unsqueeze(-2).float()).sum(-1)

@@ -28,6 +28,7 @@ class TritonLayerOps(LayerOps):
     gelu_mul = staticmethod(layers.gelu_mul)
     fuse_inputs = staticmethod(layers.fuse_inputs)
     sum_parts = staticmethod(layers.sum_parts)
+    share_rows = staticmethod(layers.share_rows)
     clamped_swiglu = staticmethod(experts.clamped_swiglu)
     mix = staticmethod(experts.mix)
 
@@ -52,6 +53,9 @@ class TritonLayerOps(LayerOps):
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """Torch's sum on a GPU takes another order when there are more rows."""
         return layers.chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2)).view(ids.shape)
+
+    def share_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor, begin: int) -> Tensor:
+        return layers.chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2), begin).view(ids.shape)
 
     def packs_with_onednn(self, weight: Tensor) -> bool:
         return False

@@ -179,7 +179,7 @@ def _fuse_kernel(
         tl.store(target + FEATURE_AT, x.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ids"])
+@triton.jit(do_not_specialize=["count", "begin", "known"], do_not_specialize_on_alignment=["ids"])
 def _chosen_logits_kernel(
     out,
     hidden,
@@ -187,23 +187,50 @@ def _chosen_logits_kernel(
     weight,
     ids,
     count,
+    begin,
+    known,
     SIZE: tl.constexpr,
     STEP: tl.constexpr,
+    SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (M, count), which is no constant because clients choose it. A sum per column of STEP, then over the columns:
-    in an order that follows from SIZE alone."""
+    in an order that follows from SIZE alone. SHARE: the weight has the rows [begin, begin + known) of ids alone."""
     start(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = row * count + tl.program_id(1)
-    source = weight + tl.load(ids + place).to(tl.int64) * SIZE
+    own = tl.load(ids + place).to(tl.int64)
+    there = True
+    if SHARE:
+        own -= begin
+        there = (own >= 0) & (own < known)
+        own = tl.where(there, own, 0)
+    source = weight + own * SIZE
     total = tl.zeros([STEP], tl.float32)
     for first in tl.static_range(0, SIZE, STEP):
         col = first + tl.arange(0, STEP)
         x = tl.load(hidden + row * hidden_stride + col, mask=col < SIZE, other=0.0).to(tl.float32)
         w = tl.load(source + col, mask=col < SIZE, other=0.0).to(tl.float32)
         total = tl.fma(w, x, total)
-    tl.store(out + place, tl.sum(total, 0))
+    result = tl.sum(total, 0)
+    if SHARE:
+        result = tl.where(there, result, 0.0)
+    tl.store(out + place, result)
+
+
+@triton.jit(do_not_specialize=["begin", "count"])
+def _share_rows_kernel(
+    out, source, source_stride, index, begin, count, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (M, blocks of a row)."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < SIZE
+    start(PDL)
+    own = tl.load(index + row).to(tl.int64) - begin
+    there = (own >= 0) & (own < count)
+    value = tl.load(source + tl.where(there, own, 0) * source_stride + col, mask=mask & there, other=0.0)
+    tl.store(out + row * SIZE + col, value, mask=mask)
 
 
 def _row_blocks(size: int) -> tuple[int, int, int]:
@@ -319,10 +346,28 @@ def fuse_inputs(
     return out
 
 
-def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def share_rows(source: Tensor, index: Tensor, begin: int) -> Tensor:
+    """source [R, size], the rows [begin, begin + R) of a whole, index [M] int64 into the whole -> [M, size], 0 where
+    the row is not in `source`."""
+    (count, size), rows = source.shape, len(index)
+    assert index.dim() == 1 and source.stride(1) == 1
+    out = torch.empty(rows, size, dtype=source.dtype, device=source.device)
+    if out.numel() == 0:
+        return out
+    block = min(triton.next_power_of_2(size), _SHORT)
+    _share_rows_kernel[(rows, triton.cdiv(size, block))](
+        out, source, source.stride(0), index.contiguous(), begin, count, SIZE=size, BLOCK=block, num_warps=4,
+        **launch_options(source.device),
+    )  # fmt: skip
+    return out
+
+
+def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor, begin: int | None = None) -> Tensor:
     """hidden [M, size], weight [vocab, size], ids [M, K] int64 -> hidden @ weight[ids], [M, K] float32
 
-    A logit's bits depend on its row of `hidden` and its id alone, and no row of the weight is copied."""
+    A logit's bits depend on its row of `hidden` and its id alone, and no row of the weight is copied.
+
+    begin: the weight has the rows from there on of those that ids name; 0 for others. None: all."""
     rows, size = hidden.shape
     count = ids.shape[1]
     assert hidden.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == size and ids.shape[0] == rows
@@ -330,7 +375,8 @@ def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     _chosen_logits_kernel[(rows, count)](
-        out, hidden, hidden.stride(0), weight, ids.contiguous(), count, SIZE=size,
-        STEP=min(triton.next_power_of_2(size), _SHORT), num_warps=4, **launch_options(hidden.device),
+        out, hidden, hidden.stride(0), weight, ids.contiguous(), count, begin or 0, len(weight), SIZE=size,
+        STEP=min(triton.next_power_of_2(size), _SHORT), SHARE=begin is not None, num_warps=4,
+        **launch_options(hidden.device),
     )  # fmt: skip
     return out
