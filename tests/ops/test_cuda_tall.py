@@ -31,7 +31,7 @@ def test_shape() -> None:
     shape = TallShape(128, groups=2, row_tiles=2, stages=5, ahead=4, cluster=2)
     assert shape.features == 256 and shape.threads == 256 and shape.call == "tall_gemm, 16, 2, 2, 5, 4, 2"
     assert shape.grid("plain", 300, 1000) == (6, 4) and shape.grid("silu", 128, 1024) == (2, 8)
-    assert shape.shared_bytes(Width(4, False, 1).part) == max(5 * (128 * 128 + 16) + 8 * 2 * 4 * 640, 128 * 260 * 4)
+    assert shape.shared_bytes(Width(4, False, 1).part) == 5 * 16 + max(5 * 128 * 128 + 8 * 2 * 4 * 640, 128 * 260 * 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -64,3 +64,19 @@ def test_against_float64(width: Width, wide: int) -> None:
             expected = expected + (extra.double() if kind == "add" else 0)
         assert got is not None
         torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=2e-3)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", CUTS)
+def test_two_blocks_side_by_side(shape: TallShape) -> None:
+    """So many blocks that a multiprocessor has as many as it has room for: each time the same bits."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ours = TallGemm(device, Width(4, False, 1), {("plain", 512): shape})
+    packed = pack(quantized(Width(4, False, 1), 6144, 4096, 1, 128), torch.bfloat16, device)
+    x = random(333, 4096, seed=0).to(device)
+    first = ours.linear(x, packed, None)
+    assert first is not None and first.isfinite().all()
+    for _ in range(20):
+        again = ours.linear(x, packed, None)
+        assert again is not None and torch.equal(again, first)

@@ -121,11 +121,13 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     constexpr int STAGE = TOKENS * CHUNK;  // of x, u16
     constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
     static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
-    extern __shared__ float sums[];  // first [STAGES][STAGE] of u16, rings and barriers, then [TOKENS][PITCH]
+    constexpr int PARTS = WARPS * AHEAD * ROW_TILES, FIRST = STAGES * STAGE * 2 + PARTS * (UNITS * 2 + WORDS * 4);
+    constexpr int BARRIERS = FIRST > TOKENS * PITCH * 4 ? FIRST : TOKENS * PITCH * 4;  // bytes before them
+    extern __shared__ float sums[];  // first [STAGES][STAGE] of u16 and rings, then [TOKENS][PITCH]; behind both, barriers
     u16* const stages = (u16*)sums;
     u16* const rings = stages + STAGES * STAGE;
-    u32* const ring_words = (u32*)(rings + WARPS * AHEAD * ROW_TILES * UNITS);
-    Barrier* const full = (Barrier*)(ring_words + WARPS * AHEAD * ROW_TILES * WORDS);
+    u32* const ring_words = (u32*)(rings + PARTS * UNITS);
+    Barrier* const full = (Barrier*)((unsigned char*)sums + BARRIERS);  // nothing else may ever be written there
     Barrier* const empty = full + STAGES;
     launch_dependents();
     const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), rank = blockIdx.x % CLUSTER;

@@ -55,7 +55,8 @@ class TallShape:
     def shared_bytes(self, part: int) -> int:
         """Of a block. part: what a warp has of 16 features and a chunk, as `Width.part`."""
         rings = self.groups * 4 * self.row_tiles * self.ahead * part
-        return max(self.stages * (self.tokens * CHUNK * 2 + 16) + rings, self.tokens * (self.features + 4) * 4)
+        pipeline = self.stages * self.tokens * CHUNK * 2 + rings
+        return max(pipeline, self.tokens * (self.features + 4) * 4) + self.stages * 16
 
 
 TallShapes = dict[tuple[str, int], TallShape]  # by kind, and the most rows of x that it is for
