@@ -49,7 +49,9 @@ def weights(arch: str, experts: int = 0) -> dict[str, np.ndarray]:
         shapes[f"blk.0.{name}.weight"] = (HIDDEN,)
     if experts:
         shapes["blk.0.ffn_gate_inp.weight"] = (experts, HIDDEN)
-    if arch.startswith("qwen3"):
+    if arch == "gemma3":
+        shapes |= {f"blk.0.{name}.weight": (HIDDEN,) for name in ("post_attention_norm", "post_ffw_norm")}
+    if arch.startswith("qwen3") or arch == "gemma3":
         shapes |= {"blk.0.attn_q_norm.weight": (HEAD_DIM,), "blk.0.attn_k_norm.weight": (HEAD_DIM,)}
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
@@ -78,6 +80,8 @@ def write(
         writer.add_expert_used_count(2)
         if arch == "qwen3moe":
             writer.add_expert_feed_forward_length(FFN)
+    if arch == "gemma3":
+        writer.add_sliding_window(7)
     if edit is not None:
         edit(writer)
     for name, values in (weights(arch, experts) | (extra or {})).items():

@@ -10,6 +10,7 @@ import gguf as gguf_package
 import numpy as np
 import pytest
 import torch
+import transformers
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
 from tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, causal, weights, write
@@ -20,8 +21,10 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.formats import DENSE
+from draftwing.layers.rope import RopeConfig
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops.attention import FunctionAttend
+from draftwing.train.capture import causal as windowed
 
 # Largest error of a block format, relative to the largest value of its block.
 TOLERANCE = {Type.F32: 0.0, Type.F16: 1e-3, Type.BF16: 8e-3, Type.Q8_0: 1 / 127, Type.Q4_0: 1 / 7, Type.Q4_1: 1 / 14}
@@ -51,6 +54,34 @@ def test_rows_come_back_in_hugging_face_order(tmp_path: Path, arch: str, kind: T
     assert (layer.attention.q_norm is not None) == (arch == "qwen3")
     if arch == "qwen3":
         assert np.array_equal(layer.attention.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
+
+
+@torch.inference_mode()
+def test_gemma3_equals_transformers(tmp_path: Path) -> None:
+    model = load_model(write(tmp_path / "m.gguf", "gemma3"), torch.float32, "cpu")
+    assert model.config.windows == (7,) and model.config.rope == RopeConfig(5000.0)
+    config = transformers.Gemma3TextConfig(
+        hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=1, num_attention_heads=HEADS, vocab_size=VOCAB,
+        num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM, sliding_window=7,
+        rms_norm_eps=1e-5, layer_types=["sliding_attention"],
+    )  # fmt: skip
+    reference = transformers.Gemma3ForCausalLM(config).eval()
+    names = {
+        "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+        "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+        **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+        **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+    }  # fmt: skip
+    given = weights("gemma3")
+    state = {f"model.layers.0.{theirs}.weight": given[f"blk.0.{ours}.weight"] for ours, theirs in names.items()}
+    state |= {"model.embed_tokens.weight": given["token_embd.weight"], "model.norm.weight": given["output_norm.weight"]}
+    state = {name: torch.from_numpy(v) - (1 if "norm" in name else 0) for name, v in state.items()}  # files add it
+    reference.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
+    ids = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(2))
+    hidden, _ = model(ids, torch.arange(30), windowed(1, 30))
+    theirs = reference(ids[None]).logits[0]
+    torch.testing.assert_close(model.logits(hidden), theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("arch", "named"), [("llama", "Mixtral"), ("qwen3moe", "Qwen3Moe")])
@@ -144,7 +175,7 @@ def test_unknown_architecture_type_and_broken_files(tmp_path: Path) -> None:
 
     good = write(tmp_path / "m.gguf", "llama").read_bytes()
     bad = tmp_path / "bad.gguf"
-    refused(write(tmp_path / "gemma.gguf", "gemma3"), "unknown architecture 'gemma3'; expected one of llama, qwen2")
+    refused(write(tmp_path / "gemma.gguf", "gemma2"), "unknown architecture 'gemma2'; expected one of llama, qwen2")
     refused(tmp_path / "none.gguf", "found none")
     for content, named in (
         (b"", "not a GGUF file"),

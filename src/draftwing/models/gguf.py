@@ -14,7 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
-from draftwing.models.config import FAMILIES, ModelConfig
+from draftwing.models.config import FAMILIES, Family, ModelConfig
 from draftwing.models.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
 from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows
@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 WITH_EXPERTS = {"llama": "MixtralForCausalLM"}  # where the metadata speak of experts
 
@@ -48,6 +49,12 @@ BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA_27B = 62  # layers of the one model whose scale is not that of its heads' size, which files do not say
 EXPERT_TENSORS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # [experts, rows, columns]
 
 # Metadata below `<architecture>.` that changes the arithmetic, with the values at which it does not.
@@ -65,7 +72,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 # Files often name only one end-of-text id, or a wrong one; tokens of these names always end an answer.
-END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_TOKENS = ("<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
 
 def model_config(file: GGUFFile) -> ModelConfig:
@@ -91,6 +98,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     file.raw("token_embd.weight")  # its shape is believed, so its values must be there
+    family = FAMILIES[architecture]
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -102,11 +110,16 @@ def model_config(file: GGUFFile) -> ModelConfig:
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_positions=min(size("context_length"), MOST_POSITIONS),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 0, 1),
-        rope=_rope(file, fields, arch),
+        rope=_rope(file, fields, arch, family.theta),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        qk_norm=FAMILIES[architecture].qk_norm,
+        qk_norm=family.qk_norm,
+        windows=_windows(fields, layers, family),
+        local_rope=_local_rope(fields, family),
+        query_pre_attn_scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.gemma else 0,
+        wide_norms=family.wide_norms,
+        gemma=family.gemma,
         experts=experts,
         dense_layers=frozenset(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors),
         tie_embeddings="output.weight" not in file.tensors,
@@ -137,6 +150,8 @@ def tensors(
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(
             name.rpartition(".")[0].rpartition(".")[2], 0
         )
+        if config.gemma and name.endswith("norm.weight"):
+            rows = rows - 1  # as a checkpoint in folders has them
         if permuted and heads and len(rows) == heads * config.head_dim:  # others have the wrong shape anyway
             rows = unpermuted(rows, heads)
         yield theirs, BlockRows(file.kind(name), rows, info.shape[1]) if as_stored else rows
@@ -173,8 +188,9 @@ def hf_name(name: str, config: ModelConfig) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match and match[2] == "ffn_gate_inp":
         return f"model.layers.{match[1]}.{expert_names(config).router}.{match[3]}"
-    if match and match[2] in BLOCK_NAMES:
-        return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}.{match[3]}"
+    names = GEMMA_NAMES if config.gemma else BLOCK_NAMES
+    if match and match[2] in names:
+        return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
     return TOP_NAMES.get(name, name)
 
 
@@ -192,7 +208,7 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
     window = fields.whole("attention.sliding_window", 0, 2**40, 0)
-    if 0 < window < fields.whole("context_length"):
+    if 0 < window < fields.whole("context_length") and not FAMILIES[ARCHITECTURES[arch]].window_pattern:
         raise CheckpointError(f"{file.path}: {arch}.attention.sliding_window = {window} is not supported")
     for name in file.tensors:
         if name.startswith("rope_factors_"):
@@ -213,8 +229,23 @@ def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
     )
 
 
-def _rope(file: GGUFFile, fields: Fields, arch: str) -> RopeConfig:
-    theta = fields.number("rope.freq_base", 1, 1e15, 10000.0)
+def _windows(fields: Fields, layers: int, family: Family) -> tuple[int, ...]:
+    """Of families whose layers follow a pattern, which files need not say."""
+    if not family.window_pattern:
+        return ()
+    window = fields.whole("attention.sliding_window", 1, 2**40)
+    every = fields.whole("attention.sliding_window_pattern", 1, default=family.window_pattern)
+    return tuple(window if (i + 1) % every else 0 for i in range(layers))
+
+
+def _local_rope(fields: Fields, family: Family) -> RopeConfig | None:
+    if family.local_theta is None:
+        return None
+    return RopeConfig(fields.number("rope.freq_base_swa", 1, 1e15, family.local_theta))
+
+
+def _rope(file: GGUFFile, fields: Fields, arch: str, default: float) -> RopeConfig:
+    theta = fields.number("rope.freq_base", 1, 1e15, default)
     divisors: tuple[float, ...] = ()
     if "rope_freqs.weight" in file.tensors:
         divisors = tuple(file.dequantized("rope_freqs.weight").tolist())
