@@ -175,15 +175,18 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
         assert again is not None and torch.equal(again, gated[own])
 
 
-def test_triton_gemms_of_odd_sizes(triton_ops: TorchOps) -> None:
-    """Rows by pair, float32, columns and outputs that no tile divides, more pairs of an expert than a tile has."""
+@pytest.mark.parametrize("rows", [40, 130])
+def test_triton_gemms_of_odd_sizes(triton_ops: TorchOps, rows: int) -> None:
+    """Rows by pair, float32, columns and outputs that no tile divides, more pairs of an expert than a tile has; by both
+    kinds of tiles."""
     weight = made(triton_ops, COUNT * 2 * 50, 40, seed=1)
     gemm = triton_ops.expert_gemm(weight, COUNT)
     assert gemm is not None
-    logits = made(triton_ops, 40, COUNT, seed=2)
+    logits = made(triton_ops, rows, COUNT, seed=2)
     logits[:, 1] += 9
     routed = triton_ops.route(logits, TOP, False)
-    x = made(triton_ops, 40 * TOP, 40, seed=3)
+    assert routed.tiles is not None and routed.tiles.rows == (16 if rows == 40 else 64)
+    x = made(triton_ops, rows * TOP, 40, seed=3)
     expected = by_hand(x, weight, None, routed)
     torch.testing.assert_close(gemm.linear(x, None, routed).double(), expected, atol=1e-4, rtol=1e-4)
     gate, up = expected.chunk(2, -1)

@@ -153,7 +153,7 @@ def _weight_tile(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_count"])
 def _expert_gemm_kernel(
     out, x, x_stride, weight, scales, zeros, bias, order, tiles, tile_count, limit,
     CHOICES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
