@@ -12,6 +12,7 @@ from reference.exact_heads import exact_dspark
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.graphs import prefill as prefill_graphs
+from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.spec.block_drafter import BlockDrafter
@@ -68,3 +69,20 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
     if rig.drafter is not None:
         assert tree in rig.stats.shapes
         assert not isinstance(rig.drafter, BlockDrafter) or rig.accept_length > 2
+
+
+def test_experts_give_a_tree_the_text_of_none(harness, interpreted):
+    """Routing, tiles and GEMMs of experts, with and without drafts."""
+    model = harness.tiny_model(experts=ExpertConfig(6, 2, 32))
+    model.pack(interpreted.ops)
+    prompts, params = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]], [harness.greedy(6), harness.seeded(6)]
+    attn = partial(interpreted.ops.attention, exact=True)
+    expected = harness.plain_answers(model, prompts, params, attn=attn, fake_device=interpreted)
+    rig = harness.Rig(
+        model, shapes=(TREE,), drafter="oracle", book=harness.make_book(prompts, expected), miss=1, rows=2, attn=attn,
+        fake_device=interpreted,
+    )  # fmt: skip
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        rig.submit(str(i), prompt, param)
+    assert rig.run().tokens == expected.tokens
+    assert rig.accept_length > 1.3
