@@ -138,7 +138,7 @@ class Chats:
                 )
             if not self._takes_tools:
                 raise RequestError(f"{names['tools']}: the model's chat template knows no tools", names["tools"])
-            variables["tools"] = [template_tool(function) for function in chat.functions]
+            variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
         messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:
             return render_continued(tokenizer, messages, **variables)
@@ -153,7 +153,7 @@ class Chats:
     @cached_property
     def _takes_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        tools = [template_tool(Function(_PROBE))]
+        tools = [template_tool(Function(_PROBE), self.harmony)]
         try:
             return _PROBE in self._service.tokenizer.render_chat([{"role": "user", "content": "a"}], tools=tools)
         except RequestError:
@@ -291,11 +291,11 @@ def only(part: Body, names: tuple[str, ...], where: str, kind: str) -> None:
             raise RequestError(f"{where}.{name} is not supported in a {kind}", f"{where}.{name}")
 
 
-def template_tool(function: Function) -> dict[str, Any]:
-    """A function as chat templates want it."""
+def template_tool(function: Function, described: bool = False) -> dict[str, Any]:
+    """A function as chat templates want it. described: it has a description in any case, as gpt-oss's asks for."""
     inner: dict[str, Any] = {"name": function.name}
-    if function.description is not None:
-        inner["description"] = function.description
+    if described or function.description is not None:
+        inner["description"] = function.description or ""
     inner["parameters"] = function.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": inner}
 

@@ -15,10 +15,12 @@ SPECIAL = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|
 # As gpt-oss's template does it, in short.
 TEMPLATE = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
-    "{% for tool in tools or [] %}<|start|>developer<|message|>type {{ tool.function.name }}<|end|>{% endfor %}"
+    "{% for tool in tools or [] %}<|start|>developer<|message|>{{ '// ' + tool.function.description }}\n"
+    "type {{ tool.function.name }}<|end|>{% endfor %}"
     "{% for m in messages %}{% if m.tool_calls %}{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>"
     "{{ m.thinking }}<|end|>{% endif %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}"
     "<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
     "{% elif m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>"
     "{{ m.content }}<|end|>"
     "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
