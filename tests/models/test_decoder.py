@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from block_ops import BlockTorchOps
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftwing.layers.linear_ops.base import WeightFormat
@@ -267,6 +267,27 @@ def test_runs_on_fake_tensors() -> None:
         ids, positions = torch.zeros(5, dtype=torch.int64), torch.arange(5)
         hidden, aux_hidden = model(ids, positions, FunctionAttend(lambda layer, q, k, v: q.flatten(1)), (1,))
         assert model.logits(hidden).shape == (5, 101) and aux_hidden is not None and aux_hidden.shape == (5, 64)
+
+
+def test_experts_that_are_quantised_one_by_one(tmp_path: Path) -> None:
+    random_reference("qwen3-moe").save_pretrained(tmp_path)
+    stored, expected = {}, {}
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        stored[name] = expected[name] = value
+        if "proj" in name:
+            scale = value.abs().amax().reshape(1) / 448
+            stored[name] = (value / scale).to(torch.float8_e4m3fn)
+            stored[name.replace("weight", "weight_scale")] = scale
+            expected[name] = stored[name].float() * scale
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "gate"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path, torch.float32, "cpu")
+    found = dict(checkpoint_tensors(model, model.config))
+    assert found.keys() == expected.keys() and sum("experts" in name for name in found) == 3 * 6 * 3
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
 
 
 def write_gpt_oss(folder: Path) -> transformers.PreTrainedModel:
