@@ -58,6 +58,7 @@ WARM = 600.0  # seconds of a soak after which all has been used that takes memor
 SLACK = 16e6  # bytes that a process may grow by beyond that in a shorter one
 SAMPLE = 24  # answers that are asked for again
 HANG = 5.0  # the watchdog's seconds
+TELL = 60.0  # seconds between lines that tell how it goes
 BUGS = ("Traceback", "Exception", "never awaited", "leak", "stopped by an exception")
 EVENTS = ("killed", "stopped for a moment", "stopped")
 GRAMMARS = {"regex", "ebnf", "json_schema"}
@@ -328,12 +329,22 @@ async def faults(server: Server, seed: int, end: float, out: Outcome) -> None:
 Sizes = list[tuple[float, Size | None, Size | None]]  # time, engine, server
 
 
-async def sizes(server: Server, end: float) -> Sizes:
-    found = []
+async def sizes(server: Server, end: float, out: Outcome) -> Sizes:
+    """Tells every minute how it goes: who looks at a soak that was cut off sees how far it came."""
+    found: Sizes = []
+    began = told = time.monotonic()
     while time.monotonic() < end and not server.ended:
         found.append((time.monotonic(), Size.of(server.engine), Size.of(server.process.pid)))
+        if found[-1][0] >= told + TELL:
+            told = found[-1][0]
+            memory = " and ".join("none" if size is None else f"{size.bytes / 1e6:.0f} MB" for size in found[-1][1:])
+            print(f"{(told - began) / 60:.0f} min: {memory}, {counted(out)}, {len(out.problems)} problems", flush=True)
         await asyncio.sleep(min(5.0, max(end - time.monotonic(), 0.1)))
     return found
+
+
+def counted(out: Outcome) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in sorted(out.counts.items()))
 
 
 async def drained(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -391,7 +402,7 @@ async def soak(args: argparse.Namespace) -> Outcome:
             end = began + seconds
             seeds = [args.seed * 1000 + i for i in range(args.clients)]
             clients = [one_client(server, seed, args.longest, tools, end, out) for seed in seeds]
-            watching = asyncio.ensure_future(sizes(server, end))
+            watching = asyncio.ensure_future(sizes(server, end, out))
             breaking = faults(server, args.seed, began + seconds / 3, out) if args.faults else asyncio.sleep(0)
             await asyncio.gather(*clients, breaking)
             found = await watching
@@ -444,7 +455,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv[:at])
     args.serve = ["--tool-call-parser", "hermes", *(argv[at + 1 :] or ["--max-total-tokens", "4096"])]
     out = asyncio.run(soak(args))
-    print(", ".join(f"{name}: {count}" for name, count in sorted(out.counts.items())), f"{len(out.sample)} compared")
+    print(counted(out), f"{len(out.sample)} compared")
     for problem in out.problems[:40]:
         print("PROBLEM", problem)
     return 1 if out.problems else 0
