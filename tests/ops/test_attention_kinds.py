@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool, LayerSpec
-from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan
+from draftwing.ops.attention import AttentionKind, Batch, ChunkSpan, Ragged
 from draftwing.ops.torch.ops import TorchOps
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -55,6 +55,9 @@ class Text:
     def run(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         device = self.device
         batch = Batch(*(part.to(device) if isinstance(part, Tensor) else part for part in batch))
+        if batch.ragged is not None:
+            there = (part.to(device) if isinstance(part, Tensor) else part for part in batch.ragged)
+            batch = batch._replace(ragged=Ragged(*there))
         kept = self.pool.kv[0].clone()
         out = self.backend.bind(batch, 0)(0, q.to(device), k.to(device), v.to(device), self.kind)
         self.pool.kv[0].copy_(kept)
@@ -69,9 +72,9 @@ class Text:
         )
         return self.run(batch, self.q[start:end], self.k[start:end], self.v[start:end])
 
-    def tree(self, prefixes: list[int]) -> Tensor:
+    def tree(self, prefixes: list[int], ragged: bool = False) -> Tensor:
         """The tree of `PARENTS` after so many tokens, for each of the prefixes: the node at depth d is the text's token
-        there in whatever branch it lies. [B, nodes, heads * dim]"""
+        there in whatever branch it lies. ragged: asked for as trees of different sizes. [B, nodes, heads * dim]"""
         nodes, size = len(PARENTS), len(prefixes)
         paths: list[list[int]] = []
         for node, parent in enumerate(PARENTS):
@@ -88,6 +91,12 @@ class Text:
         batch = Batch(
             torch.arange(size), at, at, spare.flatten(), table, prefix, path, path_len, window=nodes, bound=LENGTH + 20
         )
+        if ragged:
+            batch = batch._replace(
+                rows=batch.rows.repeat_interleave(nodes), prefix_len=prefix.repeat_interleave(nodes),
+                path=path.view(-1, 1, 6), path_len=path_len.view(-1, 1),
+                ragged=Ragged(batch.rows, prefix, torch.arange(size + 1) * nodes, nodes, nodes),
+            )  # fmt: skip
         return self.run(batch, self.q[at], self.k[at], self.v[at]).view(size, nodes, -1)
 
     def decode(self, position: int) -> Tensor:
@@ -128,6 +137,7 @@ def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtyp
         pytest.skip("whose bits are a matter of the CPU's GEMM")
     text = Text(ops, KINDS[name], dtype)
     tree = text.tree(PREFIXES)
+    assert torch.equal(text.tree(PREFIXES, ragged=True), tree)
     whole = text.chunk(120, 90)
     for b, node in ((2, 0), (2, 3), (3, 5), (4, 7)):
         position = PREFIXES[b] + DEPTHS[node]
