@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,16 +24,18 @@ from tiny_gguf import causal
 from tiny_gguf import write as write_gguf
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
+from draftwing.ops.cuda.peer_memory import NoPeers, PeerMemory
 from draftwing.ops.torch.layer_ops import PLAIN
 from draftwing.ops.types import BlockRows, QuantizedRows
+from draftwing.parallel import group
 from draftwing.parallel.cut import Cut
-from draftwing.parallel.group import Rendezvous
+from draftwing.parallel.group import Group, Rendezvous
 from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
 
 CPU = torch.device("cpu")
@@ -93,6 +100,50 @@ def test_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.create_server", taken)
     with pytest.raises(ConfigError, match=r"no port of 127\.0\.0\.1 is free .*: Address already in use"):
         Rendezvous()
+
+
+def late(limit: timedelta, monkeypatch: pytest.MonkeyPatch) -> Group:
+    """Rank 0 of two, of which the other never comes."""
+    monkeypatch.setattr(group, "PATIENCE", limit)
+    return Rendezvous().join(2, CPU)
+
+
+def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DraftwingError, match=r"expected all 2 ranks .* found none of 1: loading takes longer there"):
+        late(timedelta(0), monkeypatch).exchange(b"")
+
+
+def test_a_device_that_is_lost_does_not_keep_a_rank_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = late(timedelta(minutes=1), monkeypatch)
+
+    class Lost:
+        def release(self) -> None:
+            raise RuntimeError("an illegal memory access")
+
+    aborted = threading.Event()
+    ranks._peers, ranks._backend = cast(Any, Lost()), "NCCL"
+    ranks.__dict__["_group"] = SimpleNamespace(abort=aborted.set)
+    ranks.release()
+    assert aborted.is_set()
+
+
+def test_ranks_without_a_driver_do_without_peer_memory() -> None:
+    missing = patch("ctypes.CDLL", side_effect=OSError("libcuda.so.1: no such file"))
+    with missing, pytest.raises(NoPeers, match="the driver's library cannot be loaded: libcuda"):
+        PeerMemory(64, 0, 2, lambda mine: [mine, b""], CPU)
+
+
+def test_variables_are_set_for_nccl_while_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in group.NCCL_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    found: dict[str, str] = {}
+    monkeypatch.setattr(group, "make_group", lambda *args: found.update(os.environ) or SimpleNamespace(shutdown=int))
+    ranks = Rendezvous().join(1, CPU)
+    ranks._backend = "NCCL"
+    assert ranks._group and found["NCCL_SOCKET_IFNAME"] == "lo" and found["NCCL_NVLS_ENABLE"] == "1"
+    ranks.close()
+    assert "NCCL_SOCKET_IFNAME" not in os.environ and os.environ["NCCL_NVLS_ENABLE"] == "1"
 
 
 def test_what_cannot_be_spread() -> None:

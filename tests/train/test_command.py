@@ -33,9 +33,9 @@ pytestmark = pytest.mark.slow
 
 UNTRAINED, TRAINED = 1.25, 2.5  # accept lengths at (3, 1, 4), greedy: at most, at least
 LEARN = ("--steps", "250", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
-LEARN_BLOCKS = ("--steps", "80", "--batch-tokens", "512", "--lr", "0.015", "--block-steps", "4", "--draft-layers", "2",
-                "--markov-rank", "32", "--block-loss", "lk_hybrid", "--anchors", "0.5", "--draft-vocab-size",
-                "128")  # fmt: skip
+BLOCKS = ("--block-steps", "4", "--draft-layers", "2", "--markov-rank", "32")
+LEARN_BLOCKS = ("--steps", "80", "--batch-tokens", "512", "--lr", "0.015", "--block-loss", "lk_hybrid",
+                "--anchors", "0.5", "--draft-vocab-size", "128")  # fmt: skip
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", "16",
           "--num-threads", "1")  # fmt: skip
 
@@ -46,11 +46,12 @@ class Bench(NamedTuple):
 
     def args(self, out: str, *more: str, algorithm: str = "EAGLE3", stage: str | None = None) -> list[str]:
         vocabulary = ("--draft-vocab-size", "256") if algorithm == "EAGLE3" else ()
+        learn = LEARN if algorithm != "DSPARK" else LEARN_BLOCKS + (() if "--init-head" in more else BLOCKS)
         return [
             "train", *([stage] if stage else []), "--model", self.target, "--algorithm", algorithm,
             "--prompts", str(self.folder / "p.jsonl"), "--eval-prompts", str(self.folder / "e.jsonl"),
             "--out", str(self.folder / out), "--max-tokens", "48", "--max-length", "128", *ENGINE, *vocabulary,
-            *(LEARN_BLOCKS if algorithm == "DSPARK" else LEARN),
+            *learn,
             "--shapes", "3,1,4", "4,3,9", "--eval-tokens", "24", "--licence", "made here: CC0-1.0", *more,
         ]  # fmt: skip
 
@@ -153,6 +154,15 @@ def test_a_head_that_drafts_blocks(bench: Bench, run: Path, capsys: pytest.Captu
         [*args, "--markov-rank", "8"], capsys
     )
     assert "--ttt-steps: for --algorithm" in refused([*args, "--algorithm", "DFLASH", "--ttt-steps", "3"], capsys)
+    assert "--markov-head and --markov-rank: for --algorithm DSPARK, found DFLASH" in refused(
+        [*args, "--algorithm", "DFLASH", "--markov-head", "rnn", "--markov-rank", "8"], capsys
+    )
+    assert "--mask-token: expected a token id below 258, found 258" in refused(
+        [*args, "--algorithm", "DSPARK", "--mask-token", "258"], capsys
+    )
+    assert "--block-steps and --mask-token: for fresh heads" in refused(
+        [*args, "--algorithm", "DSPARK", "--init-head", "h", "--block-steps", "3", "--mask-token", "5"], capsys
+    )
 
 
 def test_fine_tuning_starts_from_the_head(bench: Bench, run: Path) -> None:
@@ -360,7 +370,7 @@ def test_what_cannot_work_is_refused_at_once(
 ) -> None:
     out, data = str(tmp_path / "out"), ("--data", str(run))
     for more, message in (
-        (["--algorithm", "EAGLE9"], "algorithm must be one of EAGLE, EAGLE3, MTP; found 'EAGLE9'"),
+        (["--algorithm", "EAGLE9"], "algorithm must be one of EAGLE, EAGLE3, DFLASH, DSPARK, MTP; found 'EAGLE9'"),
         (["--shapes", "3,1"], "--shapes: expected steps,topk,draft tokens such as 5,4,16; found '3,1'"),
         (["--shapes", "3,2,99"], "--shapes: expected 4 to 11 draft tokens for 3 steps and topk 2, found 99"),
         (["--greedy-share", "1.5"], "greedy_share must be at most 1; found 1.5"),

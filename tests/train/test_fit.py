@@ -48,22 +48,21 @@ def lesson(tmp_path_factory):
     return path, [*learnable.texts(path, 120, 1, 0.7), *learnable.texts(path, 56, 2)]
 
 
-# steps of the optimizer, steps of each chain, accept lengths before and after. A block head without Markov head would
-# have to apply the permutation twice for its second draft; a fresh one's first row has the newest token's embedding,
-# which in this target tells much of what follows.
+# steps of the optimizer, steps of each chain, accept lengths before and after. A fresh block head's first row has the
+# newest token's embedding, which in this target tells much of what follows.
 LESSONS = {
-    "EAGLE3": (200, 4, 1.1, 2.5), "EAGLE": (100, 1, 1.1, 2.5), "MTP": (60, 4, 1.1, 2.5), "DFLASH": (120, 4, 1.1, 1.4),
+    "EAGLE3": (200, 4, 1.1, 2.5), "EAGLE": (100, 1, 1.1, 2.5), "MTP": (60, 4, 1.1, 2.5),
     "DSPARK": (60, 4, 2.1, 3.0),
 }  # fmt: skip
-BLOCK = BlockConfig((2, 4), 5, 255, False, (), ())
 
 
-def block_head(target: DecoderModel, algorithm: str) -> BlockHead:
+def block_head(target: DecoderModel) -> BlockHead:
     """Of two layers that draft 4 tokens."""
-    if algorithm == "DFLASH":
-        return new_block_head(target, BLOCK, layers=2)
-    spark = replace(BLOCK, rows=4, from_anchor=True, markov="vanilla", rank=32, confidence="markov")
-    return new_block_head(target, spark, layers=2)
+    block = BlockConfig(
+        aux_layers=(2, 4), rows=4, mask=255, from_anchor=True, windows=(), causal=(), markov="vanilla", rank=32,
+        confidence="markov",
+    )  # fmt: skip
+    return new_block_head(target, block, layers=2)
 
 
 @pytest.mark.parametrize("algorithm", LESSONS)
@@ -72,7 +71,7 @@ def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
     path, tokens = lesson
     target = load_model(path, torch.float32, "cpu")
     make = {"EAGLE": new_eagle_head, "MTP": new_mtp_head, "EAGLE3": partial(new_eagle3_head, target_ids=None)}
-    head = make[algorithm](target) if algorithm in make else block_head(target, algorithm)
+    head = make[algorithm](target) if algorithm in make else block_head(target)
     name = "NEXTN" if algorithm == "MTP" else algorithm
     before = learnable.accept_length(path, save_head(head, tmp_path / "before", torch.float32), name)
     features = capture.FeatureModel(target, head.aux_layers, pick_device("cpu"))
@@ -93,7 +92,7 @@ def test_training_raises_acceptance_in_the_engine(algorithm, lesson, tmp_path):
         assert report.eval["accept_length"] == pytest.approx(after, abs=0.5)
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
     evals = [float(row["accept_1"]) for row in rows if row["split"] == "eval"]
-    assert len(evals) == math.ceil(steps / 50) and evals[-1] > (0.5 if algorithm == "DFLASH" else 0.8)
+    assert len(evals) == math.ceil(steps / 50) and evals[-1] > 0.8
     assert report.steps == steps and report.tokens > 400 * steps
 
 

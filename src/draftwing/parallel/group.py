@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, DraftwingError
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps, PeerSums
 from draftwing.parallel.ranks import Ranks
 
 logger = logging.getLogger("draftwing")
 
 HOST = "127.0.0.1"
-# Who watches the ranks notices one that hangs long before; this bounds a start on a slow disk.
+# Between the ranks that load fastest and slowest, on a slow disk; one that is gone is noticed before.
 PATIENCE = timedelta(minutes=30)
-JOINING = timedelta(minutes=5)
+JOINING = timedelta(minutes=5)  # to find each other once all have loaded
 HANGING = timedelta(seconds=30)  # that a collective of GPUs takes once all are at work, and no graph has it
 LARGE = 4 << 20  # bytes of a rank's part, from which on it pays to move fewer in two rounds
 LEAVING = 5.0  # seconds that NCCL has to let go; it waits for graphs with collectives in them
@@ -70,6 +70,7 @@ class Group(Ranks):
         self._store = store
         self._exchanges = 0
         self._released = False
+        self._environment: list[str] = []  # variables that are set for NCCL while there is this
         self._peers: PeerSums | str | None = None  # None: nobody has asked for it; a text: why there is none
 
     @property
@@ -83,6 +84,9 @@ class Group(Ranks):
     def _group(self) -> Any:
         """Made with the first thing that passes, which waits for all ranks; until then each can load, or fail."""
         self.exchange(b"")  # which can be released; what makes a group waits for ranks that are gone, too
+        if self._backend == "NCCL":
+            self._environment = [name for name in NCCL_SETTINGS if name not in os.environ]
+            os.environ.update({name: NCCL_SETTINGS[name] for name in self._environment})
         return make_group(self._store, self.size, self.rank, self.device)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -121,14 +125,23 @@ class Group(Ranks):
         return out
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """What each rank gives, in their order. Not for the path of a step."""
+        """What each rank gives, in their order. Not for the path of a step. Raises DraftwingError where one has not
+        come after `PATIENCE`, RuntimeError once it was released."""
         self._exchanges += 1
         places = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
         self._store.set(places[self.rank], mine.hex())
-        until = time.monotonic() + JOINING.total_seconds()
+        until = time.monotonic() + PATIENCE.total_seconds()
         while not self._store.check(places):
-            if self._released or time.monotonic() > until:
+            if self._released:
                 raise RuntimeError("another rank does not come to where ranks meet")
+            if time.monotonic() > until:
+                minutes = PATIENCE.total_seconds() / 60
+                late = ", ".join(str(rank) for rank, place in enumerate(places) if not self._store.check([place]))
+                raise DraftwingError(
+                    f"expected all {self.size} ranks where they meet within {minutes:g} minutes of the first, "
+                    f"found none of {late}: loading takes longer there, or hangs. Put the checkpoint on a faster disk "
+                    "and start again"
+                )
             time.sleep(0.001)
         return [bytes.fromhex(self._store.get(place).decode()) for place in places]
 
@@ -140,13 +153,20 @@ class Group(Ranks):
             self._group._set_default_timeout(HANGING)
 
     def release(self) -> None:
+        """Ends the waiting for a rank that is gone. Raises nothing: who calls it has more to do."""
         self._released = True
         if self._peers is not None and not isinstance(self._peers, str):
-            self._peers.release()
+            try:
+                self._peers.release()
+            except Exception as error:  # the device may be lost; whoever waits for NCCL is to be freed yet
+                logger.error("kernels that wait for a rank that is gone could not be ended: %s", error)
         if "_group" in self.__dict__ and self._backend == "NCCL":
             self._leave(self._group.abort)
 
     def close(self) -> None:
+        for name in self._environment:  # what this process starts later may be of several machines
+            os.environ.pop(name, None)
+        self._environment = []
         if "_group" in self.__dict__:
             left = self._leave(self._group.shutdown)
             if left and self._peers is not None and not isinstance(self._peers, str):
@@ -163,8 +183,6 @@ class Group(Ranks):
 def make_group(store: dist.Store, size: int, rank: int, device: torch.device) -> Any:
     """The process group, which is not torch's default one: a process may have several engines."""
     if device.type == "cuda":
-        for name, value in NCCL_SETTINGS.items():
-            os.environ.setdefault(name, value)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = JOINING
         return dist.ProcessGroupNCCL(store, rank, size, options)

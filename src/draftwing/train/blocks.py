@@ -153,15 +153,11 @@ def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterabl
     A DSpark head's first row predicts, and it has a Markov head and a confidence head; of a DFlash head that row is
     lost. Raises ConfigError for a mask that the target does not have, and where every token is in use."""
     spark, steps = settings.drafter.heads[0] == "dspark", settings.block_steps or settings.training.block
-    mask = settings.mask_token
-    if mask is None:
-        mask = unused_token(tokens, vocab)
-    if mask >= vocab:
-        raise ConfigError(f"--mask-token: expected a token id below {vocab}, found {mask}")
+    mask = checked_mask(settings, vocab)
     return BlockConfig(
         aux_layers=aux_layers,
         rows=steps + (not spark),
-        mask=mask,
+        mask=unused_token(tokens, vocab) if mask is None else mask,
         from_anchor=spark,
         windows=(),
         causal=(),
@@ -169,6 +165,14 @@ def fresh_block(settings: Settings, aux_layers: tuple[int, ...], tokens: Iterabl
         rank=settings.markov_rank if spark else 0,
         confidence="markov" if spark else "",
     )
+
+
+def checked_mask(settings: Settings, vocab: int) -> int | None:
+    """Returns --mask-token. Raises ConfigError for one that a target of so many tokens does not have."""
+    mask = settings.mask_token
+    if mask is not None and mask >= vocab:
+        raise ConfigError(f"--mask-token: expected a token id below {vocab}, found {mask}")
+    return mask
 
 
 def unused_token(tokens: Iterable[Tokens], vocab: int) -> int:

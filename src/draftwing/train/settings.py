@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.block_lo
 _OF_BLOCKS = (
     "draft_layers", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
 )  # fmt: skip
+_OF_DSPARK = ("markov_head", "markov_rank")
+# What a head is made like; one that is loaded is like that already.
+_OF_FRESH = ("draft_layers", "block_steps", *_OF_DSPARK, "mask_token")
 # Engine options that say which model it is; the others may differ from run to run.
 MODEL_OPTIONS = ("model", "revision", "tokenizer_path", "chat_template")
 
@@ -166,14 +169,23 @@ class Settings:
         if not self.training.aux_hidden_states and (self.aux_layers or self.draft_vocab_size):
             able = " and ".join(name for name in TRAINED if training(name).aux_hidden_states)
             raise ConfigError(f"--aux-layers and --draft-vocab-size are for --algorithm {able}")
-        odd = ("ttt_steps",) if self.training.block else _OF_BLOCKS
-        given = [flag(name) for name in odd if getattr(self, name) != _FIELDS[name]["default"]]
-        if given:
+        odd = self._given(("ttt_steps",) if self.training.block else _OF_BLOCKS)
+        if odd:
             able = " and ".join(name for name in TRAINED if bool(training(name).block) != bool(self.training.block))
-            raise ConfigError(f"{' and '.join(given)}: for --algorithm {able}, found {self.algorithm}")
+            raise ConfigError(f"{odd}: for --algorithm {able}, found {self.algorithm}")
+        odd = self._given(_OF_DSPARK) if self.drafter.heads[0] != "dspark" else ""
+        if odd:
+            raise ConfigError(f"{odd}: for --algorithm DSPARK, found {self.algorithm}")
+        odd = self._given(_OF_FRESH) if self.init_head else ""
+        if odd:
+            raise ConfigError(f"{odd}: for fresh heads; one of --init-head is as it was made, so leave this out")
         if not self.trains and not self.init_head:
             raise ConfigError("--epochs 0 trains nothing, which is only for --init-head")
         self.trees()
+
+    def _given(self, names: Sequence[str]) -> str:
+        """Returns the flags of those that are not as they are by default."""
+        return " and ".join(flag(name) for name in names if getattr(self, name) != _FIELDS[name]["default"])
 
     @property
     def drafter(self) -> DrafterSpec:

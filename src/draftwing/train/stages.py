@@ -28,7 +28,7 @@ from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 from draftwing.train import heads
-from draftwing.train.blocks import fresh_block
+from draftwing.train.blocks import checked_mask, fresh_block, unused_token
 from draftwing.train.capture import FeatureModel, bytes_per_token, capture, online, target_aux_layers
 from draftwing.train.card import write_card
 from draftwing.train.checkpoint import save_head
@@ -85,7 +85,7 @@ class Stages:
 
     def check(self) -> None:
         """Raises what would fail later for certain: no model, no head, no data, hidden states that are not there."""
-        _ = self.aux_layers
+        _ = self.aux_layers, checked_mask(self.settings, self.config.vocab_size)
         out = self.run.out
         if not (out / "head").exists():  # with one, heads that it started from may be gone
             _ = self.init_heads
@@ -182,7 +182,10 @@ class Stages:
         if not self.settings.trains:
             logger.info("nothing is trained, so no features are needed")
             return
-        if self.settings.online:
+        settings = self.settings
+        if settings.training.block and settings.mask_token is None and not settings.init_head:
+            unused_token(self.tokens, self.config.vocab_size)  # refuses texts that leave none, before much is computed
+        if settings.online:
             return
         tokens = self.tokens
         if (self.features / "index.json").exists():

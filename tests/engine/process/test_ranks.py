@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from draftwing import LLM
 from draftwing.config.options import Options
 from draftwing.core import TreeShape
 from draftwing.engine import engine
-from draftwing.engine.mirror import COMPARED_EVERY
+from draftwing.engine.mirror import COMPARED_EVERY, Digest
 from draftwing.engine.process.link import EngineLink, Listener
-from draftwing.engine.process.ranks import RankDied, RankProcesses
+from draftwing.engine.process.ranks import Failed, RankDied, RankProcesses
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.requests.request import GenerationRequest
@@ -80,6 +81,27 @@ def test_ranks_that_drew_other_tokens_are_not_believed(folder: Path) -> None:
         digest.value += 1
         with pytest.raises(RankDied, match="rank 1 of the engine drew other tokens than rank 0"):
             llm.generate("b", {"max_new_tokens": 4})
+
+
+def test_a_rank_that_fails_while_it_serves_says_why() -> None:
+    ranks = RankProcesses.__new__(RankProcesses)
+    here, there = Pipe()
+    ranks._plans, ranks._over, ranks._reading, ranks._why = [here], threading.Event(), threading.Lock(), None
+    ranks._failure, ranks.digest = "rank 1 of the engine ended: exit code 1", Digest()
+    ranks.digest.due.extend([(64, 1), (128, 2)])
+    there.send(Failed("bug", "OutOfMemoryError: CUDA out of memory"))
+    with pytest.raises(RankDied, match="rank 1: OutOfMemoryError"):
+        ranks.check()
+    there.send(Failed("config", "--tp-size: a sentence"))
+    assert ranks._said() is ranks._said()  # who watches may have read it before
+    there.close()
+    ranks._over.set()
+    ranks.digest.due.extend([(192, 3), (256, 4)])
+    with pytest.raises(ConfigError, match="--tp-size: a sentence"):
+        ranks.check()
+    ranks._why = None
+    with pytest.raises(RankDied, match="rank 1 of the engine ended: exit code 1"):
+        ranks._compare(1, 192, 3)
 
 
 @pytest.mark.slow

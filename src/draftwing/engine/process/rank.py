@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from draftwing.engine.process.ranks import PULSE, Failed, Loaded, Setup
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.log import configure_logging
 
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> NoReturn:
         os._exit(0)
     except BaseException as error:
         kinds: dict[type[BaseException], str] = {ConfigError: "config", CheckpointError: "checkpoint"}
-        kind = kinds.get(type(error), "bug")
+        kind = kinds.get(type(error), "rank" if isinstance(error, DraftwingError) else "bug")
         if kind == "bug":
             time.sleep(2 * PULSE)  # a collective may have failed because rank 0 is gone: then nobody is told
             sys.excepthook(type(error), error, error.__traceback__)

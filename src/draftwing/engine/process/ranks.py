@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Why it did not. kind: "config", "checkpoint" or "bug"."""
+    """Why a rank ends. kind: "config", "checkpoint", "rank" for other sentences of draftwing's own, or "bug"."""
 
     kind: str
     message: str
@@ -61,6 +61,8 @@ class Failed(NamedTuple):
 class RankProcesses(Told):
     """All ranks but 0, which has this."""
 
+    digest: Digest
+
     def __init__(self, setup: Setup, device: torch.device, failed: Callable[[BaseException], None] | None) -> None:
         """setup: of any rank, without a port.  failed: is told, by a thread, of a rank that ended or hangs, by when all
         are killed: once `watch` was called, or where the start of the engine does not notice. Raises ConfigError where
@@ -68,7 +70,9 @@ class RankProcesses(Told):
         self._failed, self._armed, self._loaded, self._failure = failed, False, False, ""
         self._closing = threading.Event()
         self._over = threading.Event()  # a failure is known
-        self.digest = self._digest = Digest()
+        self._reading = threading.Lock()  # of `_plans`, by two threads
+        self._why: DraftwingError | None = None  # what a rank that failed has said
+        self.digest = Digest()
         meeting, size = Rendezvous(), setup.options.tp_size
         self._processes, self._plans, self._pulses = [], list[Connection](), list[Connection]()
         for rank in range(1, size):
@@ -110,7 +114,7 @@ class RankProcesses(Told):
             plans.send_bytes(packed)
 
     def check(self) -> None:
-        due = self._digest.due
+        due = self.digest.due
         if len(due) < 2:  # the others have not come to the newest yet, or have just told it
             return
         steps, value = due.popleft()
@@ -119,16 +123,24 @@ class RankProcesses(Told):
 
     def compare(self) -> None:
         self.send((Digest, ()))
-        while self._digest.due:
-            steps, value = self._digest.due.popleft()
+        while self.digest.due:
+            steps, value = self.digest.due.popleft()
             for rank in range(1, len(self._plans) + 1):
                 self._compare(rank, steps, value)
         for rank in range(1, len(self._plans) + 1):
-            self._compare(rank, *self._digest.now)
+            self._compare(rank, *self.digest.now)
 
     def _compare(self, rank: int, steps: int, value: int) -> None:
-        """Takes the next that a rank tells of what it has drawn, and waits for it."""
-        if self._plans[rank - 1].recv() != (steps, value):
+        """Takes the next that a rank tells of what it has drawn, and waits for it. Raises why it failed."""
+        try:
+            with self._reading:
+                found = self._plans[rank - 1].recv()
+        except (EOFError, OSError):
+            self._over.wait(2 * LOOK)  # who watches knows how it ended
+            raise self._why or RankDied(self._failure or f"rank {rank} of the engine ended") from None
+        if isinstance(found, Failed):
+            raise _error(rank, found)
+        if found != (steps, value):
             raise RankDied(f"rank {rank} of the engine drew other tokens than rank 0: they computed different bits")
 
     def blame(self, error: BaseException) -> BaseException:
@@ -142,12 +154,13 @@ class RankProcesses(Told):
 
     def _said(self) -> DraftwingError | None:
         """Why another rank has failed, where it said so."""
-        for rank, plans in enumerate(self._plans, 1):
-            with contextlib.suppress(EOFError, OSError):
-                while plans.poll():
-                    if isinstance(found := plans.recv(), Failed):
-                        return _error(rank, found)
-        return None
+        with self._reading:
+            for rank, plans in enumerate(self._plans, 1):
+                with contextlib.suppress(EOFError, OSError):
+                    while self._why is None and plans.poll():
+                        if isinstance(found := plans.recv(), Failed):
+                            self._why = _error(rank, found)
+            return self._why
 
     def close(self) -> None:
         self._closing.set()
@@ -206,4 +219,4 @@ class RankProcesses(Told):
 
 def _error(rank: int, found: Failed) -> DraftwingError:
     kinds = {"config": ConfigError, "checkpoint": CheckpointError}
-    return kinds.get(found.kind, RankDied)(f"rank {rank}: {found.message}" if found.kind == "bug" else found.message)
+    return kinds.get(found.kind, RankDied)(found.message if found.kind in kinds else f"rank {rank}: {found.message}")

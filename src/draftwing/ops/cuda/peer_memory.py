@@ -32,8 +32,6 @@ class PeerMemory:
         theirs together. Raises NoPeers, on all of them, where one of them cannot."""
         self._device = torch.device(device.type, rank)
         self._rank = rank
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         self._own, self._context = ctypes.c_uint64(), ctypes.c_void_p()
         self.addresses: list[int] = []
         handle, why = b"", ""
@@ -55,6 +53,11 @@ class PeerMemory:
     def _allocate(self, size: int, ranks: int) -> bytes:
         """-> the handle by which others map it"""
         value = ctypes.c_int()
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise NoPeers(f"the driver's library cannot be loaded: {error}") from None
+        self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         if torch.cuda.device_count() < ranks:
             raise NoPeers(f"expected {ranks} GPUs, found {torch.cuda.device_count()}")
         for other in range(ranks):
@@ -92,12 +95,13 @@ class PeerMemory:
 
     def close(self) -> None:
         """Lets go of the memory, which nothing on the device may use any more."""
+        if not self._own.value:
+            return
         with torch.cuda.device(self._device):
             for address in self.addresses:
                 if address != self._own.value:
                     self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))
-            if self._own.value:
-                self._driver.cuMemFree_v2(self._own)
+            self._driver.cuMemFree_v2(self._own)
         self.addresses, self._own = [], ctypes.c_uint64()
 
     def _ask(self, name: str, *args: object) -> None:
