@@ -63,8 +63,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
+    "expert_gating_func": (0, 1),  # 1: softmax
     "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),

@@ -71,6 +71,12 @@ CASES: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
         CALL.replace('"a\nb"}', "1} and more"), "", "", [("f", '{"x": 1}')],
     ),
     "no harmony": ("plain text", "", "plain text", []),
+    "no harmony, as a header may begin": ("assistance is here", "", "assistance is here", []),
+    "cut in the first header": ("<|channel|>anal", "", "", []),
+    "no header after the reasoning": (WHY + "plain text after", "why é", "plain text after", []),
+    "a header that does not end": (
+        WHY + "<|channel|>" + "x" * 2000 + "<|end|>" + FINAL, "why é", "<|channel|>" + "x" * 2000 + "\nthe answer", [],
+    ),
 }  # fmt: skip
 
 
@@ -101,7 +107,17 @@ def test_reasoning_that_stays_in_the_text_or_comes_at_once(tokenizer: Tokenizer)
 
 def test_an_answer_that_goes_on_with_a_text(tokenizer: Tokenizer) -> None:
     style = MessageStyle(start="closed", harmony=True)
-    assert read(tokenizer, "ued<|return|>", style).content == "ued"
+    for text in ("ued<|return|>", "ued<|end|><|start|>assistant<|channel|>anal"):
+        for size in (0, 1, 3):
+            assert read(tokenizer, text, style, size).content == "ued"
+
+
+@pytest.mark.parametrize("start", ["plain", "assistant", "<|channel|>", "<|start|>assistant<|channel|>"])
+def test_text_without_the_marker_of_messages_is_not_held_back(start: str, tokenizer: Tokenizer) -> None:
+    reader, given = HarmonyReader(STYLE, tokenizer), 0
+    for i in range(10_000):
+        given += len("".join(part for part in reader.push("word " if i else start, False, []) if isinstance(part, str)))
+        assert len(start) + 5 * i - given <= 1100  # what is held is what a push looks through
 
 
 def test_reasoning_tokens(tokenizer: Tokenizer) -> None:

@@ -40,9 +40,26 @@ def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:
     if rows.scales.shape[1] > 1 and rows.wide % SMALLEST:
         return None
     kind = {8: "Q8_0", 5: "Q5_0"}.get(rows.bits, "Q4_0" if rows.zeros is None else "Q4_1")
-    if rows.bits == 5 and float(rows.scales.max()) > torch.finfo(torch.float16).max:  # a power of 2 may be anything
+    if rows.bits == 5 and not _powers_fit(rows):  # a power of 2 may be anything
         return None
     return kind if kind in ops.block_kinds else None
+
+
+def _powers_fit(rows: QuantizedRows) -> bool:
+    """Whether float16 has each scale, which are powers of 2. One that is too small does not count where all codes of its
+    group are 0."""
+    limits, scales = torch.finfo(torch.float16), rows.scales.float()
+    if float(scales.max()) > limits.max:
+        return False
+    small = scales < limits.smallest_normal * limits.eps  # 2^-24
+    if not small.any():
+        return True
+    used = rows.codes.split(rows.tall)
+    return not any(
+        bool((groups & torch.stack([part.any() for part in codes.split(rows.wide, 1)])).any())
+        for groups, codes in zip(small, used, strict=True)
+        if bool(groups.any())
+    )
 
 
 def _blocks(rows: QuantizedRows, kind: str, start: int, stop: int) -> Tensor:

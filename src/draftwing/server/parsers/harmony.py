@@ -28,6 +28,9 @@ _NAMESPACE = "functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _JOINT = "\n"  # between messages of a kind
+MOST_HEADER = 1000  # characters of a header; a function's name has at most 64
+_ROLE = "assistant"
+_AFTER_ROLE = (CHANNEL, MESSAGE, "<|constrain|>", "to=")  # what goes on with a header, which says this first of all
 
 Kind = Literal["thought", "text", "call"]
 
@@ -37,9 +40,19 @@ def is_harmony(template: str | None) -> bool:
     return template is not None and all(marker in template for marker in (START, CHANNEL, MESSAGE))
 
 
+def _may_be_header(text: str) -> bool:
+    """Whether a header begins as the text does, or may begin so once there is more of it. Reads the beginning alone."""
+    text = text[:MOST_HEADER].lstrip().removeprefix(START)
+    if START.startswith(text) or _ROLE.startswith(text):
+        return True
+    text = text.removeprefix(_ROLE).lstrip()
+    return any(part.startswith(text) or text.startswith(part) for part in _AFTER_ROLE)
+
+
 class HarmonyReader(MessageReader):
     """Reads one answer, as `MessageReader` does.
 
+    What does not begin as a header does, or goes on for longer than one, is text for the reader.
     Messages to what is no function of the request, such as tools that the model believes to have, are reasoning.
     `reasoning_tokens` counts the tokens of reasoning with the markers around it.
     """
@@ -48,7 +61,7 @@ class HarmonyReader(MessageReader):
         super().__init__(style, tokenizer)
         self._kind: Kind | None = "text" if style.start == "closed" else None  # None: in a header
         self._rest = ""  # text that the next one may change
-        self._begun: set[Kind] = set()
+        self._begun: set[Kind] = set() if self._kind is None else {self._kind}
         self._call: CallReader | None = None
         self._named = False  # whether the call was given out
         self._count_calls = 0
@@ -65,7 +78,7 @@ class HarmonyReader(MessageReader):
             rest = self._in_header(rest) if self._kind is None else self._in_message(rest, final)
         if final:
             self._end_message()
-            if self._rest and not self._begun:  # no harmony at all
+            if self._rest and not self._begun and "<|" not in self._rest:  # no harmony at all
                 self._give(self._rest)
         self._count_tokens(ids)
         for part in self._parts:
@@ -73,10 +86,14 @@ class HarmonyReader(MessageReader):
         return self._parts
 
     def _in_header(self, text: str) -> str:
-        at = text.find(MESSAGE)
-        if at < 0:
+        may_be, most = _may_be_header(text), MOST_HEADER + len(MESSAGE)
+        at = text.find(MESSAGE, 0, most) if may_be else -1
+        if at < 0 and may_be and len(text) < most:
             self._rest = text
             return ""
+        if at < 0:
+            self._begin_message("")
+            return text
         self._begin_message(text[:at])
         return text[at + len(MESSAGE) :]
 
@@ -179,6 +196,8 @@ class HarmonyReader(MessageReader):
         message, *ends = self._token_ids
         for token in ids[self._seen :]:
             if self._token_kind is None:
+                if token in ends:  # what came was no header
+                    self._header = []
                 self._header.append(token)
                 if token == message:
                     header = self._tokenizer.decode(self._header, skip_special_tokens=False)
