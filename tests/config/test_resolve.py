@@ -106,6 +106,10 @@ def test_what_is_given_wins_over_the_tree_that_a_head_asks_for(given: dict[str, 
         ),
         ({"enable_overlap": True, "disable_overlap_schedule": True}, "exclude each other"),
         ({"chunked_prefill_size": 0}, "at least 1, or -1"),
+        (
+            {"reasoning_parser": "qwen3", "tool_call_parser": "gpt-oss"},
+            "in one format; found reasoning_parser = 'qwen3'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_rule(fields: dict[str, Any], rule: str) -> None:

@@ -13,7 +13,7 @@ from tiny_quantised import matrix, read
 from draftwing.layers.linear_ops.from_quantized import becomes, to_blocks
 from draftwing.ops import make_ops
 from draftwing.ops.torch.layer_ops import LayerOps
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, MXRows
 
 OPS = make_ops(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(not OPS.block_kinds, reason="needs GEMMs of weights in blocks")
@@ -54,6 +54,22 @@ def test_they_hold_what_was_written(name: str) -> None:
     # The loss beside that of the checkpoint itself is small.
     before, after = ((found - weight).std() for found in (written.exact, values(blocks)))
     assert after < 1.06 * before + 0.006 * spread
+
+
+@pytest.mark.parametrize(("exponent", "kept"), [(90, False), (103, False), (104, True), (143, True), (144, False)])
+def test_powers_of_2_that_float16_does_not_have(exponent: int, kept: bool) -> None:
+    codes = torch.randint(0, 256, (4, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    exponents = torch.full((4, 2), 120, dtype=torch.uint8)
+    exponents[2, 1] = exponent
+    rows = MXRows(codes, exponents).integers()
+    # A value is doubled, to be an integer: its scale is 2^(exponent - 128).
+    assert becomes(rows, OPS) == ("kept, as Q5_0" if kept else "quantised again, to Q8_0")
+    if kept:
+        np.testing.assert_array_equal(values(to_blocks(rows, OPS)), rows.dense(torch.float32).double().numpy())
+    codes[2, 16:] = 0  # of zeros the scale says nothing, if it is not too large
+    rows = MXRows(codes, exponents).integers()
+    assert (becomes(rows, OPS) == "kept, as Q5_0") == (exponent < 144)
+    np.testing.assert_array_equal(values(to_blocks(rows, OPS))[2, 32:], 0)
 
 
 def test_parts_of_a_matrix_give_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

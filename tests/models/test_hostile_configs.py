@@ -198,3 +198,8 @@ def test_shards_with_any_name(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         if name != "a.safetensors/":
             assert "names the shard" in refused(lambda: list(folder_tensors(tmp_path))), name
+
+
+def test_more_experts_in_all_than_any_model_has() -> None:
+    config = QWEN3_30B | {"num_experts": 4096, "num_hidden_layers": 100, "num_experts_per_tok": 2}
+    assert "from 1 to 655" in refused(lambda: from_hf(config))

@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftwing.config.choices import HARMONY_PARSERS
 from draftwing.config.drafters import (
     DEFAULT,
     DRAFT_MODEL,
@@ -43,6 +44,10 @@ def resolved(options: Options) -> Options:
         raise ConfigError("enable_overlap and disable_overlap_schedule exclude each other; give one of them")
     if options.chunked_prefill_size == 0:
         raise ConfigError("chunked_prefill_size must be at least 1, or -1 for no limit; found 0")
+    parsers = {"reasoning_parser": options.reasoning_parser, "tool_call_parser": options.tool_call_parser}
+    if len({name in HARMONY_PARSERS for name in parsers.values() if name is not None}) > 1:
+        found = ", ".join(f"{key} = {name!r}" for key, name in parsers.items())
+        raise ConfigError(f"gpt-oss writes reasoning and calls in one format; found {found}: give both or one of them")
     fraction = options.mem_fraction_static
     if options.max_total_tokens is not None and fraction is not None:
         logger.warning("max_total_tokens sets the size of the KV pool; mem_fraction_static has no effect")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import torch
@@ -18,6 +19,8 @@ from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import ExpertGemm, Routed
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
 from draftwing.ops.types import MXRows
+
+logger = logging.getLogger(__name__)
 
 
 class ExpertMLP(nn.Module):
@@ -84,6 +87,8 @@ class ExpertLinear(Linear):
             if self._gemm is not None:
                 self.op = ExpertGroups(self, groups, self._dtype)
                 return
+            what = f"{groups.rows} x {groups.columns}, {self._dtype}"
+            logger.warning("%s: no kernel for its quantised weights; multiplied out to %s", mode.name, what)
             self.weight = nn.Parameter(multiplied_out(groups, self._dtype), False)
             self.op = InferenceDense(self)
         if ops.reads_routes:

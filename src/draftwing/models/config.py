@@ -18,7 +18,7 @@ from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.formats import DENSE, FORMATS
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
-from draftwing.models.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.language_model import language_model
 from draftwing.models.positions import WindowSwitch, ropes, windows
 from draftwing.models.quantised.config import METHODS, Quantization
@@ -283,7 +283,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         query_pre_attn_scalar=fields.whole("query_pre_attn_scalar", default=256) if family.gemma else 0,
         wide_norms=family.wide_norms,
         gemma=family.gemma,
-        experts=_experts(fields, family),
+        experts=_experts(fields, family, layers),
         dense_layers=_dense_layers(fields, layers) if family.experts == "qwen" else frozenset(),
         tie_embeddings=fields.flag("tie_word_embeddings", family.gemma),
         dtype=_dtype(config),
@@ -324,12 +324,12 @@ def _reads(family: Family, key: str) -> bool:
     return (bool(family.experts) and key in _COUNTS) or (family.gemma and key == "query_pre_attn_scalar")
 
 
-def _experts(fields: Fields, family: Family) -> ExpertConfig | None:
+def _experts(fields: Fields, family: Family, layers: int) -> ExpertConfig | None:
     if not family.experts:
         return None
     # One key in files of old, the other in those of newer libraries.
     key = next((key for key in _COUNTS if fields.get(key) is not None), _COUNTS[family.experts != "qwen"])
-    count = fields.whole(key, high=MOST_EXPERTS)
+    count = fields.whole(key, high=most_experts(layers))
     qwen, clamped = family.experts == "qwen", family.experts == "gpt_oss"
     if clamped and fields.number("swiglu_alpha", 0, 1e3, SWIGLU_ALPHA) != SWIGLU_ALPHA:
         raise fields.unlike("swiglu_alpha", str(SWIGLU_ALPHA))

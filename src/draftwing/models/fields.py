@@ -14,6 +14,12 @@ LARGEST = (1 << 24) - 1
 WIDEST = 1 << 20  # of a layer
 MOST_LAYERS = 1000
 MOST_EXPERTS = 4096
+MOST_EXPERTS_IN_ALL = 1 << 16  # of all layers
+
+
+def most_experts(layers: int) -> int:
+    """Of a layer, where each of `layers` has as many."""
+    return min(MOST_EXPERTS, MOST_EXPERTS_IN_ALL // layers)
 
 
 class Fields:

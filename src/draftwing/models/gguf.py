@@ -15,7 +15,7 @@ from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
 from draftwing.models.config import FAMILIES, Family, ModelConfig
-from draftwing.models.fields import MOST_EXPERTS, MOST_LAYERS, WIDEST, Fields
+from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields, most_experts
 from draftwing.models.weight_map import expert_names
 from draftwing.ops.types import BlockRows
 from draftwing.requests.refusals import show
@@ -219,7 +219,8 @@ def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
 
 
 def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
-    count = fields.whole("expert_count", 0, MOST_EXPERTS, 0)
+    layers = fields.whole("block_count", high=MOST_LAYERS)
+    count = fields.whole("expert_count", 0, most_experts(layers), 0)
     if not count:
         return None
     if arch not in WITH_EXPERTS and not FAMILIES[ARCHITECTURES[arch]].experts:

@@ -54,12 +54,9 @@ def _powers_fit(rows: QuantizedRows) -> bool:
     small = scales < limits.smallest_normal * limits.eps  # 2^-24
     if not small.any():
         return True
-    used = rows.codes.split(rows.tall)
-    return not any(
-        bool((groups & torch.stack([part.any() for part in codes.split(rows.wide, 1)])).any())
-        for groups, codes in zip(small, used, strict=True)
-        if bool(groups.any())
-    )
+    if rows.tall > 1 or rows.codes.shape[1] % rows.wide:
+        return False
+    return not (small & rows.codes.unflatten(1, (-1, rows.wide)).any(-1)).any()
 
 
 def _blocks(rows: QuantizedRows, kind: str, start: int, stop: int) -> Tensor:

@@ -19,7 +19,7 @@ from draftwing.ops.groups import CHUNK, TALL, PackedGroups, units_of
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, Routed
 from draftwing.ops.triton.common import keep_cache, launch_options, start
 from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_of
-from draftwing.ops.types import MXRows
+from draftwing.ops.types import MX_BLOCK, MXRows
 
 # How a weight is stored, and what becomes of a product.
 _DENSE, _NIBBLES, _BYTES, _FP8, _MX = (tl.constexpr(i) for i in range(5))
@@ -74,13 +74,15 @@ def _fp8(codes, tile, chunk, CHUNKS: tl.constexpr, TILES: tl.constexpr):
 def _mx(codes, exponents, feature, mask, k, DEPTH: tl.constexpr):
     """-> [features, 64] float32. codes uint8 [rows, DEPTH / 2], exponents uint8 [rows, DEPTH / 32]."""
     row = feature.to(tl.int64)[:, None]
-    pair = tl.load(codes + row * (DEPTH // 2) + k // 2 + tl.arange(0, 32)[None, :], mask=mask, other=0).to(tl.int32)
+    byte = k // 2 + tl.arange(0, 32)[None, :]
+    # Of the last chunk the second half may be missing.
+    pair = tl.load(codes + row * (DEPTH // 2) + byte, mask=mask & (byte < DEPTH // 2), other=0).to(tl.int32)
     code = tl.reshape(tl.join(pair & 15, pair >> 4), [feature.shape[0], 64])
     one, power = code & 1, (code >> 1) & 3
     doubled = tl.where(power == 0, one, (2 + one) << (tl.maximum(power, 1) - 1)).to(tl.float32)
     block = exponents + row * (DEPTH // 32) + k // 32
     left = tl.load(block, mask=mask, other=0).to(tl.int32)
-    right = tl.load(block + 1, mask=mask, other=0).to(tl.int32)
+    right = tl.load(block + 1, mask=mask & (k + 32 < DEPTH), other=0).to(tl.int32)
     exponent = tl.where(tl.arange(0, 64)[None, :] < 32, left, right)
     scale = (exponent << 23).to(tl.float32, bitcast=True) * 0.5
     return tl.where(code >= 8, -doubled, doubled) * scale
@@ -277,6 +279,6 @@ def takes(weight: Tensor | PackedGroups | MXRows, count: int) -> bool:
     if isinstance(weight, Tensor):
         return weight.dtype in DTYPES and weight.is_contiguous()
     if isinstance(weight, MXRows):
-        return weight.columns % CHUNK == 0
+        return weight.columns % MX_BLOCK == 0
     rows = weight.rows // count
     return rows % (2 * TALL) == 0
