@@ -46,8 +46,8 @@ def _same_codes(rows: QuantizedRows, ops: LayerOps) -> str | None:
 
 
 def _powers_fit(rows: QuantizedRows) -> bool:
-    """Whether float16 has each scale, which are powers of 2. One that is too small does not count where all codes of its
-    group are 0."""
+    """Whether float16 has each scale, which are powers of 2. One that is too small does not count where all codes
+    of its group are 0."""
     limits, scales = torch.finfo(torch.float16), rows.scales.float()
     if float(scales.max()) > limits.max:
         return False
