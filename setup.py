@@ -15,6 +15,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("src/draftwing/ops/cpu/csrc")
+SETS = runpy.run_path("src/draftwing/ops/cpu/isa.py")
+INTERFACE = SETS["INTERFACE"]
 # A product and a sum are rounded one by one on every CPU, so a row has the same bits whatever the CPU can fuse.
 FLAGS = ["-O3", "-ffp-contract=off", "-pthread", "-Wno-psabi", "-Wno-unused-parameter"]
 
@@ -33,7 +35,7 @@ class BuildSets(build_ext):
 
 
 def wanted_sets():
-    known = runpy.run_path("src/draftwing/ops/cpu/isa.py")["known_sets"]()
+    known = SETS["known_sets"]()
     names = os.environ.get("DRAFTWING_BUILD_ISA")
     wanted = [name.strip() for name in names.split(",")] if names else [isa.name for isa in known]
     if unknown := set(wanted) - {isa.name for isa in known}:
@@ -50,7 +52,7 @@ setup(
             isa.module_name,
             sorted(str(path) for path in CSRC.glob("*.c")),
             depends=[*sorted(str(path) for path in CSRC.glob("*.h")), "src/draftwing/ops/cpu/isa.py"],
-            define_macros=[("ISA", isa.name)],
+            define_macros=[("ISA", isa.name), ("INTERFACE", str(INTERFACE))],
             optional=True,
             extra_compile_args=[*FLAGS, *isa.flags],
             extra_link_args=["-pthread"],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
-from draftwing.ops.cpu.extension import chosen_isa, load_extension, usable_sets
+from draftwing.ops.cpu.extension import checked, chosen_isa, load_extension, usable_sets
 from draftwing.ops.cpu.isa import PLAIN
 
 wanted = pytest.mark.skipif(os.environ.get("DRAFTWING_NATIVE") == "0", reason="they are not wanted")
@@ -48,3 +50,8 @@ def test_gemms_of_few_rows_are_ours() -> None:
         linear.weight.data.copy_(torch.randn(outputs, inputs, generator=generator))
         linear.pack(make_ops(torch.device("cpu")))
         assert linear.op.few_rows is not None, (inputs, outputs)
+
+
+def test_an_extension_of_other_sources_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"found 0; build it again \(pip install"):
+        checked(ModuleType("old"))

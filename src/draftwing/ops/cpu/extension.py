@@ -9,11 +9,12 @@ import functools
 import importlib
 import importlib.util
 import os
+from types import ModuleType
 
 import torch  # before the extension, which looks for torch's threads
 
 from draftwing.errors import ConfigError
-from draftwing.ops.cpu.isa import PLAIN, Isa, known_sets, runnable_sets
+from draftwing.ops.cpu.isa import INTERFACE, PLAIN, Isa, known_sets, runnable_sets
 from draftwing.ops.cpu.tape import Notable
 
 DTYPES = (torch.bfloat16, torch.float32)  # of values that the kernels compute with
@@ -22,9 +23,21 @@ MOST = 16  # candidates or tokens of a row that the kernels for sampling and dra
 
 @functools.cache
 def load_extension() -> Notable | None:
-    """The module of `chosen_isa`, described in the C files; None where none was built or is wanted."""
+    """The module of `chosen_isa`, described in the C files; None where none was built or is wanted.
+    Raises ConfigError for one of other sources."""
     isa = chosen_isa()
-    return None if isa is None else Notable(importlib.import_module(isa.module_name))
+    return None if isa is None else Notable(checked(importlib.import_module(isa.module_name)))
+
+
+def checked(module: ModuleType) -> ModuleType:
+    """The module. Raises ConfigError where it was built from sources that this Python code does not go with."""
+    found = getattr(module, "interface", 0)
+    if found != INTERFACE:
+        raise ConfigError(
+            f"{module.__name__}: expected the C extension with interface {INTERFACE}, found {found}; build it again "
+            "(pip install . or, in a checkout, python setup.py build_ext --inplace --force)"
+        )
+    return module
 
 
 @functools.cache

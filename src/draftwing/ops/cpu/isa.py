@@ -10,6 +10,10 @@ import platform
 from collections.abc import Collection
 from typing import NamedTuple
 
+INTERFACE = (
+    1  # of the extension; one more where a function of it takes or gives something else, so that none of before runs
+)
+
 
 class Isa(NamedTuple):
     """name: of the set; the module is `module_name`. flags: the compiler's. needs: what a CPU must have to run it, in

@@ -529,6 +529,9 @@ static PyMethodDef methods[] = {
 #ifndef ISA /* the instruction set that it is compiled for: see ops/cpu/isa.py */
 #define ISA plain
 #endif
+#ifndef INTERFACE /* what the functions take and give: see ops/cpu/isa.py */
+#define INTERFACE 0
+#endif
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 #define JOINED_OF(a, b) a##b
@@ -543,7 +546,8 @@ PyMODINIT_FUNC JOINED(PyInit__, ISA)(void) {
     if (made &&
         (PyModule_AddFunctions(made, tree_methods) || PyModule_AddFunctions(made, assign_methods) ||
          PyModule_AddFunctions(made, ngram_methods) || PyModule_AddFunctions(made, merge_methods) ||
-         PyModule_AddFunctions(made, suffix_methods) || PyModule_AddIntConstant(made, "has_product", has_product)))
+         PyModule_AddFunctions(made, suffix_methods) || PyModule_AddIntConstant(made, "has_product", has_product) ||
+         PyModule_AddIntConstant(made, "interface", INTERFACE)))
         Py_CLEAR(made);
     return made;
 }
