@@ -104,7 +104,8 @@ def triton_ops(device: torch.device, mended_interpreter: None) -> TorchOps:
 def test_tiles_have_every_pair_once_with_its_expert(triton_ops: TorchOps, rows: int, tile: int) -> None:
     from draftwing.ops.triton.experts import tiles_of
 
-    experts = ExpertOps().route(made(triton_ops, rows, COUNT) * torch.tensor([3, 1, 1, 1, 0.1, 9.0]), TOP, True).experts
+    liked = torch.tensor([3, 1, 1, 1, 0.1, 9.0], device=triton_ops.device)
+    experts = ExpertOps().route(made(triton_ops, rows, COUNT) * liked, TOP, True).experts
     made_tiles, seen = tiles_of(experts.to(triton_ops.device), COUNT, tile), []
     flat = experts.flatten().tolist()
     for expert, first, count in made_tiles.tiles.t().tolist():

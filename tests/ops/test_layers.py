@@ -263,19 +263,19 @@ def test_share_rows(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
         assert torch.equal(found, torch.where(there, whole[index], torch.zeros_like(whole[index])))
 
 
-@pytest.mark.parametrize("size", [40, 100, 2048])
+@pytest.mark.parametrize("size", [40, 1030])
 def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     weight = made(ops, dtype, 90, size)
     generator = torch.Generator().manual_seed(2)
-    for shape in ((4,), (2, 5), (3, 4)):
+    for shape in ((4,), (2, 5)):
         hidden = made(ops, dtype, *shape, 2 * size, seed=1)[..., :size]
         ids = torch.randint(0, 90, (*shape, 8), generator=generator).to(ops.device)
         found = ops.exact_logits(hidden, weight, ids)
         assert found.dtype == torch.float32
         expected = (weight.double()[ids] * hidden.double().unsqueeze(-2)).sum(-1)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
-        parts = [ops.share_logits(hidden, weight[begin : begin + 30], ids, begin) for begin in (0, 30, 60)]
-        assert torch.equal(parts[0] + parts[1] + parts[2], found)  # each is 0 but in one of them
+        parts = [ops.share_logits(hidden, weight[begin : begin + 45], ids, begin) for begin in (0, 45)]
+        assert torch.equal(parts[0] + parts[1], found)  # each is 0 but in one of them
         if ops.name != "torch":  # a logit has the same bits among others
             alone = ops.exact_logits(hidden[-1:, ...].clone(), weight, ids[-1:, ..., 3:4].clone())
             assert torch.equal(alone, found[-1:, ..., 3:4])

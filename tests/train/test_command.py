@@ -103,7 +103,7 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # ---- it learns -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "MTP"])
 def test_acceptance_rises(bench: Bench, run: Path, algorithm: str) -> None:
     short = ("--data", str(run), "--shapes", "3,1,4", "--eval-temperatures", "0")
     other = ("--optimizer", "muon") if algorithm == "MTP" else ()
