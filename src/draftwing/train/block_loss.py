@@ -12,7 +12,7 @@ are known as soon as the logits are, so that nothing of these is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftwing.train.chain_attention import wide
 from draftwing.train.cross_entropy import chunks
+from draftwing.train.kernels import kernels_take
 
 Kind = Literal["text", "kl", "tv", "lk_hybrid", "d_pace"]  # as `train.settings.BLOCK_LOSSES`
 _PACE = 0.5  # alpha of D-PACE
@@ -97,12 +98,9 @@ class _BlockLoss(torch.autograd.Function):
             for x, weight in zip(here[1:], weights[1:], strict=True):
                 logits = torch.addmm(logits, x, weight.t())
             mine = Rows(*(tensor[part] for tensor in rows))
-            value[part], best[part], accepted[part], slope = terms(
-                logits.view(-1, steps, vocab), probs, mine, loss, any(needed)
-            )
+            value[part], best[part], accepted[part], slope = terms(logits, probs, mine, loss, any(needed))
             if slope is None:
                 continue
-            slope = slope.to(logits.dtype).flatten(0, 1)
             for i, (x, weight) in enumerate(zip(here, weights, strict=True)):
                 if (grad := to_x[i]) is not None:
                     grad[part] = (slope @ weight).view(-1, steps, weight.shape[1])
@@ -123,31 +121,62 @@ class _BlockLoss(torch.autograd.Function):
         return (None, None, None, *out)
 
 
+class RowFacts(NamedTuple):
+    """What the logits of R rows tell beside the target's distributions; [R] each, of rows that do not count, too."""
+
+    best: Tensor  # int64: the most likely token
+    cross: Tensor  # -sum p log q
+    text: Tensor  # -log q[t], anything where there is no t
+    accepted: Tensor  # sum min(p, q)
+    kept: Tensor  # what the slopes are made of, as whoever made the facts likes it
+
+
 def terms(
     logits: Tensor, probs: Tensor, rows: Rows, loss: BlockLoss, sloped: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """logits [N, S, V], probs [n, V] -> `loss`, `best` and `accepted` of `Found`, and the gradient of the loss
-    [N, S, V]; None where it is not asked for."""
-    exact = wide(logits)
-    z = logits.to(exact)
-    best = z.argmax(-1)
-    log_q = z.log_softmax(-1)
-    q, p = log_q.exp(), probs[rows.place].to(exact)
-    said = (rows.token >= 0) & rows.counts
-    token = rows.token.clamp(min=0).unsqueeze(-1)
-    text = -log_q.gather(-1, token).squeeze(-1) * said  # [N, S]
-    less = q < p
-    accepted = torch.where(less, q, p).sum(-1) * rows.counts
+    """logits [N * S, V], probs [n, V] -> `loss`, `best` and `accepted` of `Found`, and the gradient of the loss
+    [N * S, V], which may be the logits, overwritten; None where it is not asked for."""
+    shape, place, token = rows.place.shape, rows.place.flatten(), rows.token.flatten()
+    facts_of, slopes_of = _implementation(logits)
+    facts = facts_of(logits, probs, place, token)
+    best, cross, text, accepted = (fact.view(shape) for fact in facts[:4])
+    text = text * ((rows.token >= 0) & rows.counts)
+    accepted = accepted * rows.counts
     by_text, by_kl, by_tv, weight = _shares(loss, text, accepted, rows)
-    value = weight * (by_text * text + by_tv * (1 - accepted))
-    if loss.kind in ("kl", "lk_hybrid"):
-        value = value - weight * by_kl * (p * log_q).sum(-1)
+    value = weight * (by_text * text + by_kl * cross + by_tv * (1 - accepted))
     if not sloped:
         return value, best, accepted, None
-    a, b, c = ((weight * share).unsqueeze(-1) for share in (by_text, by_kl, by_tv))
+    shares = tuple((weight * share).flatten() for share in (by_text, by_kl, by_tv))
+    return value, best, accepted, slopes_of(logits, probs, place, token, facts, shares)
+
+
+def _implementation(logits: Tensor) -> tuple[Callable[..., RowFacts], Callable[..., Tensor]]:
+    """Returns what tells the facts of rows, and what makes their slopes; it may overwrite the logits."""
+    if not kernels_take(logits):
+        return _facts_in_torch, _slopes_in_torch
+    from draftwing.train.kernels.block_terms import row_facts, slopes
+
+    return row_facts, slopes
+
+
+def _facts_in_torch(logits: Tensor, probs: Tensor, place: Tensor, token: Tensor) -> RowFacts:
+    """`train.kernels.block_terms.row_facts` of any device and floating dtype."""
+    exact = wide(logits)
+    log_q, p = logits.to(exact).log_softmax(-1), probs[place].to(exact)
+    text = -log_q.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return RowFacts(logits.argmax(-1), -(p * log_q).sum(-1), text, torch.minimum(log_q.exp(), p).sum(-1), log_q)
+
+
+def _slopes_in_torch(
+    logits: Tensor, probs: Tensor, place: Tensor, token: Tensor, facts: RowFacts, shares: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """`train.kernels.block_terms.slopes` likewise."""
+    q, p = facts.kept.exp(), probs[place].to(facts.kept.dtype)
+    a, b, c = (share.unsqueeze(-1) for share in shares)
+    less = (q < p).to(q.dtype)
     inner = (q * less).sum(-1, keepdim=True)
-    slope = q * (a + b * p.sum(-1, keepdim=True) - c * (less.to(exact) - inner)) - b * p
-    return value, best, accepted, slope.scatter_add_(-1, token, -a)
+    slope = q * (a + b * p.sum(-1, keepdim=True) - c * (less - inner)) - b * p
+    return slope.scatter_add_(-1, token.clamp(min=0).unsqueeze(-1), -a).to(logits.dtype)
 
 
 def _shares(loss: BlockLoss, text: Tensor, accepted: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

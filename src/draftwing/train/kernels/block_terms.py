@@ -1,0 +1,136 @@
+"""Triton kernels for the loss of heads that draft a block; one row per program, float32 inside.
+
+Two passes over the logits z of a row, whose q = softmax(z), and the target's distribution p. The first tells what there
+is to tell of a row (`RowFacts`). What each term weighs is computed from that, for it may depend on the other rows of the
+block. The second pass overwrites the logits with the gradient of the weighted sum. The formulas are in
+`train.block_loss`, and the reference.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwing.ops.triton.common import launch_options, start
+from draftwing.train.block_loss import RowFacts
+from draftwing.train.kernels.cross_entropy import DTYPES
+
+_BLOCK = 2048  # 8 elements of a thread: one load of 16 bytes in half precision
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["place", "token"])
+def _facts_kernel(
+    facts, best, logits, logits_stride, probs, probs_stride, place, token, rows,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """facts [6, rows]: log sum exp z, sum p, -sum p log q, -log q[t], sum min(p, q), sum of q where q < p"""
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    probs += tl.load(place + row) * probs_stride
+    lane = tl.arange(0, BLOCK)
+    # Finite, so that no difference of infinities arises in lanes past the end, whose logits are lower still.
+    top = tl.full([BLOCK], -3e38, tl.float32)
+    at = tl.zeros([BLOCK], tl.int32)
+    norm, mass, dot = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
+    for first in range(0, VOCAB, BLOCK):
+        col = first + lane
+        here = col < VOCAB
+        z = tl.where(here, tl.load(logits + col, mask=here, other=0.0).to(tl.float32), -3.4e38)
+        p = tl.load(probs + col, mask=here, other=0.0).to(tl.float32)
+        more = z > top
+        by = tl.exp(-tl.abs(z - top))
+        norm = tl.where(more, norm * by + 1.0, norm + by)
+        at = tl.where(more, col, at)
+        top = tl.where(more, z, top)
+        mass += p
+        dot += p * z
+    most = tl.max(top, 0)
+    # Not a number anywhere: a place that there is, and a loss that shows it.
+    found = tl.min(tl.where(top == most, at, VOCAB - 1), 0)
+    total = most + tl.log(tl.sum(norm * tl.exp(top - most), 0))
+    mass_sum = tl.sum(mass, 0)
+    both, inner = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
+    for first in range(0, VOCAB, BLOCK):
+        col = first + lane
+        here = col < VOCAB
+        z = tl.load(logits + col, mask=here, other=0.0).to(tl.float32)
+        p = tl.load(probs + col, mask=here, other=0.0).to(tl.float32)
+        q = tl.where(here, tl.exp(z - total), 0.0)
+        both += tl.minimum(p, q)
+        inner += tl.where(q < p, q, 0.0)
+    said = tl.load(logits + tl.maximum(tl.load(token + row), 0)).to(tl.float32)
+    tl.store(best + row, found.to(tl.int64))
+    tl.store(facts + row, total)
+    tl.store(facts + rows + row, mass_sum)
+    tl.store(facts + 2 * rows + row, total * mass_sum - tl.sum(dot, 0))
+    tl.store(facts + 3 * rows + row, total - said)
+    tl.store(facts + 4 * rows + row, tl.sum(both, 0))
+    tl.store(facts + 5 * rows + row, tl.sum(inner, 0))
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["place", "token"])
+def _slope_kernel(
+    logits, logits_stride, probs, probs_stride, place, token, facts, shares, rows,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """shares [3, rows]: weights of -log q[t], of -sum p log q and of 1 - sum min(p, q)"""
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    probs += tl.load(place + row) * probs_stride
+    t = tl.load(token + row)
+    total, mass = tl.load(facts + row), tl.load(facts + rows + row)
+    inner = tl.load(facts + 5 * rows + row)
+    a, b, c = (tl.load(shares + row), tl.load(shares + rows + row), tl.load(shares + 2 * rows + row))
+    counted = (a != 0.0) | (b != 0.0) | (c != 0.0)
+    for first in range(0, VOCAB, BLOCK):
+        col = first + tl.arange(0, BLOCK)
+        here = col < VOCAB
+        z = tl.load(logits + col, mask=here, other=0.0).to(tl.float32)
+        p = tl.load(probs + col, mask=here, other=0.0).to(tl.float32)
+        q = tl.exp(z - total)
+        less = tl.where(q < p, 1.0, 0.0)
+        slope = q * (a + b * mass - c * (less - inner)) - b * p - tl.where(col == t, a, 0.0)
+        tl.store(logits + col, tl.where(counted, slope, 0.0).to(logits.dtype.element_ty), mask=here)
+
+
+def row_facts(logits: Tensor, probs: Tensor, place: Tensor, token: Tensor) -> RowFacts:
+    """logits [r, V], probs [n, V], each in one of DTYPES; place [r] int64: each row's distribution; token [r] int64:
+    the text's, -1 for none -> what there is to tell of the rows, in float32."""
+    rows, vocab = logits.shape
+    assert probs.shape[1] == vocab and place.shape == token.shape == (rows,)
+    assert logits.stride(1) == probs.stride(1) == place.stride(0) == token.stride(0) == 1
+    assert logits.dtype in DTYPES and probs.dtype in DTYPES
+    facts = torch.empty(6, rows, dtype=torch.float32, device=logits.device)
+    best = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _facts_kernel[(rows,)](
+            facts, best, logits, logits.stride(0), probs, probs.stride(0), place, token, rows,
+            **_sizes(vocab), **launch_options(logits.device),
+        )  # fmt: skip
+    return RowFacts(best, facts[2], facts[3], facts[4], facts)
+
+
+def slopes(
+    logits: Tensor, probs: Tensor, place: Tensor, token: Tensor, facts: RowFacts, shares: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Arguments as of `row_facts`, what that gave, and the weights [r] of the three terms, all 0 where a row does not
+    count -> the logits, overwritten with the gradient of the weighted sum in their dtype."""
+    rows, vocab = logits.shape
+    weights = torch.stack(shares).to(torch.float32)
+    assert facts.kept.shape == (6, rows) and weights.shape == (3, rows)
+    if rows:
+        _slope_kernel[(rows,)](
+            logits, logits.stride(0), probs, probs.stride(0), place, token, facts.kept, weights, rows,
+            **_sizes(vocab), **launch_options(logits.device),
+        )  # fmt: skip
+    return logits
+
+
+def _sizes(vocab: int) -> dict[str, int]:
+    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    return {"VOCAB": vocab, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
