@@ -1,8 +1,8 @@
 """Triton kernels for the loss of heads that draft a block; one row per program, float32 inside.
 
-Two passes over the logits z of a row, whose q = softmax(z), and the target's distribution p. The first tells what there
-is to tell of a row (`RowFacts`). What each term weighs is computed from that, for it may depend on the other rows of the
-block. The second pass overwrites the logits with the gradient of the weighted sum. The formulas are in
+Two passes over the logits z of a row, whose q = softmax(z), and the distribution p of the target. The first tells what
+there is to tell of a row (`RowFacts`). What each term weighs is computed from that, for it may depend on the other rows
+of the block. The second pass overwrites the logits with the gradient of the weighted sum. The formulas are in
 `train.block_loss`, and the reference.
 """
 
