@@ -2,27 +2,33 @@
 
     python benchmarks/gpu_kernels/experts.py                 # all models and formats of weights
     python benchmarks/gpu_kernels/experts.py gpt-oss-20b     # one of them
-    python benchmarks/gpu_kernels/experts.py sweep           # other shapes of a program, for 1, 8 and 64 tokens
+    python benchmarks/gpu_kernels/experts.py sweep [seconds] # other shapes of a program, for 1, 8, 64 and 1,024 tokens
 
 First each format is compared with its matrices multiplied out in float64, and a token alone with the same token in a
 batch, bit for bit; what differs is said to be WRONG. Then a layer's router, GEMMs and sum are timed, over several
 layers of different weights and choices, which are in no cache. Tokens choose independently of each other. The floor is
-the time to read the experts that were chosen, at `READ_RATE`.
+the time to read the experts that were chosen, at `READ_RATE`. Kernels are compiled by processes without a GPU first,
+into Triton's cache.
 """
 
 from __future__ import annotations
 
-import itertools
+import importlib
+import os
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
 from timing import replay_us
 from torch import Tensor
 
+from draftwing.engine.startup import precompile
 from draftwing.layers.linear_ops.groups import multiplied_out
-from draftwing.ops.groups import PackedGroups, pack, quantized
+from draftwing.ops.groups import WHOLE, PackedGroups, pack, quantized
 from draftwing.ops.torch.experts import Routed
 from draftwing.ops.triton import expert_gemm, experts
 from draftwing.ops.triton.expert_gemm import ExpertGemm
@@ -30,7 +36,15 @@ from draftwing.ops.types import MXRows
 
 READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 LAYERS = 6
+CAPABILITY = 90  # that kernels are compiled for ahead
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+SWEPT = {1: "small", 8: "small", 64: "small", 1024: "large"}
+# Outputs of a program, warps, stages
+TRIED = {
+    "small": [(f, w, s) for f, w in ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 4), (128, 8))
+              for s in (3, 4, 6)],
+    "large": [(f, w, s) for f, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)) for s in (3, 4)],
+}  # fmt: skip
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 Weight = Tensor | PackedGroups | MXRows
 
@@ -73,6 +87,74 @@ def layer_of(model: Model, kind: str) -> Layer:
 
 def nbytes(weight: Weight) -> int:
     return weight.nbytes
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+class Kernels(NamedTuple):
+    """Those of a layer for so many tokens; shape: of a program, None: as the engine has it."""
+
+    model: str
+    kind: str
+    tokens: int
+    shape: tuple[int, int, int] | None = None
+
+
+def without_data(kind: str, rows: int, columns: int) -> Weight:
+    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    if kind == "bfloat16":
+        return empty(rows, columns, dtype=HALF)
+    if kind == "mxfp4":
+        return MXRows(empty(rows, columns // 2), empty(rows, columns // 32))
+    bits, groups, shift = (4, columns // 128, 1) if kind == "w4a16" else (8, 1, WHOLE)
+    codes, scales = empty(rows // 16, columns * 2 * bits), empty(rows // 16, groups, 8, 2, dtype=HALF)
+    return PackedGroups(codes, scales, None, bits, shift, None, kind == "fp8")
+
+
+def compile_one(wanted: Kernels) -> str | None:
+    """Fills the cache; runs in a process without a GPU. -> what failed"""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    launches: list[precompile.Launch] = []
+
+    def note(*, fn: Any, key: str, compile: dict[str, Any], **rest: Any) -> bool:
+        launches.append(precompile.Launch(fn.module, fn.name, compile["specialization_data"]))
+        fn.jit_function.device_caches[precompile._Driver.DEVICE][0][key] = precompile._Nothing()
+        return True
+
+    driver.set_active(precompile._Driver(GPUTarget("cuda", CAPABILITY, 32)))
+    knobs.runtime.jit_cache_hook = note
+    model, tokens = MODELS[wanted.model], wanted.tokens
+    if wanted.shape is not None:
+        tile = experts.tile_rows(tokens, False)
+        expert_gemm.SHAPES[tile] = expert_gemm.GATED_SHAPES[tile] = wanted.shape
+    routed = experts.route(torch.empty(tokens, model.count, dtype=HALF, device="meta"), model.top_k, True, False)
+    x = torch.empty(tokens, model.hidden, dtype=HALF, device="meta")
+    gate_up = without_data(wanted.kind, model.count * 2 * model.ffn, model.hidden)
+    down = without_data(wanted.kind, model.count * model.hidden, model.ffn)
+    inner = ExpertGemm(gate_up, model.count).gated(x, None, routed, model.limit)
+    experts.mix(ExpertGemm(down, model.count).linear(inner, None, routed), routed, x)
+    knobs.runtime.jit_cache_hook = None
+    try:
+        for launch in launches:
+            precompile.compile_launch(launch)
+            getattr(importlib.import_module(launch.module), launch.name).device_caches.clear()
+    except Exception as error:
+        return f"{wanted}: {str(error)[:120]}"
+    return None
+
+
+def compile_all(wanted: Iterable[Kernels]) -> None:
+    begin, jobs = time.monotonic(), list(wanted)
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as workers:
+        failed = list(filter(None, workers.map(compile_one, jobs)))
+    took = time.monotonic() - begin
+    print(f"{len(jobs)} layers compiled, {took:.0f} s; failed: {len(failed)} {failed[:2]}", flush=True)
 
 
 # -- right ------------------------------------------------------------------------------------------------------------
@@ -177,13 +259,17 @@ def table(name: str, model: Model, kind: str) -> None:
         )
 
 
-def sweep(name: str, model: Model, kind: str) -> None:
-    """Outputs of a program, warps and stages; the best of them for each GEMM."""
+def sweep(name: str, model: Model, kind: str, until: float) -> None:
+    """Outputs of a program, warps and stages; the best of them for each GEMM, and how the engine's compare."""
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
-    for tokens in (1, 8, 64, 1024):
+    for tokens, size in SWEPT.items():
         tile = experts.tile_rows(tokens, False)
+        own = expert_gemm.SHAPES[tile], expert_gemm.GATED_SHAPES[tile]
+        distinct, (_, *now, _, _), size_read = timed(model, layers, tokens, False)
         found: list[tuple[float, float, tuple[int, int, int]]] = []
-        for shape in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5, 6)):
+        for shape in TRIED[size]:
+            if time.monotonic() > until:
+                break
             expert_gemm.SHAPES[tile] = expert_gemm.GATED_SHAPES[tile] = shape
             try:
                 _, (_, gate_up, down, _, _), _ = timed(model, layers, tokens, False)
@@ -191,23 +277,35 @@ def sweep(name: str, model: Model, kind: str) -> None:
                 print(f"  {shape}: {str(error)[:60]}")
                 continue
             found.append((gate_up, down, shape))
+        expert_gemm.SHAPES[tile], expert_gemm.GATED_SHAPES[tile] = own
+        floors = [size_read / READ_RATE * part for part in (2 / 3, 1 / 3)]
         for part, label in enumerate(("gate_up", "down")):
-            best = sorted(found, key=lambda one, part=part: one[part])[:4]  # type: ignore[misc]
+            best = sorted(found, key=lambda one, part=part: one[part])[:5]  # type: ignore[misc]
             print(
-                f"{name}, {kind}, {tokens} tokens, {label}:", *(f"{one[2]} {one[part]:.1f}" for one in best), flush=True
-            )
+                f"{name}, {kind}, {tokens} tokens, {distinct:.0f} experts, {label}: floor {floors[part]:.1f}, now "
+                f"{now[part]:.1f};", *(f"{one[2]} {one[part]:.1f}" for one in best), flush=True,
+            )  # fmt: skip
 
 
 def main() -> None:
-    asked = [arg for arg in sys.argv[1:] if arg != "sweep"]
-    for name, model in MODELS.items():
-        if asked and name not in asked:
-            continue
+    begin, sweeps = time.monotonic(), "sweep" in sys.argv
+    until = begin + max([float(arg) for arg in sys.argv[1:] if arg.isdigit()], default=1e9)
+    asked = [arg for arg in sys.argv[1:] if arg in MODELS] or list(MODELS)
+    kinds = [(name, kind) for name in asked for kind in MODELS[name].formats]
+    only = [arg for arg in sys.argv[1:] if arg in {kind for _, kind in kinds}]
+    kinds = [(name, kind) for name, kind in kinds if not only or kind in only]
+    wanted = [Kernels(name, kind, tokens) for name, kind in kinds for tokens in (1, 512)]
+    if sweeps:
+        sizes = ((1, "small"), (512, "large"))
+        wanted += [Kernels(*kind, tokens, shape) for kind in kinds for tokens, size in sizes for shape in TRIED[size]]
+    compile_all(wanted)
+    for name, kind in kinds:
         print(f"\n{name}")
-        for kind in model.formats:
-            check(model, kind)
-        for kind in model.formats:
-            (sweep if "sweep" in sys.argv else table)(name, model, kind)
+        check(MODELS[name], kind)
+        if sweeps:
+            sweep(name, MODELS[name], kind, until)
+        else:
+            table(name, MODELS[name], kind)
 
 
 if __name__ == "__main__":

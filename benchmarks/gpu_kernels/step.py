@@ -4,7 +4,8 @@
 
 Random weights, from configs that are written here; `--config` names the config.json of another target. Options are
 those of the engine; `speculative_algorithm=EAGLE3` and `STANDALONE` get a draft model of their usual size. The rows'
-contexts are empty.
+contexts are empty. Of a mixture of experts they choose independently of each other. The floor of a step is the time to
+read what the target reads of its weights, at `READ_RATE`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 2048,
 }  # fmt: skip
+READ_RATE = 4.55e6  # bytes per microsecond, a pure read on an H200
 REPLAYS = 20
 MOST_SHOWN = 60  # kernels of a layer
 
@@ -66,6 +68,39 @@ def stages(graphs: Any, sizes: list[int]) -> list[tuple[Any, str, Any]]:
         if key.size in sizes and not filtered:
             found.append((key, stage, replay))
     return found
+
+
+def weights_read(parts: Any, rows: int) -> tuple[float, float]:
+    """Bytes of the target's weights that a step of so many rows reads, and the distinct experts of a layer."""
+    from draftwing.layers.experts import ExpertLinear
+    from draftwing.layers.linear import Linear
+
+    model, device = parts.executor.model, parts.executor.device
+    experts, distinct = model.config.experts, 0.0
+    if experts is not None:
+        logits = torch.zeros(rows, experts.count, dtype=torch.bfloat16, device=device.device)
+        anything = torch.ones(1, dtype=torch.int32, device=device.device)
+        distinct = device.ops.route(logits, experts.top_k, True, False, anything).experts.unique().numel()
+    total = 0.0
+    for part in model.modules():
+        if isinstance(part, Linear) and (part is not model.embed.table or part is model.lm_head):
+            size = sum(p.nbytes for p in part.parameters(recurse=False)) + part.op.sizes.total()
+            total += size * distinct / part.count if isinstance(part, ExpertLinear) else size
+    return total, distinct
+
+
+def print_steps(parts: Any, undrafted: dict[Any, float], totals: dict[Any, float]) -> None:
+    """Microseconds of whole steps and of all but their drafts, by key."""
+    heads = ("rows", "tokens", "experts", "MB", "floor", "target", "share", "step", "share")
+    print(f"{'depth, topk, nodes, verified':29s}", *(f"{head:>7s}" for head in heads))
+    for key in sorted(totals, key=lambda key: (key.size, key.shape.queries)):
+        tokens = key.size * key.shape.queries
+        size, distinct = weights_read(parts, tokens)
+        floor, target, step = size / READ_RATE, undrafted[key], totals[key]
+        print(
+            f"{tuple(key.shape)!s:29s} {key.size:7d} {tokens:7d} {distinct:7.0f} {size / 1e6:7.0f} {floor:7.0f} "
+            f"{target:7.0f} {floor / target:7.0%} {step:7.0f} {floor / step:7.0%}", flush=True,
+        )  # fmt: skip
 
 
 def microseconds(replay: Any) -> float:
@@ -152,6 +187,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of the target, in place of Llama's")
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
+    from draftwing.engine.startup.prices import experts_at_random
+
     given = {}
     for option in args.options:
         name, _, value = option.partition("=")
@@ -165,14 +202,15 @@ def main() -> None:
     graphs = parts.executor.graphs
     print(f"built in {time.monotonic() - begin:.1f} s, {len(graphs)} graphs, {parts.pool_tokens} tokens in the pool")
     totals: dict[Any, float] = defaultdict(float)
-    with torch.inference_mode():
+    undrafted: dict[Any, float] = defaultdict(float)
+    with torch.inference_mode(), experts_at_random(parts.executor):
         found = stages(graphs, [int(size) for size in args.sizes.split(",")])
         for key, stage, replay in found:
             took = microseconds(replay)
             totals[key] += took
+            undrafted[key] += took if stage != "draft" else 0.0
             print(f"{took:9.1f} us  {stage:7s} {tuple(key.shape)} x {key.size}")
-        for key, took in totals.items():
-            print(f"{took:9.1f} us  step    {tuple(key.shape)} x {key.size}")
+        print_steps(parts, undrafted, totals)
         for key, stage, replay in found:
             if key.size == args.profile:
                 profile(f"{stage} {tuple(key.shape)} x {key.size}", replay)

@@ -61,13 +61,13 @@ def accepted(ops: TorchOps, draft: Draft, depth: int, simulation: Simulation, ro
     return accept(draft.tokens, draft.parent, draft.alive, tree, altered)
 
 
-@pytest.mark.parametrize("mean", [1, 2, 3, 5])
-def test_whole_lengths_as_deep_as_the_tree_goes(ops: TorchOps, mean: int) -> None:
-    rng, batch, depth = random.Random(mean), 200, 4
+def test_a_walk_goes_as_far_as_powers_of_the_chance_say(ops: TorchOps) -> None:
+    rng, batch, depth = random.Random(0), 200, 4
     draft = random_draft(rng, batch, 9, depth)
     deepest = derive(draft.parent, draft.alive, depth).depth.amax(1)
     rows, kv_len = torch.arange(batch), torch.randint(1000, (batch,))
-    count = accepted(ops, draft, depth, Simulation(mean, VOCAB), rows, kv_len).count
+    simulation = Simulation(2.5, depth, VOCAB)
+    count = accepted(ops, draft, depth, simulation, rows, kv_len).count
     # Where a node's children hold the first and the last id there is no token beside them.
     spoilt = []
     for tokens, parent, alive in zip(*(part.tolist() for part in draft[:3]), strict=True):
@@ -75,32 +75,41 @@ def test_whole_lengths_as_deep_as_the_tree_goes(ops: TorchOps, mean: int) -> Non
         spoilt.append(any({0, VOCAB - 1} <= found for found in children))
     kept = ~torch.tensor(spoilt)
     assert kept.float().mean() > 0.8
-    assert torch.equal(count[kept], (1 + deepest.clamp(max=mean - 1))[kept])
+    draws = fraction_bits(rows, kv_len) / 2**24
+    wanted = sum((draws < (simulation.chance / 2**24) ** level).long() for level in range(1, depth + 1))
+    assert len(set(wanted.tolist())) == depth + 1
+    assert torch.equal(count[kept], (1 + torch.minimum(deepest, wanted))[kept])
 
 
-def test_a_fraction_is_the_share_of_longer_walks(ops: TorchOps) -> None:
+@pytest.mark.parametrize("mean", [1, 2.3, 5])
+def test_lengths_of_the_deepest_trees_and_of_others(ops: TorchOps, mean: float) -> None:
     batch = 200 if ops.name == "triton" else 4000  # interpreted rows take long
-    draft = chain(batch, 5)
-    rows, kv_len = torch.arange(batch) % 50, torch.arange(batch) // 50 * 3 + 7
-    count = accepted(ops, draft, 4, Simulation(2.3, VOCAB), rows, kv_len).count
-    assert set(count.tolist()) == {2, 3}
-    assert abs(count.double().mean().item() - 2.3) < 4 * (0.3 * 0.7 / batch) ** 0.5
+    rows, kv_len, simulation = torch.arange(batch) % 50, torch.arange(batch) // 50 * 3 + 7, Simulation(mean, 4, VOCAB)
+    chance = simulation.chance / 2**24
+    assert sum(chance**level for level in range(5)) == pytest.approx(mean, abs=1e-5)
+    for depth in (4, 2):
+        count = accepted(ops, chain(batch, depth + 1), depth, simulation, rows, kv_len).count.double()
+        expected = sum(chance**level for level in range(depth + 1))
+        assert abs(count.mean().item() - expected) <= 4 * count.std().item() / batch**0.5
 
 
 def test_rows_and_positions_decide_alone(ops: TorchOps) -> None:
     draft, rows, kv_len = chain(64, 4), torch.arange(64), torch.full((64,), 9)
-    count = accepted(ops, draft, 3, Simulation(2.5, VOCAB), rows, kv_len).count
+    simulation = Simulation(2.5, 3, VOCAB)
+    count = accepted(ops, draft, 3, simulation, rows, kv_len).count
     part = Draft(*(x[10:20] for x in draft[:3]))
-    assert torch.equal(accepted(ops, part, 3, Simulation(2.5, VOCAB), rows[10:20], kv_len[10:20]).count, count[10:20])
-    later = accepted(ops, draft, 3, Simulation(2.5, VOCAB), rows, kv_len + 1).count
+    assert torch.equal(accepted(ops, part, 3, simulation, rows[10:20], kv_len[10:20]).count, count[10:20])
+    later = accepted(ops, draft, 3, simulation, rows, kv_len + 1).count
     assert not torch.equal(later, count)
 
 
 def test_what_is_committed_are_the_drafts(ops: TorchOps) -> None:
     draft = chain(8, 6)
-    found = accepted(ops, draft, 5, Simulation(4, VOCAB), torch.arange(8), torch.arange(8))
-    assert torch.equal(found.committed[:, :3], draft.tokens[:, 1:4])
-    assert not (found.committed[:, 3] == draft.tokens[:, 4]).any()
+    found = accepted(ops, draft, 5, Simulation(4, 5, VOCAB), torch.arange(8), torch.arange(8))
+    for row, count in enumerate(found.count.tolist()):
+        assert torch.equal(found.committed[row, : count - 1], draft.tokens[row, 1:count])
+        assert count == 6 or found.committed[row, count - 1] != draft.tokens[row, count]
+    assert len(set(found.count.tolist())) > 2
 
 
 def test_plain_steps_stay_as_they_are(ops: TorchOps) -> None:
@@ -108,7 +117,7 @@ def test_plain_steps_stay_as_they_are(ops: TorchOps) -> None:
     target = torch.tensor([[3], [4]])
     tree = derive(draft.parent, draft.alive, 0)
     assert torch.equal(
-        simulated(ops, Simulation(3, VOCAB), draft, tree, target, torch.arange(2), torch.arange(2)), target
+        simulated(ops, Simulation(3, 2, VOCAB), draft, tree, target, torch.arange(2), torch.arange(2)), target
     )
 
 
@@ -118,9 +127,10 @@ def test_bits_are_uniform() -> None:
     assert abs(bits.double().mean().item() / (1 << 24) - 0.5) < 0.015
 
 
-def test_a_length_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"at least 1, found 0\.5"):
-        Simulation(0.5, VOCAB)
+@pytest.mark.parametrize("mean", [0.5, 4.5])
+def test_a_length_that_no_tree_has_is_refused(mean: float) -> None:
+    with pytest.raises(ConfigError, match=rf"from 1 to 4, found {mean}"):
+        Simulation(mean, 3, VOCAB)
 
 
 def test_nothing_is_read_on_the_host() -> None:
@@ -131,7 +141,7 @@ def test_nothing_is_read_on_the_host() -> None:
         fake = [[mode.from_tensor(x) for x in part if x is not None] for part in (draft, tree)]
         rows = mode.from_tensor(torch.arange(3))
         target = mode.from_tensor(torch.zeros(3, 4, dtype=torch.int64))
-        assert Simulation(2.5, VOCAB)(ops, Draft(*fake[0]), Tree(*fake[1]), target, rows, rows).shape == (3, 4)
+        assert Simulation(2.5, 3, VOCAB)(ops, Draft(*fake[0]), Tree(*fake[1]), target, rows, rows).shape == (3, 4)
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.4, 9.0])
@@ -141,5 +151,5 @@ def test_every_implementation_gives_the_same(ops: TorchOps, mean: float) -> None
         tree = derive(draft.parent, draft.alive, depth)
         target = torch.randint(VOCAB, draft.tokens.shape)
         rows, kv_len = torch.tensor([0, 1, 2, 63, 64, 64]), torch.tensor([0, 5, 900, 1 << 33, 0, 0])
-        given = Simulation(mean, VOCAB), draft, tree, target, rows, kv_len
+        given = Simulation(mean, 8, VOCAB), draft, tree, target, rows, kv_len
         assert torch.equal(simulated(ops, *given), simulated(TorchOps(torch.device("cpu")), *given))

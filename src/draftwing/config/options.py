@@ -249,8 +249,8 @@ class Options:
 
     simulate_accept_length: float | None = option(
         None, SPECULATION,
-        "for timing: accept drafts at random, this many tokens per step on average, the target's own included, with a "
-        "fixed shape; the text is worthless, and every output says so", minimum=1,
+        "for timing: accept drafts at random, with the largest tree this many tokens per step on average, the target's "
+        "own included; the text is worthless, and every output says so", minimum=1,
     )  # fmt: skip
 
     @classmethod

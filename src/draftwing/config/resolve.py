@@ -172,8 +172,7 @@ def _with_tree(
         else:
             shape = grown_shape(given, carried or llama or drafter.tree)
         found: dict[str, Any] = dict(zip(TREE, shape, strict=False))
-        fixed = options.speculative_fixed_shape or options.simulate_accept_length is not None
-        options = dataclasses.replace(options, speculative_fixed_shape=fixed, **found)
+        options = dataclasses.replace(options, **found)
     _check_simulation(options, drafter)
     return options
 

@@ -7,6 +7,7 @@ runs as it always does. The text is worthless, and everything that is reported o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -17,21 +18,31 @@ from draftwing.ops.types import Draft, Tree
 
 @dataclass(frozen=True)
 class Simulation:
-    """mean: tokens that a step commits on average, the target's own included, where the trees are deep enough: one of
-    the two whole numbers around it each time.  vocab: the target's."""
+    """mean: tokens that a step commits on average with trees of `depth` levels, the target's own included. Each level's
+    draft is accepted with the same chance where that of the level before was, so trees that are less deep bring less.
+    vocab: the target's."""
 
     mean: float
+    depth: int
     vocab: int
 
     def __post_init__(self) -> None:
-        if self.mean < 1:
-            raise ConfigError(f"simulate_accept_length must be at least 1, found {self.mean}")
+        if not 1 <= self.mean <= self.depth + 1:
+            raise ConfigError(f"simulate_accept_length must be from 1 to {self.depth + 1}, found {self.mean}")
+
+    @cached_property
+    def chance(self) -> int:
+        """Of a draft, out of 2^FRACTION_BITS: the largest with 1 + p + p^2 + ... + p^depth <= mean."""
+        low, high, one = 0, (1 << FRACTION_BITS) + 1, 1 << FRACTION_BITS
+        while high - low > 1:
+            middle = (low + high) // 2
+            length = sum((middle / one) ** level for level in range(self.depth + 1))
+            low, high = (middle, high) if length <= self.mean else (low, middle)
+        return low
 
     def __call__(self, ops: TreeOps, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor) -> Tensor:
         """The samples to give to `TreeOps.commit`: target [B, N] -> [B, N]; rows, kv_len [B], which the choice depends
         on."""
         if tree.path.shape[2] == 1:  # there are no drafts
             return target
-        whole = int(self.mean)
-        more = round((self.mean - whole) * (1 << FRACTION_BITS))  # of 2^FRACTION_BITS steps
-        return ops.simulate(draft, tree, target, rows, kv_len, whole - 1, more, self.vocab)
+        return ops.simulate(draft, tree, target, rows, kv_len, self.chance, self.vocab)

@@ -94,7 +94,8 @@ def make_executor(
         graph_size = 0
     simulation = None
     if options.simulate_accept_length is not None:
-        simulation = Simulation(options.simulate_accept_length, config.vocab_size)
+        depth = max(shape.depth for shape in menu)
+        simulation = Simulation(options.simulate_accept_length, depth, config.vocab_size)
     executor = Executor(model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0))
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in menu)

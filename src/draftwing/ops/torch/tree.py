@@ -70,18 +70,19 @@ class TreeOps:
         return Committed(packed, accepted.committed, accepted.count, path)
 
     def simulate(
-        self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor, drafts: int, threshold: int,
-        vocab: int,
-    ) -> Tensor:  # fmt: skip
-        """The samples to give to `commit` for a step that accepts `drafts` of each row, where its tree is deep enough,
-        or one more where a hash of (row, kv_len) of `FRACTION_BITS` bits is below the threshold: target [B, N] ->
-        [B, N]; vocab: the target's.
+        self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor, chance: int, vocab: int
+    ) -> Tensor:
+        """The samples to give to `commit` for a step that accepts a draft of each level with this chance, out of
+        2^FRACTION_BITS, if it has accepted one of the level before: as many levels as there are powers of the chance
+        above a hash of (row, kv_len). target [B, N] -> [B, N]; vocab: the target's.
 
         The walk goes to the first of the deepest alive nodes that are not deeper than wanted. Where the sample there is
         one of its children, a token next to them is put in its place, which ends the walk.
         """
         nodes = target.shape[1]
-        wanted = drafts + (fraction_bits(rows, kv_len) < threshold).long()  # [B]
+        powers = powers_of(chance, tree.path.shape[2] - 1)
+        bits = fraction_bits(rows, kv_len)
+        wanted = sum(((bits < power).long() for power in powers), torch.zeros_like(bits))  # [B]
         node = torch.arange(nodes, device=target.device)
         fits = draft.alive & (tree.depth <= wanted[:, None])
         # Nodes are ranked by depth and then from the first to the last, without a tie.
@@ -108,6 +109,14 @@ def roots_alone(table: RowTensors, rows: Tensor, nodes: int) -> Draft:
     tokens = table.last.index_select(0, rows).unsqueeze(1).expand(-1, nodes)
     parent = torch.zeros_like(tokens)
     return Draft(tokens, parent, (torch.arange(nodes, device=rows.device) == 0).expand_as(parent))
+
+
+def powers_of(chance: int, count: int) -> list[int]:
+    """The first, second, ... power of a chance out of 2^FRACTION_BITS, each rounded down."""
+    powers = [chance]
+    while len(powers) < count:
+        powers.append(powers[-1] * chance >> FRACTION_BITS)
+    return powers
 
 
 def fraction_bits(rows: Tensor, kv_len: Tensor) -> Tensor:

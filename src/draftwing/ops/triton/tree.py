@@ -193,7 +193,7 @@ def _commit_kernel(
 @triton.jit
 def _simulate_kernel(
     out_ptr, tokens_ptr, parent_ptr, alive_ptr, depth_ptr, target_ptr, rows_ptr, kv_len_ptr,
-    DRAFTS: tl.constexpr, THRESHOLD: tl.constexpr, MASK: tl.constexpr, VOCAB: tl.constexpr,
+    CHANCE: tl.constexpr, BITS: tl.constexpr, VOCAB: tl.constexpr,
     NODES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
@@ -208,7 +208,12 @@ def _simulate_kernel(
     result = tl.load(target_ptr + first + lane, mask=real, other=0)
 
     word, _ = position_words(tl.load(rows_ptr + b), tl.load(kv_len_ptr + b))
-    wanted = DRAFTS + ((word & MASK).to(tl.int32) < THRESHOLD).to(tl.int32)
+    bits = (word & ((1 << BITS) - 1)).to(tl.int64)
+    power = tl.full([], CHANCE, tl.int64)
+    wanted = tl.zeros([], tl.int32)
+    for _ in range(DEPTH):
+        wanted += (bits < power).to(tl.int32)
+        power = (power * CHANCE) >> BITS
     best = tl.max(tl.where(alive & (depth <= wanted), depth * NODES + (NODES - 1 - lane), -1), 0)
     leaf = NODES - 1 - best % NODES
 
@@ -276,16 +281,15 @@ class TritonTreeOps(TreeOps):
         return done
 
     def simulate(
-        self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor, drafts: int, threshold: int,
-        vocab: int,
-    ) -> Tensor:  # fmt: skip
+        self, draft: Draft, tree: Tree, target: Tensor, rows: Tensor, kv_len: Tensor, chance: int, vocab: int
+    ) -> Tensor:
         batch, nodes = target.shape
         tokens, parent, alive, target = (part.contiguous() for part in (*draft[:3], target))
         out = torch.empty(batch, nodes, dtype=torch.int64, device=target.device)
         lanes = triton.next_power_of_2(nodes)
         _simulate_kernel[(batch,)](
             out, tokens, parent, alive, tree.depth, target, rows, kv_len,
-            DRAFTS=drafts, THRESHOLD=threshold, MASK=(1 << FRACTION_BITS) - 1, VOCAB=vocab, NODES=nodes, LANES=lanes,
+            CHANCE=chance, BITS=FRACTION_BITS, VOCAB=vocab, NODES=nodes, LANES=lanes,
             DEPTH=tree.path.shape[2] - 1, num_warps=max(1, min(4, lanes // 32)), **launch_options(target.device),
         )  # fmt: skip
         return out
