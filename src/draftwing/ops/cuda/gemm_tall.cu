@@ -121,8 +121,8 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     constexpr int STAGE = TOKENS * CHUNK;  // of x, u16
     constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
     static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
-    constexpr int PARTS = WARPS * AHEAD * ROW_TILES, FIRST = STAGES * STAGE * 2 + PARTS * (UNITS * 2 + WORDS * 4);
-    constexpr int BARRIERS = FIRST > TOKENS * PITCH * 4 ? FIRST : TOKENS * PITCH * 4;  // bytes before them
+    constexpr int PARTS = WARPS * AHEAD * ROW_TILES, USED = STAGES * STAGE * 2 + PARTS * (UNITS * 2 + WORDS * 4);
+    constexpr int BARRIERS = USED > TOKENS * PITCH * 4 ? USED : TOKENS * PITCH * 4;  // bytes before them
     extern __shared__ float sums[];  // first [STAGES][STAGE] of u16 and rings, then [TOKENS][PITCH]; behind both, barriers
     u16* const stages = (u16*)sums;
     u16* const rings = stages + STAGES * STAGE;
