@@ -106,6 +106,7 @@ class Chunk(NamedTuple):
     start: int
     length: int
     final: bool  # the last chunk of the prompt: its last row's logits are sampled
+    kept: int | None = None  # place of what the drafter will see of it later, see `Deferred`; None: it sees it at once
 
 
 class PromptPart(NamedTuple):
@@ -117,12 +118,37 @@ class PromptPart(NamedTuple):
     params: LogprobParams
 
 
+class Deferral(NamedTuple):
+    """How much of prompts a drafter with KV may see later than the target, in one pass over several chunks.
+
+    places: positions of all prompts of which the target's auxiliary hidden states are kept; 0: it sees every chunk at
+    once.  most: positions of one pass.
+    """
+
+    places: int = 0
+    most: int = 0
+
+
+AT_ONCE = Deferral()
+
+
+class Deferred(NamedTuple):
+    """Positions `[start, start + length)` of a row's prompt that a drafter has not seen. What it needs of them is kept
+    in the places `[at, at + length)`."""
+
+    row: int
+    start: int
+    length: int
+    at: int
+
+
 class CatchUp(NamedTuple):
-    """Rows whose committed positions a drafter with KV has not seen yet, and is to see now."""
+    """What a drafter with KV has not seen yet, and is to see now: of prompts, and then committed positions of rows."""
 
     rows: IntArray  # [C] distinct; some may have been released
     behind: int  # upper bound of the positions that it has not seen, of any of them
     max_kv_len: int  # upper bound of their kv_len
+    prompts: tuple[Deferred, ...] = ()  # of distinct rows, of which some may have been released
 
 
 @dataclass(frozen=True)

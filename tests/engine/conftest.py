@@ -12,7 +12,7 @@ import torch
 from block_ops import BlockTorchOps
 from thread_ranks import lead, shares_of
 
-from draftwing.core import MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
+from draftwing.core import AT_ONCE, MAX_CONFIDENCE, PLAIN, Output, TokenLogprobs
 from draftwing.engine.device import Device, pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM
@@ -192,6 +192,7 @@ class Rig:
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
         book=None, miss=0, attn=TorchAttention, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
+        deferral=AT_ONCE,
     ):  # fmt: skip
         """graph_size: largest batch with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the
         pool, where it is not the model's."""
@@ -215,7 +216,7 @@ class Rig:
         length = CONTEXT + max_span + max_commit + ROOM
         model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
-        self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size)
+        self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral)
         if dev.is_cuda:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
             self.executor.commit = without_sync(self.executor.commit)
@@ -235,6 +236,7 @@ class Rig:
             ahead,
             model.config.vocab_size,
             frozenset(filter(drafter.lags, menu)) if drafter is not None else frozenset(),
+            deferral=deferral,
         )
         self.sched = Scheduler(config, self.policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, shapes=set(), moved=0, prefills=0)

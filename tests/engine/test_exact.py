@@ -9,7 +9,7 @@ import pytest
 import torch
 from made_up_prices import OnMadeUpMachine
 
-from draftwing.core import LOOKUP_ALONE, PLAIN, TreeShape
+from draftwing.core import LOOKUP_ALONE, PLAIN, Deferral, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.torch.assign import new_calibration
 from draftwing.spec.heads import DraftLM
@@ -234,8 +234,9 @@ def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed):
         return int(torch.randint(0, n, (1,), generator=generator))
 
     rig = harness.Rig(
-        model, drafter="oracle", policy=harness.Cycle(TREE, CHAIN), book=book, lag=lag, slots=150, chunk=7, miss=1
-    )
+        model, drafter="oracle", policy=harness.Cycle(TREE, CHAIN), book=book, lag=lag, slots=150, chunk=7, miss=1,
+        deferral=Deferral(40, 16),
+    )  # fmt: skip
     todo, aborted = list(range(36)), set()
 
     def between(turn):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from draftwing.core import LAG, PLAIN, CatchUp, TreeShape
+from draftwing.core import AT_ONCE, LAG, PLAIN, CatchUp, Deferral, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.ops import make_ops
+from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head, new_eagle_head
 
@@ -130,3 +131,46 @@ def test_what_is_shown(harness: Any, behind: int) -> None:
         assert not beyond.any() and not seen.pages[row, end + drafter.tail : start + width + 1].any()
     assert torch.equal(table.page_table.cpu(), pages), "the page table is what it was"
     assert not lag._unseen.behind.any()
+
+
+def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[torch.Tensor], Any]:
+    """The drafter's KV of prompts in chunks of 5, of which one ends in the middle and is asked for again."""
+    ops, model = make_ops(torch.device("cpu")), harness.tiny_model()
+    head: Any = DraftLM(harness.tiny_model(seed=1), harness.VOCAB)
+    if kind == "EAGLE3":
+        head = new_eagle3_head(model, None, (1, 2), 96, 3).eval().requires_grad_(False)
+    drafter = make_model_drafter(head, 7, TREE.topk, torch.float32, ops)
+    policy = harness.Cycle(TREE)
+    rig = harness.Rig(model, drafter=drafter, policy=policy, chunk=5, deferral=deferral)
+    passes, extend = [], drafter.extend
+    drafter.extend = lambda table, batch, *rest: (passes.extend(batch.chunks), extend(table, batch, *rest))
+    long = [*range(40), *range(7, 47)]
+    rig.submit("aborted", long, harness.greedy(9))
+    for _ in range(6):
+        rig.loop.turn()
+    rig.sched.abort("aborted")
+    found = []
+    layers = range(model.config.num_layers, len(rig.pool.kv))
+    for i, prompt in enumerate([long, long[3:40], [*long[:50], 3, 2, 1]]):
+        req = rig.submit(str(i), prompt, harness.greedy(9))
+        while len(req.tokens) < len(prompt) + 2:
+            rig.loop.turn()
+        slots = torch.from_numpy(req.slots[: len(prompt) - 1])
+        found += [rig.pool.kv[layer][slots].clone() for layer in layers]
+        rig.run()
+        assert i == 1 or req.cached_tokens > (20 if i == 0 else 45)
+    return found, passes
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
+def test_a_prompt_that_is_seen_in_one_pass(harness: Any, kind: str) -> None:
+    """Its KV is that of a prompt that is seen chunk by chunk, whatever was aborted and found in the cache."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    expected, parts = kv_of_prompts(harness, kind, AT_ONCE)
+    assert max(span.length for span in parts if not span.final) == 5
+    for deferral in (Deferral(200, 100), Deferral(22, 22)):
+        found, passes = kv_of_prompts(harness, kind, deferral)
+        assert len(passes) < len(parts) / 2 and max(span.length for span in passes) >= 20
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)

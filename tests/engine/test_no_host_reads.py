@@ -14,7 +14,7 @@ from reference import exact_heads
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_grammar import ToyGrammar
 
-from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Plan, TreeShape
+from draftwing.core import PLAIN, Admission, CatchUp, Chunk, Deferral, Deferred, Plan, TreeShape
 from draftwing.engine.device import Download, pick_device
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
@@ -71,9 +71,12 @@ def plans(shape, params, catch_up=False):
     filtered = both if params.filtered else both[:0]
     banning = both if params.min_new_tokens else both[:0]
     new = tuple((int(row), 1, np.arange(10 * row + 1, 10 * row + 5)) for row in rows)
-    chunks = (Chunk(0, 1, 4, True), Chunk(2, 1, 2, False))
+    # Of a drafter with KV the chunk that is not the last is deferred.
+    chunks = (Chunk(0, 1, 4, True), Chunk(2, 1, 2, False, 4 if catch_up else None))
     yield Plan(0, "prefill", rows, rows, PLAIN, 5, admits, new, chunks, noisy[:1], filtered[:1], banning[:1])
-    yield Plan(1, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 2, True),), noisy[:1], filtered[:1])
+    seen = CatchUp(rows[:0], 0, 0, (Deferred(2, 1, 2, 4),)) if catch_up else None
+    last = (Chunk(2, 3, 2, True),)
+    yield Plan(1, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), last, noisy[:1], filtered[:1], catch_up=seen)
     yield Plan(2, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 1, False),))
     more = tuple((int(row), 5, np.arange(10 * row + 50, 10 * row + 50 + 20)) for row in rows)
     yield Plan(3, "tree", rows, rows, shape, 5, (), more, (), noisy, filtered, banning)
@@ -127,7 +130,9 @@ def test_a_step_needs_no_data(harness, drafter, shape, params, tmp_path):
             drafter = make_model_drafter(head, 7, shape.topk, torch.float32, device.ops)
             if lookup:
                 drafter = PairDrafter(drafter, NGramDrafter(7, device.ops, capacity=4096), shape, shape)
-        rig = harness.Rig(model, shapes=(shape,), drafter=drafter, book=book, fake_device=device)
+        rig = harness.Rig(
+            model, shapes=(shape,), drafter=drafter, book=book, fake_device=device, deferral=Deferral(8, 8)
+        )
         for plan in plans(shape, params, bool(rig.drafter and rig.drafter.kv_layers)):
             pending = rig.executor.launch(plan)
             packed = rig.executor.commit(pending)._download.wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftwing.core import LAG, PLAIN, TreeShape
+from draftwing.core import LAG, PLAIN, Deferral, Deferred, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.lag import ROWS, CatchUps
@@ -83,3 +83,51 @@ def test_who_is_released_catches_up_for_the_cache_alone() -> None:
 
 def test_a_drafter_that_sees_every_step_has_nothing_to_catch_up_with() -> None:
     assert not any(run(CatchUps([]), [req(0)], [PLAIN, TREE] * 40))
+
+
+def prefill(catch_ups: CatchUps, one: Req, length: int) -> tuple[int | None, tuple[Deferred, ...]]:
+    """Where a chunk is kept, and what the plan shows of prompts."""
+    kept = catch_ups.prefill(one, length, length == one.unsent)
+    one.sent += length
+    plan = catch_ups.take()
+    return kept, () if plan is None else plan.prompts
+
+
+def prompt(row: int, length: int, sent: int = 0) -> Req:
+    one = Req(GenerationRequest(str(row), [1] * length, SamplingParams()), 0, 100, frozenset())
+    one.row, one.sent = row, sent
+    return one
+
+
+def test_a_prompt_is_seen_in_one_pass_before_its_last_chunk() -> None:
+    catch_ups, one = CatchUps([PLAIN], deferral=Deferral(100, 50)), prompt(3, 30, sent=4)
+    assert [prefill(catch_ups, one, 10) for _ in range(2)] == [(0, ()), (10, ())]
+    assert prefill(catch_ups, one, 6) == (None, (Deferred(3, 4, 20, 0),))
+
+
+def test_a_longer_one_in_as_few_passes_as_there_is_room_for() -> None:
+    catch_ups, one = CatchUps([PLAIN], deferral=Deferral(100, 20)), prompt(0, 60)
+    found = [prefill(catch_ups, one, length) for length in (8, 8, 8, 21, 15)]
+    assert [kept for kept, _ in found] == [0, 8, 0, None, None], "a chunk for which there is no room is seen at once"
+    assert [plan for _, plan in found] == [(), (), (Deferred(0, 0, 16, 0),), (Deferred(0, 16, 8, 0),), ()]
+
+
+def test_prompts_have_places_of_their_own_and_the_others_wait_for_none() -> None:
+    catch_ups = CatchUps([PLAIN], deferral=Deferral(50, 20))
+    first, second, third = (prompt(row, 40) for row in range(3))
+    assert [prefill(catch_ups, one, 5)[0] for one in (first, second, third)] == [0, 20, None]
+    assert prefill(catch_ups, first, 35) == (None, (Deferred(0, 0, 5, 0),))
+    assert [prefill(catch_ups, one, 5)[0] for one in (third, second)] == [0, 25]
+
+
+def test_who_is_released_in_its_prompt_leaves_nothing_unseen_in_the_cache() -> None:
+    catch_ups = CatchUps([PLAIN], deferral=Deferral(90, 30))
+    reqs = [prompt(row, 40) for row in range(3)]
+    for one in reqs:
+        assert [prefill(catch_ups, one, 10)[1] for _ in range(2)] == [(), ()]
+    for one in reqs:
+        one.kv = 10 if one.row else 0  # the result of the second chunk has not come, of the first request none
+        catch_ups.release(one, cached=one.row < 2)
+    plan: Any = catch_ups.take()
+    assert not len(plan.rows) and plan.prompts == (Deferred(1, 0, 10, 30),)
+    assert prefill(catch_ups, prompt(4, 40), 10) == (0, ()), "the places are free"

@@ -16,7 +16,7 @@ from collections.abc import Collection
 import numpy as np
 from step_marks import marks_of
 
-from draftwing.core import LAG, CatchUp, Chunk, Plan, StepResult, TokenLogprobs, TreeShape
+from draftwing.core import LAG, CatchUp, Chunk, Deferred, Plan, StepResult, TokenLogprobs, TreeShape
 
 VOCAB = 8
 
@@ -85,8 +85,10 @@ class ToyDevice:
         self._tokens: list[list[int]] = [[] for _ in range(rows)]  # the last one has no KV yet
         self._kv: dict[int, tuple[int, int]] = {}  # slot -> token, position
         self._draft_kv: dict[int, tuple[int, ...]] = {}
+        self.kept_of_one = [0] * rows  # positions of the last chunk that was kept
         self._behind = [0] * rows  # positions that the drafter has not seen
         self._kept = [[-1] * lag for _ in range(rows)]  # those whose hidden states are kept
+        self._places: dict[int, tuple[int, int]] = {}  # the same of prompts: row and position
 
     def launch(self, plan: Plan) -> None:
         self._queue.append(pickle.dumps(plan))
@@ -109,6 +111,8 @@ class ToyDevice:
         if plan.kind == "prefill":
             final = [chunk.final for chunk in plan.chunks]
             assert all(final[: sum(final)]), "those who draw come first"
+            seen = [chunk.kept is None for chunk in plan.chunks]
+            assert all(seen[: sum(seen)]), "those that the drafter sees come before the others"
             steps = [self._prefill(row, chunk, plan) for row, chunk in zip(rows, plan.chunks, strict=True)]
         else:
             steps = [self._tree(row, plan) for row in rows]
@@ -155,6 +159,8 @@ class ToyDevice:
             assert self._draft_kv[self._slot(row, p)] == whole, "the drafter reads another's KV"
 
     def _catch_up(self, who: CatchUp) -> None:
+        for part in who.prompts:
+            self._see(part)
         rows = who.rows.tolist()
         assert len(set(rows)) == len(rows), "a row catches up twice"
         for row in rows:
@@ -167,6 +173,16 @@ class ToyDevice:
             self._behind[row] = 0
             self.seen["far behind"] += behind > self.lag // 2
 
+    def _see(self, part: Deferred) -> None:
+        row, start, length, at = part
+        here = [(row, p) for p in range(start, start + length)]
+        assert here and [self._places[at + i] for i in range(length)] == here, "not what was kept there"
+        assert start + length <= self._kv_len[row], "the target has not run over it"
+        self._check_drafter(row, start)
+        self._observe(row, start, start + length, len(self._tokens[row]))
+        self.seen["deferred"] += 1
+        self.seen["deferred chunks"] += length > self.kept_of_one[row]
+
     def _prefill(self, row: int, chunk: Chunk, plan: Plan) -> tuple[list[int], list[int], list[int]]:
         tokens, end = self._tokens[row], chunk.start + chunk.length
         assert self._kv_len[row] == chunk.start < end <= plan.max_kv_len, "a chunk starts where the row ends"
@@ -175,8 +191,13 @@ class ToyDevice:
             self._kv[self._slot(row, p)] = (tokens[p], p)
         self._kv_len[row] = end
         self._read(row, end)
-        self._check_drafter(row, chunk.start)
         self._behind[row] = 0
+        if chunk.kept is not None:
+            assert not chunk.final
+            self._places |= {chunk.kept + i: (row, chunk.start + i) for i in range(chunk.length)}
+            self.kept_of_one[row] = chunk.length
+            return [], [0], [0]
+        self._check_drafter(row, chunk.start)
         new = []
         if chunk.final:
             assert end == known

@@ -16,7 +16,7 @@ import torch
 from reference import checkpoints, draft_heads, exact_heads
 from reference.checkpoints import Checkpoint
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
 from draftwing.engine.device import pick_device
 from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM
@@ -200,7 +200,7 @@ class Rig:
 
     def __init__(
         self, case: Case, folder: Any, policy: ShapePolicy, chunk: int = 64, lag: int = 0, slots: int = 1500,
-        rows: int = 4,
+        rows: int = 4, deferral: Deferral = AT_ONCE,
     ) -> None:  # fmt: skip
         dev = pick_device("cpu")
         topk = max(shape.topk for shape in policy.menu)
@@ -216,11 +216,11 @@ class Rig:
         self.model.set_max_positions(length)
         self.slots = RowTable(rows, length, dev)
         self.drafter.attach(backend, len(layers), length)
-        self.executor = Executor(self.model, self.drafter, self.slots, backend, dev)
+        self.executor = Executor(self.model, self.drafter, self.slots, backend, dev, deferral=deferral)
         settings = SchedulerConfig(
             slots=slots, max_rows=rows, max_span=max_span, chunk_tokens=chunk, lookahead=self.drafter.lookahead,
             tail=self.drafter.tail, radix=True, initial_confidence=self.drafter.initial_confidence,
-            lagging=frozenset(filter(self.drafter.lags, policy.menu)),
+            lagging=frozenset(filter(self.drafter.lags, policy.menu)), deferral=deferral,
         )  # fmt: skip
         self.sched = Scheduler(settings, policy, spans)
         self.stats = SimpleNamespace(rows=0, tokens=0, moved=0, full=0)
@@ -409,6 +409,7 @@ def check_some(case: Case, rig: Rig, count: int) -> None:
     assert sum(compared) > len(compared) / 2
 
 
+DEFERRAL = Deferral(40, 12)  # chunks of a prompt are seen together
 MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "mtp 3 layers", "standalone"]
 
 
@@ -421,7 +422,7 @@ MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "mtp 3 layers"
 )
 def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
     case = CASES[name]()
-    rig = Rig(case, tmp_path, FixedShape(shape), chunk=7, lag=1)
+    rig = Rig(case, tmp_path, FixedShape(shape), chunk=7, lag=1, deferral=DEFERRAL)
     prompts = prompts_for(4, seed=3)
     answers, _ = ask(rig, prompts, 20)
     more = [[*prompts[i], *answers[str(i)][:13]] for i in (1, 3)]  # go on in the middle of what was generated
@@ -437,7 +438,7 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
 @pytest.mark.parametrize("name", MAIN)
 def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
     case = CASES[name]()
-    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, slots=86)
+    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, slots=86, deferral=DEFERRAL if chunk > 1 else AT_ONCE)
     ask(rig, prompts_for(5, seed=4), 30)
     assert rig.sched.retractions >= 1
     check_some(case, rig, 8)
@@ -447,7 +448,8 @@ def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
 def test_several_layers_with_chunks_of_any_length(layers, chunk, tmp_path):
     """Prompts of every length around the number of layers, then again and continued, off the prefix cache."""
     case = mtp(layers)
-    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, lag=chunk % 2)
+    deferral = DEFERRAL if chunk % 2 else AT_ONCE
+    rig = Rig(case, tmp_path, FixedShape(TREE), chunk=chunk, lag=chunk % 2, deferral=deferral)
     prompts = [prompt[:length] for length, prompt in enumerate(prompts_for(6, seed=6), 1)]
     prompts.append(prompts_for(8, seed=6)[7])
     answers, _ = ask(rig, prompts, 7)

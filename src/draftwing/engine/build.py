@@ -236,6 +236,7 @@ def assemble(
             ahead=SLOTS_AHEAD,
             draws_alike=not device.ops.draws_by_row,
             lagging=frozenset(filter(drafter.lags, policy.menu)) if drafter is not None else frozenset(),
+            deferral=executor.deferral,
             credited=options.drafter_spec.credited,
         ),
         policy,

@@ -14,6 +14,7 @@ from draftwing.engine.row_options import Drawn, Logprobs, SpecialRows
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.engine.steps import Pending, TreeStep, Verified
 from draftwing.models.decoder import DecoderModel
+from draftwing.ops.attention import Batch
 from draftwing.ops.torch.ops import TorchOps
 from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Drawing, Rescoring
 from draftwing.spec.drafter import Drafter
@@ -114,10 +115,7 @@ class CommitStage:
             token = zero.index_copy(0, upload.final, picked)
             drawn = zero.index_fill(0, upload.final, 1)
         if self._drafter is not None:
-            next_ids = table.tokens[upload.token_rows, upload.positions + 1]
-            self._drafter.extend(table, batch, verified.aux_hidden, next_ids, None, upload.drawing.noisy)
-            if self._lag is not None:
-                self._lag.reset(rows)
+            self._show_chunks(self._drafter, plan, upload, batch, verified.aux_hidden)
             if upload.final.numel() and not self._drafter.fixed_confidence:
                 confidence = self._drafter.confidence(table, rows, plan.max_kv_len)
         if plan.special:
@@ -125,6 +123,20 @@ class CommitStage:
             offsets = [chunk.offset for chunk in batch.chunks]
             sent = Logprobs(logprobs, self._special.prompt_logprobs(plan, verified.hidden, upload.positions, offsets))
         return torch.stack((confidence, drawn, token, zero, zero), 1), sent
+
+    def _show_chunks(
+        self, drafter: Drafter, plan: Plan, upload: Upload, batch: Batch, aux_hidden: Tensor | None
+    ) -> None:
+        """Shows the drafter the chunks that it is to see at once, which come first, and keeps the others."""
+        shown = sum(chunk.kept is None for chunk in plan.chunks)
+        queries = sum(chunk.length for chunk in plan.chunks[:shown])
+        if shown:
+            next_ids = self._table.tokens[upload.token_rows[:queries], upload.positions[:queries] + 1]
+            seen = aux_hidden if aux_hidden is None else aux_hidden[:queries]
+            drafter.extend(self._table, batch.first(shown), seen, next_ids, None, upload.drawing.noisy)
+        if self._lag is not None:
+            self._lag.defer(plan.chunks, aux_hidden)
+            self._lag.reset(upload.rows)
 
     def _draw_first(
         self, pending: Pending, plan: Plan, upload: Upload, verified: Verified

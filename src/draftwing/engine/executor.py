@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftwing.core import PLAIN, IntArray, Plan, StepResult, TreeShape
+from draftwing.core import AT_ONCE, PLAIN, Deferral, IntArray, Plan, StepResult, TreeShape
 from draftwing.engine.batches import Batches, Drafted
 from draftwing.engine.commit import CommitStage
 from draftwing.engine.device import Device
@@ -56,9 +56,10 @@ class Executor:
         graph_size: int = 0,
         simulation: Simulation | None = None,
         chunk: int = 0,
+        deferral: Deferral = AT_ONCE,
     ) -> None:
         """graph_size: largest batch that `capture` captures graphs of; simulation: decides what is accepted; chunk:
-        most queries of a prefill, 0 for any number."""
+        most queries of a prefill, 0 for any number; deferral: of prompts to a drafter with KV."""
         self.model = model
         self.drafter = drafter
         self.table = table
@@ -72,11 +73,12 @@ class Executor:
         if graph_size and attn.takes_tiles:
             tiled, heads = cast(TiledAttention, attn), model.layer_config.heads
             self.prefills = PrefillGraphs(device, table, tiled, heads, chunk or table.length, self._target)
+        self.deferral = deferral
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self._lag: Lag | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
-            self._lag = Lag(drafter, table, self.ops, width, model.dtype)
+            self._lag = Lag(drafter, table, self.ops, width, model.dtype, deferral)
         self._tail = drafter.tail if drafter is not None else 0
         self._batches = Batches(table, device.ops)
         self.calibration = new_calibration(device.device)

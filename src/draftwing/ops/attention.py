@@ -161,6 +161,17 @@ class Batch(NamedTuple):
     tiles: Tensor | None = None  # [T, 5] int32: chunks that only the device knows, by `TiledAttention.chunk_tiles`
     ragged: Ragged | None = None
 
+    def first(self, count: int) -> Batch:
+        """Returns the batch of the first `count` chunks."""
+        if count == len(self.chunks):
+            return self
+        chunks = self.chunks[:count]
+        queries = sum(chunk.length for chunk in chunks)
+        return self._replace(
+            rows=self.rows[:count], ids=self.ids[:queries], positions=self.positions[:queries],
+            write_slots=self.write_slots[:queries], prefix_len=self.prefix_len[:count], chunks=chunks,
+        )  # fmt: skip
+
     def pages(self) -> Tensor:
         """[B, bound]: a copy of the rows' page tables, for backends that read them on the host's terms."""
         return self.table[self.rows, : self.bound or self.table.shape[1]]

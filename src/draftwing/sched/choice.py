@@ -52,7 +52,7 @@ class ShapeChoice:
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
         """A step has ended. live: the request of each of its rows that still has it."""
         if plan.kind == "prefill":
-            self._pace.record(plan.chunks, result.seconds)
+            self._pace.record(plan.chunks, result.seconds - result.catching_up)
         else:
             self._pace.record_step(result.seconds)
             self.policy.record(plan.shape, self._load_before(live), result, self._priced.take(plan))

@@ -4,6 +4,9 @@ Before a step that drafts with the model all rows of the step do. Else a row doe
 with others that are nearly as far, and when it is released: what it gave to the radix tree must be complete for whoever
 uses it first, and that is a plan to come. A plan's catch-up runs before its uploads, so slots and page tables are those
 of the plan before.
+
+Of a prompt that is prefilled in chunks it sees all but the last in one pass, right before the last. A pass takes a GPU
+hardly longer for a thousand positions than for a hundred.
 """
 
 from __future__ import annotations
@@ -12,18 +15,19 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from draftwing.core import LAG, CatchUp, TreeShape
+from draftwing.core import AT_ONCE, LAG, CatchUp, Deferral, Deferred, TreeShape
 from draftwing.sched.req import Req
 
 ROWS = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
 
 
 class CatchUps:
-    def __init__(self, lagging: Collection[TreeShape], most: int = LAG) -> None:
+    def __init__(self, lagging: Collection[TreeShape], most: int = LAG, deferral: Deferral = AT_ONCE) -> None:
         """lagging: shapes whose steps the drafter does not see; most: positions that it may lack of a row."""
         assert all(shape.max_commit <= most for shape in lagging)
         self._lagging, self._most = frozenset(lagging), most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
+        self._prompts = Prompts(deferral)
 
     def plan(self, step: int, shape: TreeShape, reqs: Sequence[Req]) -> None:
         """A tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
@@ -37,6 +41,10 @@ class CatchUps:
             for req in reqs:
                 req.behind += shape.max_commit
 
+    def prefill(self, req: Req, length: int, final: bool) -> int | None:
+        """A chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
+        return self._prompts.plan(req, length, final)
+
     def commit(self, step: int, shape: TreeShape, req: Req, count: int) -> None:
         """The step of this number has committed `count` tokens of the request."""
         if step >= req.caught_up and shape in self._lagging:
@@ -44,21 +52,24 @@ class CatchUps:
 
     def release(self, req: Req, cached: bool) -> None:
         """The request gives its row away. cached: whether others may use its KV."""
+        self._prompts.release(req, cached)
         if cached:
             self._add(req)
         req.behind = 0
 
     def take(self) -> CatchUp | None:
         """Those of the next plan."""
-        if not self._next:
+        prompts = self._prompts.take()
+        if not self._next and not prompts:
             return None
-        rows, behind, bound = (np.asarray(part, np.int64) for part in zip(*self._next, strict=True))
+        rows, behind, bound = np.asarray(self._next, np.int64).reshape(-1, 3).T.copy()
         self._next = []
-        return CatchUp(rows, int(behind.max()), int(bound.max()))
+        return CatchUp(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), prompts)
 
     def clear(self) -> None:
         """Nobody will use what has been released."""
         self._next = []
+        self._prompts.take()
 
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
@@ -72,3 +83,51 @@ class CatchUps:
         if req.behind:
             self._next.append((req.row, req.behind, req.bound))
             req.behind = 0
+
+
+class Prompts:
+    """Chunks that the drafter has not seen, each prompt's in places of its own. Where there are none for it, or no room
+    for a chunk, the drafter sees the chunk at once."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        self._places, self._most = deferral
+        self._kept: dict[int, tuple[Deferred, int]] = {}  # by row: what is deferred, and its places
+        self._due: list[Deferred] = []  # with the next plan
+
+    def plan(self, req: Req, length: int, final: bool) -> int | None:
+        """As `CatchUps.prefill`."""
+        if final:
+            self._show(req.row, req.sent)
+            return None
+        kept, places = self._kept.get(req.row) or self._new(req)
+        if kept.length + length > places:
+            self._show(req.row, req.sent)
+            kept = kept._replace(start=req.sent, length=0)
+        if length > places:
+            return None
+        self._kept[req.row] = kept._replace(length=kept.length + length), places
+        return kept.at + kept.length
+
+    def release(self, req: Req, cached: bool) -> None:
+        """Others may use what is committed, as far as they may use anything: the drafter must have seen that."""
+        self._show(req.row, req.kv if cached else 0)
+
+    def take(self) -> tuple[Deferred, ...]:
+        due, self._due = tuple(self._due), []
+        return due
+
+    def _show(self, row: int, end: int) -> None:
+        """The drafter sees what is deferred below position `end`; the places are free."""
+        kept, _ = self._kept.pop(row, (None, 0))
+        if kept is not None and (length := min(kept.start + kept.length, end) - kept.start) > 0:
+            self._due.append(kept._replace(length=length))
+
+    def _new(self, req: Req) -> tuple[Deferred, int]:
+        """Of a request of which nothing is deferred, in the first gap that is long enough; no places if there is none.
+        Places that became free with this plan are read before they are written."""
+        wanted, at = min(self._most, req.unsent), 0
+        for kept, places in sorted(self._kept.values(), key=lambda one: one[0].at):
+            if kept.at - at >= wanted:
+                break
+            at = kept.at + places
+        return Deferred(req.row, req.sent, 0, at), wanted if at + wanted <= self._places else 0

@@ -121,7 +121,7 @@ class Pace:
 def _size(chunks: Sequence[Chunk]) -> tuple[int, float]:
     """Tokens, and the keys that they attend to."""
     tokens, keys = 0, 0.0
-    for _, start, length, _ in chunks:
+    for _, start, length, *_ in chunks:
         tokens += length
         keys += length * (start + length / 2)
     return tokens, keys

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from draftwing.core import (
+    AT_ONCE,
     LAG,
     NOT_FINITE,
     PLAIN,
     Chunk,
+    Deferral,
     Output,
     Plan,
     StepResult,
@@ -58,6 +60,7 @@ class SchedulerConfig:
     vocab: int = 0  # width of the target's logits
     lagging: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
     lag: int = LAG  # most positions of a row that it may lack then
+    deferral: Deferral = AT_ONCE  # of prompts
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
 
@@ -86,7 +89,7 @@ class Scheduler:
         self._pace = Pace()
         self.choice = ShapeChoice(policy, self._pace, config.draws_alike)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
-        self._catch_ups = CatchUps(config.lagging, config.lag)
+        self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral)
         self._news: list[Output] = []
 
     # -- requests in, requests out ------------------------------------------------------------------------------
@@ -198,7 +201,8 @@ class Scheduler:
             final = req.sent + length == len(req.tokens)
             if not self._cover(req, req.sent + length + (self.config.tail if final else 0)):
                 continue
-            chunks.append(Chunk(req.row, req.sent, length, final))
+            kept = self._catch_ups.prefill(req, length, final)
+            chunks.append(Chunk(req.row, req.sent, length, final, kept))
             chosen.append(req)
             req.sent += length
             req.bound = req.sent
@@ -207,7 +211,8 @@ class Scheduler:
                 req.inflight += 1
         if not chunks:
             return None
-        order = sorted(range(len(chunks)), key=lambda i: not chunks[i].final)  # the first rows draw
+        # The first rows draw, the last ones are those that the drafter does not see.
+        order = sorted(range(len(chunks)), key=lambda i: (not chunks[i].final, chunks[i].kept is not None))
         chosen, chunks = [chosen[i] for i in order], [chunks[i] for i in order]
         return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
 

@@ -154,12 +154,13 @@ class Drafter(ABC):
         batch: Batch,
         aux_hidden: Tensor | None,
         next_ids: Tensor,
-        count: Tensor,
+        count: Tensor | None,
         noisy: Tensor,
         drafts: bool,
     ) -> None:
         """Sees what it has not seen of some rows, as `extend` sees the accepted path of one step. drafts: whether it
-        proposes for them next; if not, nobody asks what it makes of the newest token before it catches up again."""
+        proposes for them next; if not, nobody asks what it makes of the newest token before it catches up again.
+        Without a count it sees several chunks of a prompt as one, of which none is the last."""
         self.extend(table, batch, aux_hidden, next_ids, count, noisy)
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:

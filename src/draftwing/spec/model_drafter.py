@@ -127,11 +127,11 @@ class ModelDrafter(Drafter):
         batch: Batch,
         aux_hidden: Tensor | None,
         next_ids: Tensor,
-        count: Tensor,
+        count: Tensor | None,
         noisy: Tensor,
         drafts: bool,
     ) -> None:
-        if self.lookahead != 1:
+        if self.lookahead != 1 or count is None:
             self.extend(table, batch, aux_hidden, next_ids, count, noisy)
             return
         assert aux_hidden is not None

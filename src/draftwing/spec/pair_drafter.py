@@ -102,7 +102,7 @@ class PairDrafter(Drafter):
         batch: Batch,
         aux_hidden: Tensor | None,
         next_ids: Tensor,
-        count: Tensor,
+        count: Tensor | None,
         noisy: Tensor,
         drafts: bool,
     ) -> None:

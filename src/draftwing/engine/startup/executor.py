@@ -13,7 +13,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.lag import ROOM as LAG_ROOM
 from draftwing.engine.precision import Precision
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.memory import Rig, row_length, size_pool
+from draftwing.engine.startup.memory import Rig, deferral_of, row_length, size_pool
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import FP8, KVPool
 from draftwing.models.decoder import DecoderModel
@@ -92,11 +92,11 @@ def make_executor(
         drafter.attach(attn, len(layers), length)
     if not attn.capturable:
         graph_size = 0
-    simulation = None
+    deferral, simulation = deferral_of(options, rig), None
     if options.simulate_accept_length is not None:
         depth = max(shape.depth for shape in menu)
         simulation = Simulation(options.simulate_accept_length, depth, config.vocab_size)
-    executor = Executor(model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0))
+    executor = Executor(model, drafter, table, attn, device, graph_size, simulation, max(chunk, 0), deferral)
     if options.enable_torch_compile:
         nodes = max(shape.nodes for shape in menu)
         compile_forwards(model, getattr(drafter, "head", None), options.torch_compile_max_bs * nodes, device.ops)

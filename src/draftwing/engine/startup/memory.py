@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from draftwing.config.options import Options
-from draftwing.core import LAG, PLAIN, Admission, CatchUp, Chunk, Plan, TreeShape
+from draftwing.core import LAG, PLAIN, Admission, CatchUp, Chunk, Deferral, Plan, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs.cuda import MOST_NODES, batch_sizes
@@ -78,7 +78,8 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     free, total = rig.device.free_memory(), rig.device.total_memory()
     assert options.max_running_requests
     rows = options.max_running_requests + 1
-    tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length) + unseen_bytes(rows, rig)
+    tables = 2 * 8 * rows * length + request_bytes(rows, rig.model.config.vocab_size, length)
+    tables += unseen_bytes(rows, rig, deferral_of(options, rig))
     needed = step + graphs + tables
     sizes = (
         f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB: "
@@ -120,12 +121,19 @@ def request_bytes(rows: int, vocab: int, length: int) -> int:
     return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
 
 
-def unseen_bytes(rows: int, rig: Rig) -> int:
+def deferral_of(options: Options, rig: Rig) -> Deferral:
+    """How much of prompts a drafter sees later, at most as many positions at once as a prefill has."""
+    assert options.chunked_prefill_size
+    most = options.chunked_prefill_size if options.chunked_prefill_size > 0 else TRIAL_TOKENS
+    return Lag.deferral(rig.drafter, rig.device, most)
+
+
+def unseen_bytes(rows: int, rig: Rig, deferral: Deferral) -> int:
     """Bytes of what is kept for a drafter until it catches up."""
     if rig.drafter is None or not rig.drafter.kv_layers:
         return 0
     config, dtype = rig.model.config, rig.model.dtype
-    return Lag.bytes_of(rows, len(rig.drafter.aux_layers) * config.hidden_size, dtype)
+    return Lag.bytes_of(rows, len(rig.drafter.aux_layers) * config.hidden_size, dtype, deferral.places)
 
 
 def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
