@@ -5,7 +5,7 @@ import random
 import pytest
 
 from draftwing.core import Chunk
-from draftwing.sched.pace import ALONE, BESIDE, LEAST, LONG, MOST, SHARE, STALL, Pace
+from draftwing.sched.pace import ALONE, BESIDE, LEAST, LONG, MOST, PRESSED, SHARE, STALL, Pace
 
 SIZES = [60, 600, 200, 250, 500] * 20
 
@@ -135,3 +135,11 @@ def test_after_a_prefill_a_step_is_no_longer_than_waits_are_in_any_case() -> Non
     for _ in range(300):
         pace.longer([])
     assert pace.longer(part(100)) == 0  # long waits have become rare
+
+
+def test_nothing_is_longer_while_prompts_wait_all_the_time() -> None:
+    pace = learnt(0.004, 2e-5, SIZES)
+    for _ in range(PRESSED):
+        pace.longer(part(1000), waiting=True)
+    allowed = pace.longer(part(100), waiting=True), pace.longer(part(100)), pace.longer(part(100), waiting=True)
+    assert allowed == (0.0, pytest.approx(2e-5 * 900, rel=0.01), pytest.approx(2e-5 * 900, rel=0.01))

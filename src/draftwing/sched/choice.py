@@ -32,11 +32,12 @@ class ShapeChoice:
         finally:
             self.policy = before
 
-    def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk]) -> TreeShape:
-        """The shape of a step of the requests `ready`. prefilled: by the plan before."""
+    def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool) -> TreeShape:
+        """The shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts of prompts
+        wait for the step."""
         if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose(self.load(ready, self._pace.longer(prefilled)))
+        return self.policy.choose(self.load(ready, self._pace.longer(prefilled, waiting)))
 
     def load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
         """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one."""

@@ -32,6 +32,7 @@ TRUST = 0.1  # of what prefills tell of how long the shortest takes: so much cou
 OWN = 0.05  # of the seconds of tokens, at any context, that are not for keys
 PAUSE = 4.0  # times what was expected: the rest of what a prefill takes is something else, as of a machine that paused
 STEPS, RARE = 256, 20  # of late; one in so many may be as slow
+PRESSED = 16  # steps in a row with prompts that wait: these decide how many requests are served
 NEAR = 64  # steps of late: half of them take longer than a usual one
 DRIFT = 1.002  # with each step: what the shortest one takes may change
 
@@ -42,6 +43,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._stalls: deque[float] = deque(maxlen=STEPS)  # seconds of the prefill right before each step, 0 without
+        self._pressed = 0  # steps in a row with prompts that wait
         self._steps: deque[float] = deque(maxlen=NEAR)  # seconds of steps that decoded
         self._usual, self._short = 0.0, float("inf")  # seconds of such a step, and of the shortest of late
         # Sums over prefills, the newer the heavier: of products of (1, tokens, keys), of seconds times these.
@@ -81,15 +83,21 @@ class Pace:
         self._key = min(max(float(key), 0.0), (1 - OWN) * beyond * count / keys)
         self._token = (beyond * count - self._key * keys) / tokens
 
-    def longer(self, chunks: Sequence[Chunk]) -> float:
+    def longer(self, chunks: Sequence[Chunk], waiting: bool = False) -> float:
         """Returns how many seconds longer than a plain one a step may take, right after a prefill of these chunks.
 
         Requests that decode have waited for it; with the step they wait no longer than one in `RARE` steps makes them
-        wait in any case. Asked for once before each step, without chunks if nothing was before it."""
+        wait in any case. Not at all where prompts wait all the time: each needs its prefills, with a step between two
+        of them, whatever steps commit, so a longer step only delays the next prompt. What it commits more is worth
+        something again once steps run with no prompt waiting. Asked for once before each step, without chunks if
+        nothing was before it. waiting: whether a part of a prompt waits for it."""
         stall = self.seconds(chunks)
         self._stalls.append(stall)
+        self._pressed = self._pressed + 1 if waiting else 0
         if not stall:
             return float("inf")
+        if self._pressed > PRESSED:
+            return 0.0
         return max(nlargest(max(len(self._stalls) // RARE, 1), self._stalls)[-1] - stall, 0.0)
 
     def seconds(self, chunks: Sequence[Chunk]) -> float:

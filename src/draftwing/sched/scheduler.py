@@ -220,7 +220,8 @@ class Scheduler:
         ready = self._ready()
         if not ready:
             return None
-        shape = self.choice.choose(ready, self._prefilled)
+        waiting = any(req.state is ReqState.PREFILL for req in self.running)
+        shape = self.choice.choose(ready, self._prefilled, waiting)
         span = self.spans[shape]
         ahead = self.kv.ahead(ready, span, self.config.ahead)
         chosen = []

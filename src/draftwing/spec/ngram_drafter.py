@@ -51,10 +51,10 @@ class NGramDrafter(LookupDrafter):
         count: Tensor | None,
         noisy: Tensor | None = None,
     ) -> None:
-        """Decoding: the count[b] newest tokens of each row enter the memory. Prefill: the row begins anew; prompts stay
-        out of the memory."""
+        """Decoding: the count[b] newest tokens of each row enter the memory. The end of a prefill: the row begins anew;
+        prompts stay out of the memory."""
         rows = batch.rows
-        if count is None:
-            self.index.begin(table, rows)
-        else:
+        if count is not None:
             self.index.insert(table, rows, batch.prefix_len, count, next_ids.numel() // rows.numel())
+        elif final := sum(chunk.final for chunk in batch.chunks):  # the first ones
+            self.index.begin(table, rows[:final])
