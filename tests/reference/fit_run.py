@@ -1,7 +1,7 @@
 """A small training run that several processes can make alike: a tiny head, samples made from a seed.
 
-As a program: `python fit_run.py TARGET OUT ALGORITHM ACCUMULATE PAUSE`, also under torchrun; the parameters go to
-OUT/params.pt. PAUSE: seconds that every read of a sample takes.
+As a program: `python fit_run.py TARGET OUT PAUSE ALGORITHM...`, also under torchrun, trains one after the other, each
+in OUT/ALGORITHM; the parameters go to params.pt there. PAUSE: seconds that every read of a sample takes.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def run(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    target, out, algorithm, accumulate, pause = sys.argv[1:]
+    target, out, pause, *algorithms = sys.argv[1:]
     join_world("cpu")
-    settings = config(algorithm, accumulate=int(accumulate))
-    trained, _ = run(Path(target), Path(out), settings, algorithm, pause=float(pause))
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        torch.save(trained.state_dict(), Path(out) / "params.pt")
+    for algorithm in algorithms:
+        folder = Path(out) / algorithm
+        trained, _ = run(Path(target), folder, config(algorithm), algorithm, pause=float(pause))
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            torch.save(trained.state_dict(), folder / "params.pt")

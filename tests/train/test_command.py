@@ -32,7 +32,7 @@ from draftwing.train.settings import open_run
 pytestmark = pytest.mark.slow
 
 UNTRAINED, TRAINED = 1.25, 2.5  # accept lengths at (3, 1, 4), greedy: at most, at least
-LEARN = ("--steps", "250", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
+LEARN = ("--steps", "100", "--batch-tokens", "512", "--lr", "0.01", "--ttt-steps", "3")
 BLOCKS = ("--block-steps", "4", "--draft-layers", "2", "--markov-rank", "32")
 LEARN_BLOCKS = ("--steps", "80", "--batch-tokens", "512", "--lr", "0.015", "--block-loss", "lk_hybrid",
                 "--anchors", "0.5", "--draft-vocab-size", "128")  # fmt: skip
@@ -106,7 +106,7 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "MTP"])
 def test_acceptance_rises(bench: Bench, run: Path, algorithm: str) -> None:
     short = ("--data", str(run), "--shapes", "3,1,4", "--eval-temperatures", "0")
-    other = ("--optimizer", "muon") if algorithm == "MTP" else ()
+    other = ("--optimizer", "muon", "--steps", "60", "--lr", "0.02") if algorithm == "MTP" else ()
     trained = run if algorithm == "EAGLE3" else bench.train(algorithm, *short, *other, algorithm=algorithm)
     untrained = bench.train(f"{algorithm} 0", *short, "--steps", "1", "--lr", "1e-9", algorithm=algorithm)
     assert accept(untrained) < UNTRAINED and accept(trained) > TRAINED
@@ -129,7 +129,7 @@ def test_the_head_serves_and_its_card_says_how_it_was_made(bench: Bench, run: Pa
         assert llm.engine.accept_length > 1.5
     card = (run / "head" / "README.md").read_text()
     for part in (
-        "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "250 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} |",
+        "EAGLE-3 head", "made here: CC0-1.0", "Seed 0", "100 steps", "p.jsonl", "--lr 0.01", f"| {accept(run):.2f} |",
         "80 prompts", "256 tokens", "--speculative-algorithm EAGLE3",
     ):  # fmt: skip
         assert part in card, part

@@ -84,9 +84,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(algorithm, accumulate, targe
 
 def test_a_process_that_is_killed_goes_on_in_another(target, tmp_path):
     whole, _ = run(target, tmp_path / "whole", config("EAGLE3"))
-    out = tmp_path / "killed"
+    out = tmp_path / "killed" / "EAGLE3"
     with subprocess.Popen(
-        [sys.executable, PROGRAM, target, out, "EAGLE3", "1", "0.03"],
+        [sys.executable, PROGRAM, target, out.parent, "0.03", "EAGLE3"],
         env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}, stderr=subprocess.PIPE,
     ) as child:  # fmt: skip
         deadline = time.monotonic() + 60
@@ -101,22 +101,27 @@ def test_a_process_that_is_killed_goes_on_in_another(target, tmp_path):
     same_run(out, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "DSPARK"])
-def test_two_processes_are_one_that_takes_turns(algorithm, target, tmp_path):
-    alone, _ = run(target, tmp_path / "alone", config(algorithm, accumulate=2), algorithm)
+@pytest.fixture(scope="module")
+def two(target, tmp_path_factory):
+    """The folder of runs of both algorithms by two processes, which take long to start."""
+    out = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, PROGRAM, target, tmp_path / "two", algorithm, "1", "0"],
+        [*command, PROGRAM, target, out, "0", "EAGLE3", "DSPARK"],
         env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
-    params = torch.load(tmp_path / "two" / "params.pt")
+    return out
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DSPARK"])
+def test_two_processes_are_one_that_takes_turns(algorithm, target, two, tmp_path):
+    alone, _ = run(target, tmp_path, config(algorithm, accumulate=2), algorithm)
+    params = torch.load(two / algorithm / "params.pt")
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(params[name], value, rtol=1e-3, atol=1e-4, msg=name)
-    first, second = (
-        list(csv.DictReader((tmp_path / out / "metrics.csv").open())) for out in ("alone", "two")
-    )  # fmt: skip
+    first, second = (list(csv.DictReader((out / "metrics.csv").open())) for out in (tmp_path, two / algorithm))
     for one, two in zip(first, second, strict=True):
         assert (one["step"], one["split"]) == (two["step"], two["split"])
         for column in ("loss", "accept_1", *(["gradient_norm"] if one["split"] == "train" else [])):
