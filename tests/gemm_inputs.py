@@ -1,14 +1,29 @@
-"""What the kernels that run on the CPU (ops/gemm_host.cpp) are given."""
+"""How the kernels that run on the CPU (ops/gemm_host.cpp) are compiled, and what they are given."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.types import QuantizedRows
+
+
+def compiled(folder: Path, source: str, *flags: str) -> ctypes.CDLL:
+    """What gemm.py and its like compile from where their PTX ends. Fused multiply-adds as instructions are most of the
+    speed, and have the same bits as calls of them; more than -O1 takes longer to compile than it saves."""
+    (folder / "gemm.inc").write_text(
+        source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
+    )
+    library, host = folder / "gemm.so", Path(__file__).parent / "ops/gemm_host.cpp"
+    options = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+    command = ["g++", *options, *flags, f'-DSOURCE="{folder / "gemm.inc"}"', str(host), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from gemm_inputs import compiled
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm import PART, Shape, read_source, shapes_for
@@ -56,19 +55,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
     folder = tmp_path_factory.mktemp("gemm")
     _, begin, source = read_source(shapes_for((9, 0))).partition("enum { PLAIN")
     assert source.count("extern __shared__ float sums[];") == 5
-    source = source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
     for line in read_source(shapes_for((8, 0))).splitlines():
         name, _, rest = line.removeprefix("KERNEL(").partition(",")
         if line.startswith("KERNEL(") and name in OLDER:
             source += f"KERNEL(older_{name},{rest}\n"
-    (folder / "gemm.inc").write_text(begin + source)
-    library = folder / "gemm.so"
-    subprocess.run(
-        ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off",
-         f'-DSOURCE="{folder / "gemm.inc"}"', str(Path(__file__).with_name("gemm_host.cpp")), "-o", str(library)],
-        check=True,
-    )  # fmt: skip
-    return Host(ctypes.CDLL(str(library)))
+    return Host(compiled(folder, begin + source))
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from gemm_inputs import pointer, quantized, random
+from gemm_inputs import compiled, pointer, quantized, random
 from torch import Tensor
 
 from draftwing.ops.cuda.gemm_groups import Width
@@ -44,15 +43,7 @@ class Host:
         before, _, rest = source.partition("#if TYPE_BF16")
         source = begin + before + rest[rest.index("// Weights as these are") :]
         assert source.count("extern __shared__ float sums[];") == 6
-        source = source.replace("extern __shared__ float sums[];", "float* const sums = shared_memory();")
-        (folder / "gemm.inc").write_text(source)
-        library = folder / "gemm.so"
-        subprocess.run(
-            ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-DGROUPS", "-DTALL",
-             f'-DSOURCE="{folder / "gemm.inc"}"', str(Path(__file__).with_name("gemm_host.cpp")), "-o", str(library)],
-            check=True,
-        )  # fmt: skip
-        self._library = ctypes.CDLL(str(library))
+        self._library = compiled(folder, source, "-DGROUPS", "-DTALL")
 
     def __call__(
         self, key: tuple[str, int], x: Tensor, w: PackedGroups, bias: Tensor | None, extra: Tensor | None, early: int
