@@ -20,7 +20,9 @@ from draftwing.ops.types import MXRows, QuantizedRows
 CPU, COUNT, TOP = torch.device("cpu"), 4, 2
 
 
-def loaded(form: WeightFormat, parts: list[Tensor | QuantizedRows | MXRows], bias: Tensor | None) -> ExpertLinear:
+def loaded(
+    form: WeightFormat, parts: list[Tensor | QuantizedRows | MXRows], bias: Tensor | None, device: torch.device = CPU
+) -> ExpertLinear:
     """parts: gates and ups of one expert after the other, each of so many rows."""
     first = parts[0]
     rows = len(first if isinstance(first, Tensor) else first.codes)
@@ -29,7 +31,7 @@ def loaded(form: WeightFormat, parts: list[Tensor | QuantizedRows | MXRows], bia
         if isinstance(first, MXRows)
         else (first.codes if isinstance(first, QuantizedRows) else first).shape[1]
     )
-    layer = ExpertLinear(columns, 2 * rows, COUNT, bias is not None, torch.bfloat16, CPU, form)
+    layer = ExpertLinear(columns, 2 * rows, COUNT, bias is not None, torch.bfloat16, device, form)
     for number, part in enumerate(parts):
         (place,) = form.slices("", number * rows, rows).values()
         if not layer.op.keep(place, part):
@@ -40,11 +42,11 @@ def loaded(form: WeightFormat, parts: list[Tensor | QuantizedRows | MXRows], bia
     return layer
 
 
-def triton_ops() -> TorchOps:
+def triton_ops(device: torch.device) -> TorchOps:
     pytest.importorskip("triton")
     from draftwing.ops.triton.ops import TritonOps
 
-    return TritonOps(CPU)
+    return TritonOps(device)
 
 
 @pytest.mark.parametrize("rows", [32, 16])
@@ -59,14 +61,15 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
     parts: list[Tensor | QuantizedRows | MXRows] = []
     if case.endswith("triton"):
         request.getfixturevalue("mended_interpreter")
-        ops = triton_ops()
+        ops = triton_ops(request.getfixturevalue("device"))
     elif case.endswith("torch"):
         ops = GroupTorchOps(CPU)
     if case.startswith("mx"):
         form = BlockFormat("Q8_0", ops) if case == "mx blocks" else GroupFormat(ops=ops)
         for _ in range(2 * COUNT):
             codes = torch.randint(0, 256, (rows, 64), generator=generator, dtype=torch.uint8)
-            parts.append(MXRows(codes, torch.randint(118, 124, (rows, 4), generator=generator, dtype=torch.uint8)))
+            exponents = torch.randint(118, 124, (rows, 4), generator=generator, dtype=torch.uint8)
+            parts.append(MXRows(codes.to(ops.device), exponents.to(ops.device)))
         expected = torch.cat([part.dense(torch.bfloat16) for part in parts if isinstance(part, MXRows)])
         tolerance = 0.0
     elif case.startswith("groups"):
@@ -74,7 +77,8 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
         for _ in range(2 * COUNT):
             codes = torch.randint(-8, 8, (rows, 128), generator=generator, dtype=torch.int8)
             scales = torch.rand(rows, 2, generator=generator) / 32
-            parts.append(QuantizedRows(codes, 4, scales.bfloat16(), None, 1, 64, None))
+            scales = scales.bfloat16().to(ops.device)
+            parts.append(QuantizedRows(codes.to(ops.device), 4, scales, None, 1, 64, None))
         expected = torch.cat([part.dense(torch.bfloat16) for part in parts if isinstance(part, QuantizedRows)])
         tolerance = 0.0
     else:
@@ -82,10 +86,11 @@ def test_forms(request: pytest.FixtureRequest, case: str, rows: int) -> None:
         expected, tolerance = torch.cat(parts), 0.005
         if case == "blocks":
             form = BlockFormat("Q8_0", ops)
-    layer = loaded(form, parts, bias)
+    layer = loaded(form, parts, bias, ops.device)
     if tolerance:  # what stays quantised has no such weight before it is packed
         torch.testing.assert_close(layer.op.dense_weight().float(), expected.float(), atol=tolerance, rtol=0.005)
     x, logits = torch.randn(5, 128, generator=generator).bfloat16(), torch.randn(5, COUNT, generator=generator)
+    x, logits, bias, expected = (part.to(ops.device) for part in (x, logits, bias, expected))
     if case != "plain":
         layer.pack(ops, PackMode())
     else:

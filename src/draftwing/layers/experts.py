@@ -14,11 +14,10 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
-from draftwing.layers.linear_ops.groups import multiplied_out, sizes_of
-from draftwing.ops.groups import PackedGroups
+from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.torch.experts import ExpertGemm, Routed
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
-from draftwing.ops.types import MXRows
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class ExpertLinear(Linear):
         if groups is not None:
             self._gemm = ops.expert_gemm(groups, self.count)
             if self._gemm is not None:
-                self.op = ExpertGroups(self, groups, self._dtype)
+                self.op = ExpertWeights(self, self._gemm.weight, self._dtype)
                 return
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
             logger.warning("%s: no kernel for its quantised weights; multiplied out to %s", mode.name, what)
@@ -145,19 +144,20 @@ class ExpertLinear(Linear):
         return layers
 
 
-class ExpertGroups(LinearOp):
+class ExpertWeights(LinearOp):
     """What is known of a weight that stays quantised beside its GEMM."""
 
-    def __init__(self, layer: Linear, weight: PackedGroups | MXRows, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Linear, weight: Tensor | ExpertRows, dtype: torch.dtype) -> None:
         super().__init__(layer)
+        assert isinstance(weight, ExpertRows)
         self._weight, self._dtype = weight, dtype
 
     @property
     def sizes(self) -> Counter[str]:
-        return sizes_of(self._weight)
+        return Counter({self._weight.label: self._weight.nbytes})
 
     def dense_weight(self) -> Tensor:
-        return multiplied_out(self._weight, self._dtype)
+        return self._weight.dense(self._dtype)
 
 
 class EachExpert(LinearOp):

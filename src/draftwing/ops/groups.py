@@ -157,6 +157,26 @@ def unpacked(weight: PackedGroups) -> Tensor:
     return values if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
 
 
+def codes_of(weight: PackedGroups) -> Tensor:
+    """[rows, columns] int8, those of 4 bits from 0; or float8_e4m3fn. Columns are in the order of the packed weight."""
+    chunks = weight.columns // CHUNK
+    if weight.bits == 4:
+        codes = _from_nibble_tiles(weight.codes, chunks, _FIRST[weight.scales.dtype])
+    else:
+        codes = (_from_fp8_tiles if weight.fp8 else _from_byte_tiles)(weight.codes, chunks)
+    return codes.reshape(weight.rows, weight.columns)
+
+
+def by_group(weight: PackedGroups) -> tuple[Tensor, Tensor | None]:
+    """Scales, and what is added to a code from 0, [rows, groups] float32."""
+
+    def by_row(values: Tensor, power: int) -> Tensor:
+        return _times_power(values.permute(0, 3, 2, 1).reshape(weight.rows, -1), power)
+
+    unit, dtype = units_of(weight)[0], weight.scales.dtype
+    return by_row(weight.scales, unit), None if weight.zeros is None else by_row(weight.zeros, _UNITS[dtype])
+
+
 def _even(group_of: Tensor, wide: int) -> bool:
     counts = torch.bincount(group_of)
     return bool((counts == wide).all())

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.types import MXRows
 
@@ -86,6 +87,11 @@ def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: R
 
 class ExpertGemm(Protocol):
     """GEMMs with the weights of all experts; those that nobody chose are not read."""
+
+    @property
+    def weight(self) -> Tensor | ExpertRows:
+        """As it is held from now on."""
+        ...
 
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         """x [M or pairs, in], bias [count * out] -> row of a pair @ weight of its expert^T + bias, [pairs, out]"""

@@ -14,11 +14,11 @@ from torch import Tensor
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, ExpertTiles, Routed
 from draftwing.ops.triton.common import lanes, launch_options, start
 
-FEW_PAIRS = 1024  # up to so many one program sorts them; more are sorted by torch
+FEW_PAIRS = 16384  # up to so many are sorted by comparing all with all; more are sorted by torch
 FEW_TOKENS = 128  # up to so many tiles have few rows: experts are chosen by few tokens each
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
-_CHUNK = 64  # pairs that are sorted at a time
+_BLOCK, _CHUNK = 128, 32  # pairs that a program places, and those that they are compared with at a time
 
 
 @triton.jit
@@ -28,6 +28,8 @@ def _route_kernel(
     logits,
     stride,
     scatter,
+    order,
+    tiles,
     COUNT: tl.constexpr,
     TOP: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -35,7 +37,7 @@ def _route_kernel(
     TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row. Of equal logits the first counts."""
+    """A row. Of equal logits the first counts. order, tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -60,54 +62,62 @@ def _route_kernel(
     there = place < TOP
     tl.store(experts + row * TOP + place, chosen.to(tl.int64), mask=there)
     tl.store(weights + row * TOP + place, weight / total, mask=there)
+    if tiles is not None:
+        tl.store(order + place, place, mask=there)
+        tl.store(tiles + place, chosen, mask=there)
+        tl.store(tiles + TOP + place, place, mask=there)
+        tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=there)
 
 
-@triton.jit(do_not_specialize=["pairs", "tile_count"])
+@triton.jit(do_not_specialize=["pairs", "tile_count", "most"])
 def _tile_kernel(
     order,
     tiles,
     experts,
     pairs,
     tile_count,
+    most,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
-    TILE_LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: counts the pairs of each expert, puts them in the order of experts, and cuts that into tiles."""
-    lane = tl.arange(0, LANES)
-    place = tl.arange(0, CHUNK)
+    """Puts pairs in the order of experts, and cuts that into tiles, at most `most` of an expert. The last program makes
+    the tiles, the others place BLOCK pairs each; each compares its own with all pairs."""
     start(PDL)
-    counts = tl.zeros([LANES], tl.int32)
-    for first in range(0, pairs, CHUNK):
-        expert = tl.load(experts + first + place, mask=first + place < pairs, other=-1).to(tl.int32)
-        counts += tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
-    begins = tl.cumsum(counts, 0) - counts
-    tile_counts = (counts + ROWS - 1) // ROWS
-    tile_ends = tl.cumsum(tile_counts, 0)
-    tile_begins = tile_ends - tile_counts
-
-    nexts = begins
-    for first in range(0, pairs, CHUNK):
-        there = first + place < pairs
-        expert = tl.load(experts + first + place, mask=there, other=-1).to(tl.int32)
-        same = (expert[:, None] == lane[None, :]).to(tl.int32)
-        at = tl.sum(same * (tl.cumsum(same, 0) - 1 + nexts[None, :]), 1)
-        tl.store(order + at, first + place, mask=there)
-        nexts += tl.sum(same, 0)
-
-    for first in range(0, tile_count, TILE_LANES):
-        tile = first + tl.arange(0, TILE_LANES)
-        own = (tile_begins[None, :] <= tile[:, None]) & (tile[:, None] < tile_ends[None, :])
-        number = tl.sum(tl.where(own, lane[None, :] + 1, 0), 1) - 1  # -1: there is no such tile
-        within = tl.sum(tl.where(own, (tile[:, None] - tile_begins[None, :]) * ROWS, 0), 1)
-        begin = tl.sum(tl.where(own, begins[None, :], 0), 1)
-        count = tl.sum(tl.where(own, counts[None, :], 0), 1)
-        mask = tile < tile_count
-        tl.store(tiles + tile, number, mask=mask)
-        tl.store(tiles + tile_count + tile, begin + within, mask=mask)
-        tl.store(tiles + 2 * tile_count + tile, tl.minimum(count - within, ROWS), mask=mask)
+    place = tl.arange(0, CHUNK)
+    block = tl.program_id(0)
+    if block < tl.num_programs(0) - 1:
+        pair = block * BLOCK + tl.arange(0, BLOCK)
+        there = pair < pairs
+        own = tl.load(experts + pair, mask=there, other=0).to(tl.int32)[:, None]
+        before = tl.zeros([BLOCK, CHUNK], tl.int32)
+        for first in range(0, pairs, CHUNK):
+            other = (first + place)[None, :]
+            expert = tl.load(experts + other, mask=other < pairs, other=LANES).to(tl.int32)
+            before += ((expert < own) | ((expert == own) & (other < pair[:, None]))).to(tl.int32)
+        tl.store(order + tl.sum(before, 1), pair, mask=there)
+    else:
+        lane = tl.arange(0, LANES)
+        same = tl.zeros([LANES, CHUNK], tl.int32)
+        less = tl.zeros([LANES, CHUNK], tl.int32)
+        for first in range(0, pairs, CHUNK):
+            other = (first + place)[None, :]
+            expert = tl.load(experts + other, mask=other < pairs, other=LANES).to(tl.int32)
+            same += (expert == lane[:, None]).to(tl.int32)
+            less += (expert < lane[:, None]).to(tl.int32)
+        counts, begins = tl.sum(same, 1), tl.sum(less, 1)
+        own_tiles = (counts + ROWS - 1) // ROWS
+        at = tl.cumsum(own_tiles, 0) - own_tiles
+        for i in range(0, most):
+            there = i < own_tiles
+            tl.store(tiles + at + i, lane, mask=there)
+            tl.store(tiles + tile_count + at + i, begins + i * ROWS, mask=there)
+            tl.store(tiles + 2 * tile_count + at + i, tl.minimum(counts - i * ROWS, ROWS), mask=there)
+        total = tl.sum(own_tiles, 0)
+        for first in range(0, tile_count, LANES):
+            tl.store(tiles + first + lane, lane * 0 - 1, mask=(first + lane >= total) & (first + lane < tile_count))
 
 
 @triton.jit
@@ -163,12 +173,25 @@ def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool, scatter: T
     assert logits.stride(1) == 1 and top_k <= count
     experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    order = tiles = None
+    if rows == 1:  # each of its pairs is a tile
+        order, tiles = _empty_tiles(top_k, top_k, logits.device)
     if rows:
         _route_kernel[(rows,)](
-            experts, weights, logits, logits.stride(0), scatter, COUNT=count, TOP=top_k, RENORMALISE=renormalise,
-            LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1, **launch_options(logits.device),
+            experts, weights, logits, logits.stride(0), scatter, order, tiles, COUNT=count, TOP=top_k,
+            RENORMALISE=renormalise, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
+            **launch_options(logits.device),
         )  # fmt: skip
-    return Routed(experts, weights, count, tiles_of(experts, count, tile_rows(rows, exact)))
+    tile = tile_rows(rows, exact)
+    if order is not None and tiles is not None:
+        return Routed(experts, weights, count, ExpertTiles(order, tiles, tile))
+    return Routed(experts, weights, count, tiles_of(experts, count, tile))
+
+
+def _empty_tiles(pairs: int, most: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(pairs, dtype=torch.int32, device=device), torch.empty(3, most, dtype=torch.int32, device=device),
+    )  # fmt: skip
 
 
 def tile_rows(tokens: int, exact: bool) -> int:
@@ -177,17 +200,17 @@ def tile_rows(tokens: int, exact: bool) -> int:
 
 
 def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
-    """experts [M, top_k] of `count` -> tiles of `rows` pairs, as many as there may be whatever was chosen."""
+    """experts [M, top_k] of `count`, of a row no two alike -> tiles of `rows` pairs, as many as there may be whatever
+    was chosen."""
     pairs = experts.numel()
     most = min(pairs, count + pairs // rows)
     if pairs > FEW_PAIRS:
         return _sorted_tiles(experts.flatten(), count, rows, most)
-    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    tiles = torch.empty(3, most, dtype=torch.int32, device=experts.device)
+    order, tiles = _empty_tiles(pairs, most, experts.device)
     if pairs:
-        _tile_kernel[(1,)](
-            order, tiles, experts, pairs, most, ROWS=rows, LANES=lanes(count), TILE_LANES=64,
-            CHUNK=min(_CHUNK, triton.next_power_of_2(max(pairs, 16))), num_warps=8, **launch_options(experts.device),
+        _tile_kernel[(triton.cdiv(pairs, _BLOCK) + 1,)](
+            order, tiles, experts, pairs, most, triton.cdiv(experts.shape[0], rows), ROWS=rows, LANES=lanes(count),
+            BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=4, **launch_options(experts.device),
         )  # fmt: skip
     return ExpertTiles(order, tiles, rows)
 

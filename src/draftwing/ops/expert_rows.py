@@ -1,0 +1,124 @@
+"""Quantised weights of experts as kernels of a GPU read them: row by row, in words of 32 bits.
+
+Two columns that are neighbours lie in the two halves of a word, at the same place in both, so that what turns codes
+into bfloat16 works on two at once. Scales lie by the columns that they are for, those of all rows side by side, so that
+a program loads its own in one piece.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftwing.ops.groups import WHOLE, PackedGroups, by_group, codes_of
+from draftwing.ops.types import MX_BLOCK, MXRows
+
+STEP = 128  # columns that have their scales side by side
+INT4, INT8, FP8, MX = range(1, 5)  # kinds of codes
+# A floating point code whose bits are put where a bfloat16 has those of the same meaning is less than it should be by
+# this power of 2, which scales and exponents are kept with.
+MX_LESS, FP8_LESS = 126, 120
+_AT_ONCE = 1 << 26  # codes that are turned into words at a time
+
+
+class ExpertRows(NamedTuple):
+    """[rows, columns] of all experts, one beneath the other."""
+
+    words: Tensor  # [rows, columns * bits / 32] int32
+    scales: Tensor  # [steps * groups, rows] int32, the bits of a float32; of MXFP4 [steps, rows], four exponents
+    zeros: Tensor | None  # as scales: what is added to a code of 4 bits from 0; None: -8
+    kind: int
+    groups: int  # of a step; 0: one for whole rows
+    columns: int
+    order: Tensor | None  # [columns] int64: column i of these is order[i] of the matrix; None: i
+    label: str
+
+    @property
+    def rows(self) -> int:
+        return len(self.words)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.words, self.scales, self.zeros, self.order) if part is not None)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]: the values that kernels compute, columns in the matrix's order."""
+        codes, column = _from_words(self.words, 4 if self.kind in (INT4, MX) else 8), torch.arange(self.columns)
+        step = column.to(codes.device) // STEP
+        within = column.to(codes.device) % STEP
+        if self.kind == MX:
+            exponents = self.scales.t()[:, step] >> 8 * (within // MX_BLOCK) & 255
+            halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], device=codes.device) / 2
+            values = torch.cat((halves, -halves))[codes.int()] * torch.exp2(exponents - float(127 + MX_LESS))
+        else:
+            group = step * self.groups + within * self.groups // STEP
+            values = (codes.view(torch.float8_e4m3fn if self.kind == FP8 else torch.int8)).float()
+            if self.kind == INT4:
+                values += -8 if self.zeros is None else self.zeros.view(torch.float32).t()[:, group]
+            values *= self.scales.view(torch.float32).t()[:, group]
+            values *= 2.0**-FP8_LESS if self.kind == FP8 else 1.0
+        values = values.to(dtype)
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
+
+
+def fits(weight: MXRows) -> bool:
+    """Whether exponents are such that there are words for them: of weights below 12."""
+    return weight.codes.is_meta or int(weight.exponents.max()) <= 254 - MX_LESS
+
+
+def expert_rows(weight: PackedGroups | MXRows) -> ExpertRows:
+    """The same in this layout."""
+    if isinstance(weight, MXRows):
+        exponents = _padded(weight.exponents.int() + MX_LESS, STEP // MX_BLOCK).unflatten(1, (-1, 4))
+        scales = exponents[..., 0]
+        for i in range(1, 4):
+            scales = scales | exponents[..., i] << 8 * i
+        words = torch.empty(weight.rows, weight.columns // 8, dtype=torch.int32, device=weight.codes.device)
+        for at, rows in _parts(weight.codes, weight.columns):
+            words[at] = _words(torch.stack((rows & 15, rows >> 4), -1).flatten(1), 4)
+        return ExpertRows(words, scales.t().contiguous(), None, MX, 4, weight.columns, None, weight.label)
+    kind = INT4 if weight.bits == 4 else FP8 if weight.fp8 else INT8
+    groups = 0 if weight.shift == WHOLE else int(STEP / (64 * 2.0**weight.shift))
+    words = torch.empty(weight.rows, weight.columns * weight.bits // 32, dtype=torch.int32, device=weight.codes.device)
+    for at, codes in _parts(weight.codes, 16 * weight.columns):
+        rows = slice(16 * at.start, 16 * at.stop)
+        words[rows] = _words(codes_of(weight._replace(codes=codes)).view(torch.uint8), weight.bits)
+    scales, zeros = by_group(weight)
+    scales = _steps(scales * 2.0**FP8_LESS if weight.fp8 else scales, groups)
+    zeros = None if zeros is None else _steps(zeros, groups)
+    label = "fp8" if weight.fp8 else f"int{weight.bits}"
+    return ExpertRows(words, scales, zeros, kind, groups, weight.columns, weight.order, label)
+
+
+def _parts(codes: Tensor, size: int) -> list[tuple[slice, Tensor]]:
+    """Items of so many codes, some at a time, so that what is made of them on the way is small."""
+    if codes.is_meta:
+        return []
+    most = max(_AT_ONCE // size, 1)
+    return [(slice(at, min(at + most, len(codes))), codes[at : at + most]) for at in range(0, len(codes), most)]
+
+
+def _steps(values: Tensor, groups: int) -> Tensor:
+    """values [rows, groups of a row] float32 -> [steps * groups, rows] int32"""
+    return _padded(values, max(groups, 1)).t().contiguous().view(torch.int32)
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % multiple))
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """codes [rows, columns] uint8 below 2^bits -> [rows, words] int32; column 2i of a word's lies in its lower half"""
+    parts = codes.unflatten(1, (-1, 16 // bits, 2))
+    words = codes.new_zeros(parts.shape[:2], dtype=torch.int32)
+    for i in range(16 // bits):
+        words |= parts[:, :, i, 0].int() << bits * i | parts[:, :, i, 1].int() << bits * i + 16
+    return words
+
+
+def _from_words(words: Tensor, bits: int) -> Tensor:
+    """-> [rows, columns] uint8"""
+    shifts = [bits * i + half for i in range(16 // bits) for half in (0, 16)]
+    return torch.stack([words >> shift & (1 << bits) - 1 for shift in shifts], -1).flatten(1).to(torch.uint8)
