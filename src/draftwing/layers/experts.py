@@ -82,9 +82,9 @@ class ExpertLinear(Linear):
         self._ops, self._packed = ops, True
         mode, groups = mode or PackMode(), self.op.groups()
         if groups is not None:
-            self._gemm = ops.expert_gemm(groups, self.count)
-            if self._gemm is not None:
-                self.op = ExpertWeights(self, self._gemm.weight, self._dtype)
+            gemm = self._gemm = ops.expert_gemm(groups, self.count)
+            if gemm is not None:
+                self.op = ExpertWeights(self, gemm.weight, self._dtype)
                 return
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
             logger.warning("%s: no kernel for its quantised weights; multiplied out to %s", mode.name, what)

@@ -83,8 +83,8 @@ def expert_rows(weight: PackedGroups | MXRows) -> ExpertRows:
     groups = 0 if weight.shift == WHOLE else int(STEP / (64 * 2.0**weight.shift))
     words = torch.empty(weight.rows, weight.columns * weight.bits // 32, dtype=torch.int32, device=weight.codes.device)
     for at, codes in _parts(weight.codes, 16 * weight.columns):
-        rows = slice(16 * at.start, 16 * at.stop)
-        words[rows] = _words(codes_of(weight._replace(codes=codes)).view(torch.uint8), weight.bits)
+        part = codes_of(weight._replace(codes=codes)).view(torch.uint8)
+        words[16 * at.start : 16 * at.stop] = _words(part, weight.bits)
     scales, zeros = by_group(weight)
     scales = _steps(scales * 2.0**FP8_LESS if weight.fp8 else scales, groups)
     zeros = None if zeros is None else _steps(zeros, groups)

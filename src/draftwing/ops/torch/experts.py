@@ -88,11 +88,6 @@ def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, routed: R
 class ExpertGemm(Protocol):
     """GEMMs with the weights of all experts; those that nobody chose are not read."""
 
-    @property
-    def weight(self) -> Tensor | ExpertRows:
-        """As it is held from now on."""
-        ...
-
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         """x [M or pairs, in], bias [count * out] -> row of a pair @ weight of its expert^T + bias, [pairs, out]"""
         ...
@@ -101,6 +96,12 @@ class ExpertGemm(Protocol):
         """silu(gate) * up of the same, [pairs, out / 2], or with a limit other than 0 `ExpertOps.clamped_swiglu`. None:
         the caller does it."""
         ...
+
+
+class DeviceExpertGemm(ExpertGemm, Protocol):
+    """The device's kernels."""
+
+    weight: Tensor | ExpertRows  # as it is held from now on
 
 
 class ExpertOps:
@@ -153,7 +154,7 @@ class ExpertOps:
             out = torch.where(flat == expert, F.linear(rows, part, of), out)
         return out
 
-    def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> ExpertGemm | None:
+    def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> DeviceExpertGemm | None:
         """The device's GEMMs with the weights [count * out, in] of experts, or None where it has none for them. A row
         has the same bits in any batch if `route` was told so."""
         return None

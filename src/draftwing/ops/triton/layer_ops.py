@@ -9,7 +9,7 @@ from draftwing.ops import groups
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
 from draftwing.ops.groups import PackedGroups
-from draftwing.ops.torch.experts import ExpertGemm, Routed
+from draftwing.ops.torch.experts import DeviceExpertGemm, Routed
 from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, PeerSums, SmallMGemm, TallGemm
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums
 from draftwing.ops.types import MXRows, QuantizedRows
@@ -47,7 +47,7 @@ class TritonLayerOps(LayerOps):
     def reads_routes(self) -> bool:  # type: ignore[override]
         return False
 
-    def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> ExpertGemm | None:
+    def expert_gemm(self, weight: Tensor | PackedGroups | MXRows, count: int) -> DeviceExpertGemm | None:
         return expert_gemm.ExpertGemm(weight, count) if expert_gemm.takes(weight, count) else None
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
