@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from absent_gpu import compiled
 
 pytestmark = pytest.mark.slow
 
-CODE = """
-import importlib
-import sys
-import torch
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from draftwing.engine.startup.precompile import _Driver, _Nothing
-driver.set_active(_Driver(GPUTarget("cuda", int(sys.argv[1]), 32)))
-def end_at_llir(backend, stages, *_):  # which knows the shared memory; the assembler takes a third of the time
-    stages["ptx"] = lambda llir, metadata: metadata.update(name="") or ""
-    stages["cubin"] = lambda ptx, metadata: b""
-knobs.runtime.add_stages_inspection_hook = end_at_llir
-launches = []
-def note(*, fn, key, compile, **rest):
-    launches.append((fn.module, fn.name, compile["specialization_data"]))
-    fn.jit_function.device_caches[0][0][key] = _Nothing()
-    return True
-knobs.runtime.jit_cache_hook = note
-def empty(*shape, dtype=torch.int64):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-half = torch.bfloat16
+LAUNCHING = """
 from draftwing.ops.groups import WHOLE, PackedGroups
 from draftwing.ops.triton import experts
 from draftwing.ops.triton.expert_gemm import ExpertGemm
@@ -54,10 +31,6 @@ for tokens in (8, 512):
         inner = ExpertGemm(make(count * 2 * ffn, hidden), count).gated(x, None, routed, 0.0)
         outs = ExpertGemm(make(count * hidden, ffn), count).linear(inner, None, routed)
     experts.mix(outs, routed, empty(tokens, hidden, dtype=half))
-knobs.runtime.jit_cache_hook = None
-for module, name, launch in launches:
-    compiled = getattr(importlib.import_module(module), name.rpartition(".")[2]).preload(launch)
-    print(compiled.metadata.shared)
 """
 
 
@@ -65,11 +38,6 @@ for module, name, launch in launches:
 @pytest.mark.parametrize(("capability", "limit"), [(90, 227 << 10), (86, 99 << 10)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_gemms_of_experts_fit(tmp_path: Path, capability: int, limit: int) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", CODE, str(capability)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    sizes = [int(line) for line in done.stdout.split()]
+    sizes = [int(shared) for shared, *_ in compiled(LAUNCHING, tmp_path, capability)]
     assert len(sizes) == 20, "routing and sums are the same for both numbers of tokens"
     assert max(sizes) <= limit, sizes

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
+from absent_gpu import compiled
 
 pytestmark = pytest.mark.slow
 
@@ -17,69 +15,37 @@ TARGETS = [
     ("TILING_HOPPER", "bfloat16", 90, 227 << 10), ("TILING_HOPPER", "float8_e4m3fn", 90, 227 << 10),
     ("TILING", "bfloat16", 86, 99 << 10),
 ]  # fmt: skip
-CODE = """
-import re
-import sys
-import torch
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from draftwing.engine.startup.precompile import _Driver, _Nothing
-driver.set_active(_Driver(GPUTarget("cuda", int(sys.argv[2]), 32)))
+LAUNCHING = """
 from draftwing.ops.attention import FULL, AttentionKind, Ragged
 from draftwing.ops.triton import attention
 from draftwing.ops.triton import attention_common
-from draftwing.ops.triton import attention_tree
-def end_at_llir(backend, stages, *_):  # which knows the shared memory; the assembler takes a third of the time
-    stages["ptx"] = lambda llir, metadata: metadata.update(name="") or ""
-    stages["cubin"] = lambda ptx, metadata: b""
-knobs.runtime.add_stages_inspection_hook = end_at_llir
-launches = []
-def note(*, fn, key, compile, **rest):
-    launches.append(compile["specialization_data"])
-    fn.jit_function.device_caches[0][0][key] = _Nothing()
-    return True
-knobs.runtime.jit_cache_hook = note
-def empty(*shape, dtype=torch.int64):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 cases = [(1, 1, 1, True), (1, 4, 4, True), (1, 32, 6, True), (1, 7, 4, False), (16, 32, 6, False)]
 windowed = AttentionKind(128, empty(32, dtype=torch.float32))
 kinds = [(*case, FULL) for case in cases]
-if sys.argv[2:] == ["90", "bfloat16"]:
+if sys.argv[1:3] == ["90", "bfloat16"]:
     kinds += [(*cases[i], windowed) for i in (0, 2)]
 for batch, nodes, depth, exact, kind in kinds:
-    half = torch.bfloat16
-    kv = empty(4096, 8, 2, 128, dtype=getattr(torch, sys.argv[3]))
+    kv = empty(4096, 8, 2, 128, dtype=getattr(torch, sys.argv[2]))
     attention.tree_attention(
         empty(batch * nodes, 32, 128, dtype=half), kv, empty(batch + 1, 8192), empty(batch), empty(batch),
         empty(batch, nodes, depth), empty(batch, nodes), empty(batch * nodes, 4096, dtype=half),
-        attention.Workspace(torch.device("meta")), exact, nodes, getattr(attention_common, sys.argv[1]),
+        attention.Workspace(torch.device("meta")), exact, nodes, getattr(attention_common, sys.argv[3]),
         kind=kind,
     )
-half = torch.bfloat16
 for exact in (True, False):  # 16 trees of 4 nodes on average
     ragged = Ragged(empty(16), empty(16), empty(17), 32, 4)
     attention.tree_attention(
         empty(64, 32, 128, dtype=half), kv, empty(17, 8192), empty(64), empty(64), empty(64, 1, 6), empty(64, 1),
         empty(64, 4096, dtype=half), attention.Workspace(torch.device("meta")), exact, 32,
-        getattr(attention_common, sys.argv[1]), ragged,
+        getattr(attention_common, sys.argv[3]), ragged,
     )
-knobs.runtime.jit_cache_hook = None
-for launch in launches:
-    compiled = attention_tree.tree_kernel.preload(launch)
-    print(compiled.metadata.shared, *sorted(set(re.findall(r"kWidth = (\\d+)", compiled.asm["ttgir"]))))
 """
 
 
 @pytest.mark.parametrize(("tiling", "pool", "capability", "limit"), TARGETS)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit: int) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", CODE, tiling, str(capability), pool]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    launches = [line.split() for line in done.stdout.splitlines()]
+    launches = compiled(LAUNCHING, tmp_path, capability, pool, tiling)
     windowed = 3 if (capability, pool) == (90, "bfloat16") else 0
     assert len(launches) == 8 + windowed, "a large tree takes two launches"
     assert max(int(shared) for shared, *_ in launches) <= limit, launches
