@@ -89,7 +89,7 @@ class Admission(NamedTuple):
     request: GenerationRequest
     seed: int
     stop_ids: tuple[int, ...] = ()  # token ids that end it; the sampler bans them before `min_new_tokens`
-    salt: int = 0  # 63-bit hash of the request's `cache_salt`; 0 without one
+    salt: int = 0  # 63 bits; rows of the same one share what drafters remember
     edited: bool = False  # whether its logits are, by the device or by the host
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 

@@ -148,7 +148,7 @@ class FakeEngine:
         for item in items:
             if isinstance(item, GenerationRequest):
                 self.running[item.uid] = (item, [], StopStringScanner.of(self.tokenizer, item.params))
-                key = (item.cache_salt, tuple(item.prompt_ids))
+                key = (item.client, item.cache_salt, tuple(item.prompt_ids))
                 self.cached_tokens[item.uid] = len(item.prompt_ids) - 1 if key in self.cached else 0
                 self.cached.add(key)
             elif item in self.running:

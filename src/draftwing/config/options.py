@@ -99,7 +99,10 @@ class Options:
     )  # fmt: skip
     disable_ui: bool = option(False, SERVER, "serve no page at /")
     ui_show_texts: bool = option(
-        False, SERVER, "show those who look at the engine in the page the texts of all requests"
+        False,
+        SERVER,
+        "show those who look at the engine in the page the texts of all requests, and in traces drafts "
+        "from earlier answers",
     )
 
     enable_metrics: bool = option(False, SERVER, "accepted; /metrics is always there")

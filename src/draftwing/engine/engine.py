@@ -12,7 +12,6 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any
 
 from draftwing.config.options import Options
@@ -24,6 +23,7 @@ from draftwing.engine.explain import Explainer
 from draftwing.engine.loop import Loop
 from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
+from draftwing.engine.salts import Salts
 from draftwing.engine.stats import Reporter
 from draftwing.grammar import GrammarCompiler
 from draftwing.models.generation import sampling_defaults, stop_ids
@@ -99,6 +99,7 @@ class Engine:
         self._progress = Progress()
         self._progress.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
+        self._salts = Salts()
 
     def measure_read_rate(self) -> None:
         """Fills `info.read_rate`. Not to be called while steps run."""
@@ -219,7 +220,8 @@ class Engine:
             seed=params.sampling_seed if params.sampling_seed is not None else self._seeds.getrandbits(62),
             max_total=len(request.prompt_ids) + terms.new_tokens,
             stop_ids=terms.stop_ids,
-            salt=salt_of(request.cache_salt),
+            salt=self._salts.of(request),
+            draft_salt=self._salts.of_drafts(request, self.options.ui_show_texts),
             scanner=StopStringScanner.of(self.tokenizer, params),
             deadline=self.info.deadline(request.arrived),
             bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
@@ -233,10 +235,3 @@ class Engine:
             return None
         function, values = find_processor(self._processors, asked.name, _PROCESSOR), json.loads(asked.params)
         return lambda tokens, logits: apply(function, tokens, logits, values, _PROCESSOR)
-
-
-def salt_of(cache_salt: str | None) -> int:
-    """63-bit hash of a cache salt; 0 means none."""
-    if cache_salt is None:
-        return 0
-    return (int.from_bytes(blake2b(cache_salt.encode(), digest_size=8).digest(), "big") >> 1) or 1

@@ -70,7 +70,7 @@ class Terms(NamedTuple):
 
 
 class GenerationRequest(NamedTuple):
-    """One prompt, one answer. `cache_salt` isolates the prefix cache and the n-gram memory.
+    """One prompt, one answer. `cache_salt` isolates the prefix cache and what drafters remember, as `client` does.
 
     limits: None drafts as the engine does.  prediction: token ids that the answer is expected to resemble.
     name: by which the client may abort it, together with others.  terms: None until `EngineInfo.admit` let it in.

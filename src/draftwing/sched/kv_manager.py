@@ -78,8 +78,9 @@ class KVManager:
         self.by_row[req.row] = req
         if cached < most:
             self._first_of_prompt[req.salt, tokens.tobytes()] = req
+        draft_salt = req.salt if req.draft_salt is None else req.draft_salt
         self._admits[req.row] = Admission(
-            req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), req.salt,
+            req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), draft_salt,
             req.edited, req.bad_word_ids,
         )  # fmt: skip
         return True

@@ -56,7 +56,8 @@ class Req:
     seed: int
     max_total: int  # tokens, prompt and output, at which it ends by length
     stop_ids: frozenset[int]  # end it; banned by the sampler below min_new_tokens
-    salt: int = 0
+    salt: int = 0  # requests of the same one share cached prefixes
+    draft_salt: int | None = None  # and what drafters remember; None: by `salt`
     arrival: int = 0
     turn: int = 0  # of its client, see `FairQueue`
     scanner: StopScanner | None = None
