@@ -80,7 +80,7 @@ def write(
         writer.add_expert_used_count(2)
         if arch == "qwen3moe":
             writer.add_expert_feed_forward_length(FFN)
-    if arch == "gemma3":
+    if arch in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(7)
     if edit is not None:
         edit(writer)

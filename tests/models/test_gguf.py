@@ -151,7 +151,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda w: w.add_rope_scaling_type(gguf_package.RopeScalingType.YARN), "rope.scaling.type = 'yarn'"),
+        (lambda w: w.add_rope_scaling_type(gguf_package.RopeScalingType.LONGROPE), "rope.scaling.type = 'longrope'"),
         (lambda w: w.add_expert_shared_count(1), "expert_shared_count = 1"),
         (lambda w: w.add_expert_count(8), "expert_used_count: expected an integer from 1 to 8, found None"),
         (lambda w: w.add_rope_dimension_count(8), "rope.dimension_count: expected 16, found 8"),

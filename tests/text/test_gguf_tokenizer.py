@@ -110,6 +110,9 @@ JOINS = ["1 2", "12 3", "123 4", "A b", "' S", "Ġ Ġ", "! Ċ", "! /", "! a"]
         ("qwen2", "!\n", ["!Ċ"]),
         ("llama-bpe", "aAb", ["a", "Ab"]),
         ("tekken", "!/", ["!/"]),
+        ("gpt-4o", "!/", ["!/"]),
+        ("gpt-4o", "1234", ["123", "4"]),
+        ("gpt-4o", "'S", ["'S"]),
     ],
 )
 def test_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
@@ -120,6 +123,12 @@ def test_case_splits_words_only_in_tekken() -> None:
     merges = ["b A"]
     assert pieces(byte_level("llama-bpe", merges), "abAb") == ["a", "bA", "b"]
     assert pieces(byte_level("tekken", merges), "abAb") == ["a", "b", "A", "b"]
+
+
+def test_contractions_belong_to_the_word_in_gpt_4o() -> None:
+    merges = ["a '", "a' s"]
+    assert pieces(byte_level("gpt-4o", merges), "a's") == ["a's"]
+    assert pieces(byte_level("tekken", merges), "a's") == ["a", "'", "s"]
 
 
 def test_words_that_are_tokens_are_taken_whole() -> None:

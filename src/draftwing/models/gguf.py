@@ -8,26 +8,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, is_quantized
 from draftwing.layers.config import ExpertConfig
-from draftwing.layers.rope import MOST_POSITIONS, RopeConfig
+from draftwing.layers.rope import MOST_POSITIONS, RopeConfig, yarn_attention_factor
 from draftwing.models.config import FAMILIES, Family, ModelConfig
 from draftwing.models.fields import MOST_LAYERS, WIDEST, Fields, most_experts
+from draftwing.models.quantised.config import IN_MXFP4
 from draftwing.models.weight_map import expert_names
-from draftwing.ops.types import BlockRows
+from draftwing.ops.types import BlockRows, MXRows
 from draftwing.requests.refusals import show
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 
+OSS = "gpt-oss"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    OSS: "GptOssForCausalLM",
 }
 WITH_EXPERTS = {"llama": "MixtralForCausalLM"}  # where the metadata speak of experts
 
@@ -54,8 +58,16 @@ GEMMA_NAMES = BLOCK_NAMES | {  # of layers with norms before and after each part
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Names that an architecture has besides, or in place of these.
+OTHER_NAMES = {
+    "Gemma3ForCausalLM": GEMMA_NAMES,
+    "GptOssForCausalLM": BLOCK_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+}
 GEMMA_27B = 62  # layers of the one model whose scale is not that of its heads' size, which files do not say
 EXPERT_TENSORS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # [experts, rows, columns]
+MXFP4 = "MXFP4"  # GGML's name of the type
+OSS_LIMIT = 7.0  # of the activation of gpt-oss, which files do not say
+SOFTMAX_OF_CHOSEN = 3  # `expert_gating_func`: the same as a softmax of all, renormalised
 
 # Metadata below `<architecture>.` that changes the arithmetic, with the values at which it does not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -71,11 +83,17 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
     "use_parallel_residual": (False,),
 }
 
 # Files often name only one end-of-text id, or a wrong one; tokens of these names always end an answer.
-END_TOKENS = ("<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_TOKENS = (
+    "<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|return|>",
+    "<|call|>",
+)  # fmt: skip
 
 
 def model_config(file: GGUFFile) -> ModelConfig:
@@ -120,6 +138,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         qk_norm=family.qk_norm,
         windows=_windows(fields, layers, family),
         local_rope=_local_rope(fields, family),
+        sinks=family.sinks,
         query_pre_attn_scalar=(hidden // heads if layers == GEMMA_27B else head_dim) if family.gemma else 0,
         wide_norms=family.wide_norms,
         gemma=family.gemma,
@@ -127,13 +146,15 @@ def model_config(file: GGUFFile) -> ModelConfig:
         dense_layers=frozenset(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors),
         tie_embeddings="output.weight" not in file.tensors,
         stop_ids=_stop_ids(Fields(meta, str(file.path), "tokenizer.ggml.")),
+        quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
     )
 
 
 def tensors(
     file: GGUFFile, config: ModelConfig, progress: Progress | None = None, in_blocks: bool = False
-) -> Iterator[tuple[str, Tensor | BlockRows]]:
-    """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes.
+) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
+    """(Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts in
+    MXFP4 stay so.
 
     in_blocks: quantised matrices come as they are stored, and mostly are views of the file.
     """
@@ -165,25 +186,43 @@ def tensors(
         progress(total, total)
 
 
-EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.weight")
+EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|bias)")
 
 
 def _of_experts(
     file: GGUFFile, config: ModelConfig, name: str, match: re.Match[str], in_blocks: bool
-) -> Iterator[tuple[str, Tensor | BlockRows]]:
-    """The matrices of a tensor of all experts, one by one."""
-    info, names = file.tensors[name], expert_names(config)
-    if len(info.shape) != 3:
-        raise CheckpointError(f"{file.path}: {name}: expected 3 dimensions, found shape {list(info.shape)}")
-    count, rows, columns = info.shape
-    raw, part = file.raw(name), getattr(names, EXPERT_TENSORS[match[2]])
-    quantized = is_quantized(info.type_id)
-    for expert, stored in enumerate(raw.reshape(count, rows, -1)):
-        theirs = f"model.layers.{match[1]}.{names.experts}.{expert}.{part}.weight"
-        if quantized and in_blocks:
-            yield theirs, BlockRows(file.kind(name), torch.from_numpy(stored), columns)
+) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
+    """The matrices, or biases, of a tensor of all experts, one by one."""
+    info, names, bias = file.tensors[name], expert_names(config), match[3] == "bias"
+    dims = 2 if bias else 3
+    if len(info.shape) != dims:
+        raise CheckpointError(f"{file.path}: {name}: expected {dims} dimensions, found shape {list(info.shape)}")
+    count, part = info.shape[0], getattr(names, EXPERT_TENSORS[match[2]])
+    raw, kind = file.raw(name).reshape(count, 1 if bias else info.shape[1], -1), file.kind(name)
+    as_stored = in_blocks and is_quantized(info.type_id)
+    for expert, stored in enumerate(raw):
+        theirs = f"model.layers.{match[1]}.{names.experts}.{expert}.{part}.{match[3]}"
+        if bias:
+            yield theirs, torch.from_numpy(file.decoded(name, stored)[0])
+        elif kind == MXFP4:
+            yield theirs, mx_rows(stored)
+        elif as_stored:
+            yield theirs, BlockRows(kind, torch.from_numpy(stored), info.shape[2])
         else:
             yield theirs, torch.from_numpy(file.decoded(name, stored))
+
+
+def mx_rows(stored: NDArray[np.uint8]) -> MXRows:
+    """stored [rows, columns / 32 * 17]: of a block its exponent, then its values, the first half in the low bits of 16
+    bytes and the second in the high bits."""
+    blocks = stored.reshape(len(stored), -1, 17)
+    halves = np.concatenate((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1)  # [rows, blocks, 32]
+    codes = halves[..., ::2] | halves[..., 1::2] << 4
+    return MXRows(torch.from_numpy(codes.reshape(len(stored), -1)), torch.from_numpy(blocks[..., 0].copy()))
+
+
+def _holds_mxfp4(file: GGUFFile) -> bool:
+    return any(EXPERT_PARTS.fullmatch(name) and file.kind(name) == MXFP4 for name in file.tensors)
 
 
 def hf_name(name: str, config: ModelConfig) -> str:
@@ -191,7 +230,9 @@ def hf_name(name: str, config: ModelConfig) -> str:
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match and match[2] == "ffn_gate_inp":
         return f"model.layers.{match[1]}.{expert_names(config).router}.{match[3]}"
-    names = GEMMA_NAMES if config.gemma else BLOCK_NAMES
+    if match and match[2] == "attn_sinks":
+        return f"model.layers.{match[1]}.self_attn.sinks"
+    names = OTHER_NAMES.get(config.architecture, BLOCK_NAMES)
     if match and match[2] in names:
         return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
     return TOP_NAMES.get(name, name)
@@ -208,6 +249,8 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 def _refuse_unsupported(file: GGUFFile, fields: Fields, arch: str) -> None:
     for key, neutral in NEUTRAL_VALUES.items():
         value = fields.get(key)
+        if key == "expert_gating_func" and arch == OSS:
+            neutral = (*neutral, SOFTMAX_OF_CHOSEN)
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             raise CheckpointError(f"{file.path}: {arch}.{key} = {show(value)} is not supported")
     window = fields.whole("attention.sliding_window", 0, 2**40, 0)
@@ -226,10 +269,14 @@ def _experts(file: GGUFFile, fields: Fields, arch: str) -> ExpertConfig | None:
     if arch not in WITH_EXPERTS and not FAMILIES[ARCHITECTURES[arch]].experts:
         raise CheckpointError(f"{file.path}: {arch}.expert_count = {count} is not supported")
     ffn = fields.whole("feed_forward_length", high=WIDEST, default=0) if arch in WITH_EXPERTS else 0
+    oss = arch == OSS
     return ExpertConfig(
         count,
         top_k=fields.whole("expert_used_count", high=count),
         ffn=fields.whole("expert_feed_forward_length", high=WIDEST, default=ffn or None),
+        router_bias=oss,
+        bias=oss,
+        limit=OSS_LIMIT if oss else 0.0,
     )
 
 
@@ -259,9 +306,27 @@ def _rope(file: GGUFFile, fields: Fields, arch: str, default: float) -> RopeConf
     factor = fields.number("rope.scaling.factor", 1e-3, 1e6, old)
     if kind == "linear" or (kind == "none" and fields.has("rope.scale_linear")):
         return RopeConfig(theta, "linear", factor, divisors=divisors)
+    if kind == "yarn":
+        return _yarn(fields, theta, factor, arch)
     if kind != "none":
         raise CheckpointError(f"{file.path}: {arch}.rope.scaling.type = {show(kind)} is not supported")
     return RopeConfig(theta, divisors=divisors)
+
+
+def _yarn(fields: Fields, theta: float, factor: float, arch: str) -> RopeConfig:
+    if theta <= 1:
+        raise fields.unlike("rope.freq_base", "more than 1")
+    given = fields.number("rope.scaling.yarn_attn_factor", 0, 1e3, 1.0)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_positions=fields.whole("rope.scaling.original_context_length", 1, MOST_POSITIONS),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
+        truncate=arch != OSS,  # as the model was trained; files do not say
+        attention_factor=given * yarn_attention_factor(factor),
+    )
 
 
 def _stop_ids(fields: Fields) -> tuple[int, ...]:

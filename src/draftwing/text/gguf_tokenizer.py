@@ -62,6 +62,10 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+({_CONTRACTION})?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*({_CONTRACTION})?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+)
 _DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_CASED}]+",
@@ -78,6 +82,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
     "deepseek-llm": _DEEPSEEK_LLM,
     "smollm": _GPT2,
     "gpt-2": _GPT2,

@@ -92,6 +92,9 @@ class Quantization:
         return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 
+IN_MXFP4 = Quantization("mxfp4", ())
+
+
 def _awq(fields: Fields) -> Quantization:
     _expect(fields, "version", fields.text("version", "gemm").lower(), ("gemm",))
     _expect(fields, "zero_point", fields.flag("zero_point", True), (True,))
@@ -219,7 +222,7 @@ def _strategy(weights: Fields) -> tuple[int, int]:
 
 def _mxfp4(fields: Fields) -> Quantization:
     """Of experts alone, whose tensors `models.fused_experts` puts together."""
-    return Quantization("mxfp4", ())
+    return IN_MXFP4
 
 
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
