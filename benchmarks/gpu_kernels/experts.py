@@ -41,7 +41,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 SWEPT = {1: "small", 8: "small", 64: "small", 1024: "large"}
 # Outputs of a program, warps, stages
 TRIED = {
-    "small": [(f, w, s) for f, w in ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 4), (128, 8))
+    "small": [(f, w, s) for f, w in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4))
               for s in (3, 4, 6)],
     "large": [(f, w, s) for f, w in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)) for s in (3, 4)],
 }  # fmt: skip
@@ -260,7 +260,7 @@ def table(name: str, model: Model, kind: str) -> None:
 
 
 def sweep(name: str, model: Model, kind: str, until: float) -> None:
-    """Outputs of a program, warps and stages; the best of them for each GEMM, and how the engine's compare."""
+    """Outputs of a program, warps and stages; the best of them for each GEMM, beside the engine's own."""
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
     for tokens, size in SWEPT.items():
         tile = experts.tile_rows(tokens, False)

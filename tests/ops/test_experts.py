@@ -108,6 +108,7 @@ def test_tiles_have_every_pair_once_with_its_expert(triton_ops: TorchOps, rows: 
     experts = ExpertOps().route(made(triton_ops, rows, COUNT) * liked, TOP, True).experts
     made_tiles, seen = tiles_of(experts.to(triton_ops.device), COUNT, tile), []
     flat = experts.flatten().tolist()
+    assert made_tiles.order is not None
     for expert, first, count in made_tiles.tiles.t().tolist():
         if expert < 0:
             continue

@@ -25,7 +25,7 @@ SWIGLU_ALPHA = 1.702  # of the clamped gate
 class ExpertTiles(NamedTuple):
     """Pairs in the order of their experts, in tiles of up to `rows`, each of one expert."""
 
-    order: Tensor  # [pairs] int32
+    order: Tensor | None  # [pairs] int32; None: as they are
     tiles: (
         Tensor  # [3, T] int32: the expert, -1 of a tile that is not there; its first pair in `order`; how many it has
     )
@@ -89,7 +89,8 @@ class ExpertGemm(Protocol):
     """GEMMs with the weights of all experts; those that nobody chose are not read."""
 
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
-        """x [M or pairs, in], bias [count * out] -> row of a pair @ weight of its expert^T + bias, [pairs, out]"""
+        """x [M or pairs, in], bias [count * out] -> row of a pair @ weight of its expert^T + bias, [pairs, out]. Rows
+        by pair are what the last GEMM of these experts gave."""
         ...
 
     def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:

@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, Routed
-from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, start
+from draftwing.ops.triton.common import INTERPRETED, keep_cache, lanes, launch_options
 from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_of
 from draftwing.ops.types import MX_BLOCK, MXRows
 
@@ -170,22 +171,48 @@ def _weight_tile(
         return tl.reshape(found, [FEATURES, STEP])
 
 
+@triton.jit
+def _prefetch(weight, row, end, SIZE: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, FEATURES: tl.constexpr):
+    """Asks for rows [row, row + FEATURES) up to `end`, each of SIZE elements, LINE to a cache line."""
+    feature = tl.minimum(row + tl.arange(0, FEATURES), end - 1)
+    element = tl.minimum(LINE * tl.arange(0, LINES), SIZE - 1)
+    at = weight + feature[:, None].to(tl.int64) * SIZE + element[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["tile_count"])
 def _expert_gemm_kernel(
     out, x, x_stride, weight, scales, zeros, bias, order, tiles, tile_count, limit, weight_rows,
     CHOICES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STORED: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x."""
-    start(PDL)
+    """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x. STORED:
+    elements of a row of the weight as it lies there. AHEAD: cache lines of such a row. It is asked for while the kernel
+    before still runs, if that was given the same tiles: they are there then, for it lets others come up behind its own
+    wait only. 0: it is not."""
+    if AHEAD and PDL:
+        gdc_launch_dependents()
+        number, first = tl.load(tiles + tl.program_id(1)), tl.program_id(0) * FEATURES
+        if number >= 0:
+            LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+            _prefetch(weight, number * WIDTH + first, number * WIDTH + WIDTH, STORED, LINE, AHEAD, FEATURES)
+        gdc_wait()
+    elif PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.load(tiles + tl.program_id(1))
     if expert >= 0:
         begin = tl.load(tiles + tile_count + tl.program_id(1))
         count = tl.load(tiles + 2 * tile_count + tl.program_id(1))
         lane, feature = tl.arange(0, ROWS), tl.program_id(0) * FEATURES
-        pair = tl.load(order + begin + lane, mask=lane < count, other=0).to(tl.int64)
+        if order is None:
+            pair = (begin + lane).to(tl.int64)
+        else:
+            pair = tl.load(order + begin + lane, mask=lane < count, other=0).to(tl.int64)
         source = x + (pair // CHOICES)[:, None] * x_stride + tl.arange(0, STEP)[None, :]
         OUTPUTS: tl.constexpr = WIDTH if ACT == _PLAIN else 2 * WIDTH  # of an expert
         row = expert * OUTPUTS + feature
@@ -193,19 +220,20 @@ def _expert_gemm_kernel(
         total = tl.zeros([ROWS, FEATURES], tl.float32)
         other = tl.zeros([ROWS, FEATURES], tl.float32)
         for k in range(0, DEPTH, STEP):
-            mask = (lane < count)[:, None]
-            if not EVEN:
-                mask &= (k + tl.arange(0, STEP) < DEPTH)[None, :]
-            a = tl.load(source + k, mask=mask, other=0.0)
             w = _weight_tile(
                 weight, scales, zeros, row, rows, weight_rows, k, DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN,
             )  # fmt: skip
-            total = tl.dot(a, tl.trans(w.to(a.dtype)), total, input_precision=PRECISION)
             if ACT != _PLAIN:
                 u = _weight_tile(
                     weight, scales, zeros, row + WIDTH, rows + WIDTH, weight_rows, k,
                     DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN,
                 )  # fmt: skip
+            mask = (lane < count)[:, None]
+            if not EVEN:
+                mask &= (k + tl.arange(0, STEP) < DEPTH)[None, :]
+            a = tl.load(source + k, mask=mask, other=0.0)
+            total = tl.dot(a, tl.trans(w.to(a.dtype)), total, input_precision=PRECISION)
+            if ACT != _PLAIN:
                 other = tl.dot(a, tl.trans(u.to(a.dtype)), other, input_precision=PRECISION)
         col = feature + tl.arange(0, FEATURES)
         dtype = out.dtype.element_ty
@@ -258,12 +286,16 @@ class ExpertGemm:
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
         if not routed.pairs:
             return out
-        most = tiles.tiles.shape[1]
+        most, choices = tiles.tiles.shape[1], routed.choices(x)
+        line = 128 // codes.itemsize
+        # Rows by pair are what a GEMM of experts gave, which was before; a step's prompts keep the device busy anyway.
+        ahead = choices == 1 and routed.experts.shape[1] > 1 and tiles.rows == SMALL_TILE
         launched = _expert_gemm_kernel[(triton.cdiv(width, features), most)](
             out, x, x.stride(0), codes, scales, zeros, bias, tiles.order, tiles.tiles, most, limit, self.rows,
-            CHOICES=routed.choices(x), DEPTH=depth, WIDTH=width, ACT=act, ALPHA=SWIGLU_ALPHA, ROWS=tiles.rows,
+            CHOICES=choices, DEPTH=depth, WIDTH=width, ACT=act, ALPHA=SWIGLU_ALPHA, ROWS=tiles.rows,
             FEATURES=features, EVEN=depth % arguments["STEP"] == 0, PRECISION="ieee" if wide else "tf32",
-            num_warps=warps, num_stages=2 if wide else stages, **arguments, **launch_options(x.device),
+            STORED=codes.shape[1], AHEAD=lanes(triton.cdiv(codes.shape[1], line)) if ahead else 0, num_warps=warps,
+            num_stages=2 if wide else stages, **arguments, **launch_options(x.device),
         )  # fmt: skip
         keep_cache(launched)
         return out

@@ -28,7 +28,6 @@ def _route_kernel(
     logits,
     stride,
     scatter,
-    order,
     tiles,
     COUNT: tl.constexpr,
     TOP: tl.constexpr,
@@ -37,7 +36,7 @@ def _route_kernel(
     TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row. Of equal logits the first counts. order, tiles: to be filled, where there is but one row."""
+    """A row. Of equal logits the first counts. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
@@ -63,7 +62,6 @@ def _route_kernel(
     tl.store(experts + row * TOP + place, chosen.to(tl.int64), mask=there)
     tl.store(weights + row * TOP + place, weight / total, mask=there)
     if tiles is not None:
-        tl.store(order + place, place, mask=there)
         tl.store(tiles + place, chosen, mask=there)
         tl.store(tiles + TOP + place, place, mask=there)
         tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=there)
@@ -173,25 +171,16 @@ def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool, scatter: T
     assert logits.stride(1) == 1 and top_k <= count
     experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
-    order = tiles = None
-    if rows == 1:  # each of its pairs is a tile
-        order, tiles = _empty_tiles(top_k, top_k, logits.device)
+    tiles = torch.empty(3, top_k, dtype=torch.int32, device=logits.device) if rows == 1 else None  # a pair each
     if rows:
         _route_kernel[(rows,)](
-            experts, weights, logits, logits.stride(0), scatter, order, tiles, COUNT=count, TOP=top_k,
+            experts, weights, logits, logits.stride(0), scatter, tiles, COUNT=count, TOP=top_k,
             RENORMALISE=renormalise, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
     tile = tile_rows(rows, exact)
-    if order is not None and tiles is not None:
-        return Routed(experts, weights, count, ExpertTiles(order, tiles, tile))
-    return Routed(experts, weights, count, tiles_of(experts, count, tile))
-
-
-def _empty_tiles(pairs: int, most: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(pairs, dtype=torch.int32, device=device), torch.empty(3, most, dtype=torch.int32, device=device),
-    )  # fmt: skip
+    made = tiles_of(experts, count, tile) if tiles is None else ExpertTiles(None, tiles, tile)
+    return Routed(experts, weights, count, made)
 
 
 def tile_rows(tokens: int, exact: bool) -> int:
@@ -206,7 +195,8 @@ def tiles_of(experts: Tensor, count: int, rows: int) -> ExpertTiles:
     most = min(pairs, count + pairs // rows)
     if pairs > FEW_PAIRS:
         return _sorted_tiles(experts.flatten(), count, rows, most)
-    order, tiles = _empty_tiles(pairs, most, experts.device)
+    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    tiles = torch.empty(3, most, dtype=torch.int32, device=experts.device)
     if pairs:
         _tile_kernel[(triton.cdiv(pairs, _BLOCK) + 1,)](
             order, tiles, experts, pairs, most, triton.cdiv(experts.shape[0], rows), ROWS=rows, LANES=lanes(count),
