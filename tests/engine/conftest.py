@@ -205,7 +205,7 @@ class Rig:
         elif drafter == "ngram":
             drafter = NGramDrafter(capacity=4096, rows=rows + 1, ops=dev.ops)
         elif drafter == "suffix":
-            drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops)
+            drafter = SuffixDrafter(capacity=4096, rows=rows + 1, ops=dev.ops, secret=1)  # one on all ranks
         self.drafter = drafter
         draft_layers = drafter.kv_layers if drafter is not None else ()
         self.pool = KVPool([*layers, *draft_layers], slots, kv_dtype or dtype, dev.device)

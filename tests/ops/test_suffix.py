@@ -117,7 +117,7 @@ class World:
         self, ops: TorchOps, rows: int, context: int, depth: int = 16, nodes: int = 17, **options: float
     ) -> None:
         self.rows, self.context, self.device = rows, context, ops.device
-        self.index: SuffixIndex = ops.suffix_index(rows + 1, depth=depth, nodes=nodes, **options)
+        self.index: SuffixIndex = ops.suffix_index(rows + 1, depth=depth, nodes=nodes, secret=1, **options)
         allowed = {name: value for name, value in options.items() if name != "capacity"}
         self.dictionary = Dictionary(rows, depth, nodes, **allowed)  # type: ignore[arg-type]
         garbage = torch.randint(0, 5, (rows + 1, context), generator=torch.Generator().manual_seed(1))
@@ -262,6 +262,38 @@ def test_prompts_stay_in_their_row_and_rows_forget(ops: TorchOps) -> None:
     world.begin(0, [8])
     assert world.check_draft([0], SHAPES[0]) == 0
     assert int(world.step({0: [3, 4]}, 2)) == 0, "a row remembers another request"
+
+
+def test_nobody_can_compute_another_owners_context(ops: TorchOps) -> None:
+    """The hash is linear. This context was computed, by lattice reduction, from the difference between two rows' owners
+    when that was the same in every index: in the hash it met the one that the other row's prompt goes on from."""
+    known = [8805, 37303, 4135, 16716, 7727, 32468, 29457, 30949, 42702, 24878, 13759, 6151]
+    computed = [*[24575] * 5, 24347, 24413, 24673, 24829, 24573, 24658, 24220]
+    secret, victim, attacker = [4242, 777, 31337], 3, 5
+    index: SuffixIndex = ops.suffix_index(9, capacity=1 << 14)
+    zeros = torch.zeros(3, 9, dtype=torch.int64, device=ops.device)
+    slots = Slots(torch.zeros(9, 64, dtype=torch.int64, device=ops.device), *zeros)
+    found = []
+    for row, text in ((victim, [*known, *secret, 1]), (attacker, computed), (victim, known)):
+        slots.tokens[row, : len(text)] = torch.tensor(text, device=ops.device)
+        slots.kv_len[row], slots.last[row], slots.salt[row] = len(text) - 1, text[-1], 1 + row
+        rows = torch.tensor([row], device=ops.device)
+        if len(found) < 2:
+            index.begin(slots, rows, len(text))
+        found.append(int(index.confidence(slots, rows, len(text))))
+    assert found[1] == 0, "what another row's prompt goes on with was drafted"
+    assert found[2] > 0, "there was nothing to be found"
+
+
+def test_owners_are_secrets(ops: TorchOps) -> None:
+    """No two of them differ by the same in two indexes, but where those are given one secret."""
+    first, second, again = (ops.suffix_index(7, capacity=1, secret=secret) for secret in (None, None, 5))
+    starts = [torch.cat((index.owner[:, 0], index.epoch)) for index in (first, second)]
+    differences = [(one[:, None] - one).flatten().tolist() for one in starts]
+    different = set(differences[0]) | set(differences[1])
+    assert len(different) == 1 + 2 * 8 * 7, "0, and two differences of each pair in each index"
+    same = ops.suffix_index(7, capacity=1, secret=5)
+    assert torch.equal(same.owner, again.owner) and torch.equal(same.epoch, again.epoch)
 
 
 def test_old_text_leaves(ops: TorchOps, few: int) -> None:

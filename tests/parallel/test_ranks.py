@@ -73,9 +73,14 @@ def test_columns_are_joined_whatever_their_number(whole: int, size: int) -> None
     assert all(torch.equal(found, x) for found in on_all(join, size))
 
 
-def test_the_least_of_all() -> None:
+def test_the_least_of_all_and_the_first() -> None:
     assert on_all(lambda ranks: ranks.least(10 - ranks.rank), 3) == [8, 8, 8]
-    assert ALONE.least(5) == 5 and Absent(4).gather(torch.ones(2, 3)).shape == (4, 2, 3)
+    assert on_all(lambda ranks: ranks.first(2**62 + ranks.rank), 3) == [2**62] * 3
+    assert ALONE.least(5) == ALONE.first(5) == Absent(4).first(5) == 5 and Absent(4).gather(torch.ones(2, 3)).shape == (
+        4,
+        2,
+        3,
+    )
 
 
 def test_ranks_meet_where_no_other_machine_can_reach_them() -> None:

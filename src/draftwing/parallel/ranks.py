@@ -74,6 +74,10 @@ class Ranks(ABC):
         """The least of all ranks' values, on the host. Not for the path of a step."""
         return int(self.gather(self.scalar(value)).min())
 
+    def first(self, value: int) -> int:
+        """Rank 0's value, on the host. Not for the path of a step."""
+        return int(self.gather(self.scalar(value))[0])
+
     def scalar(self, value: int) -> Tensor:
         """[1] int64, where `gather` wants its tensors."""
         return torch.tensor([value])
@@ -96,6 +100,9 @@ class Alone(Ranks):
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
+    def first(self, value: int) -> int:
+        return value
+
 
 ALONE = Alone()
 
@@ -108,3 +115,6 @@ class Absent(Ranks):
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.stack([x] * self.size)
+
+    def first(self, value: int) -> int:
+        return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from dataclasses import replace
 from typing import cast
 
@@ -50,6 +51,7 @@ def suffix(context: DraftContext) -> SuffixDrafter:
         max_context=options.speculative_suffix_max_depth,
         min_prob=options.speculative_suffix_min_prob,
         capacity=options.speculative_suffix_capacity,
+        secret=context.target.ranks.first(secrets.randbits(63)),
     )
 
 

@@ -24,10 +24,11 @@ class SuffixDrafter(LookupDrafter):
         max_context: int = 24,
         min_prob: float = 0.005,
         capacity: int = 1_000_000,
+        secret: int | None = None,
     ) -> None:
         """rows: R + 1, the rows of the row table with its dummy. shape: the largest tree that will be asked for.
         max_context: tokens of the longest context; min_prob: of a node's path, or it is not proposed; capacity: tokens
-        that the trie remembers."""
+        that the trie remembers; secret: as of `SuffixIndex`, the same on all ranks."""
         if not 1 <= max_context <= LENGTHS[-1]:
             raise ConfigError(f"suffix contexts: expected 1 to {LENGTHS[-1]} tokens, found {max_context}")
         if not 0 < min_prob <= 1:
@@ -35,7 +36,13 @@ class SuffixDrafter(LookupDrafter):
         if capacity < 1:
             raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
         self.index = ops.suffix_index(
-            rows, depth=shape.depth, nodes=shape.nodes, max_context=max_context, min_prob=min_prob, capacity=capacity
+            rows,
+            depth=shape.depth,
+            nodes=shape.nodes,
+            max_context=max_context,
+            min_prob=min_prob,
+            capacity=capacity,
+            secret=secret,
         )
         super().__init__(self.index, ops.draws_by_row)
 

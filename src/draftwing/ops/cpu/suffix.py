@@ -65,7 +65,7 @@ class CpuSuffixOps(SuffixOps):
 
     raw: Any
 
-    def suffix_index(self, rows: int, **settings: float) -> SuffixIndex:
+    def suffix_index(self, rows: int, **settings: float | None) -> SuffixIndex:
         index = CpuSuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]
         index.raw = self.raw
         return index

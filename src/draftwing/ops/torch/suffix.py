@@ -3,7 +3,8 @@
 The trie has no pointers. A *context* is a few tokens that follow each other, of one of the lengths `LENGTHS`. What
 followed it is in one bucket of the table, with how often it did. The bucket is found by a hash of the context and of
 its *owner*: a row, for the text of the request that it holds, or a salt, for what requests generated. So a row forgets
-by taking another owner, and what nobody asks for leaves its bucket in time.
+by taking another owner, and what nobody asks for leaves its bucket in time. The hash is linear, and contexts are what
+clients choose: owners are secrets, or a context could be computed that meets another owner's in the hash.
 
 A draft grows node by node, the most probable first. What follows a node is found by the contexts that end with it: by
 the longest that is known, and by shorter ones for as much of the probability as the longer ones leave. The end of a
@@ -13,6 +14,8 @@ state alone.
 
 from __future__ import annotations
 
+import secrets
+from hashlib import blake2b
 from typing import Final
 
 import torch
@@ -53,6 +56,15 @@ BASE, FIRST, SECOND, OWNER, SALT = (
         0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD1342543DE82EF95, 0xA0761D6478BD642F,
     )
 )  # fmt: skip
+
+
+def owners(count: int, secret: int) -> Tensor:
+    """[count] int64: 64 bits each, of which none tells anything of another one or of their difference."""
+    key = secret.to_bytes(8, "little")
+    hashes = (blake2b(i.to_bytes(8, "little"), digest_size=8, key=key).digest() for i in range(count))
+    return torch.tensor([int.from_bytes(one, "little", signed=True) for one in hashes])
+
+
 SCORE_BITS: Final = 12  # of a probability's fraction, where they are summed
 
 
@@ -78,10 +90,12 @@ class SuffixIndex:
         max_context: int = 24,
         min_prob: float = 0.005,
         capacity: int = 1_000_000,
+        secret: int | None = None,
     ) -> None:
         """rows: R + 1, the rows of the row table with its dummy. depth, nodes: of the largest tree, its root included.
         max_context: tokens of the longest context; min_prob: of a node's path, or it is not proposed; capacity: tokens
-        that the table remembers, of prompts and answers together."""
+        that the table remembers, of prompts and answers together; secret: 63 bits, from which owners begin; None draws
+        them."""
         self.rows, self.depth, self.nodes, self.min_prob = rows - 1, depth, max(nodes, 2), min_prob
         self.lengths = tuple(length for length in LENGTHS if length <= max_context)
         self.width = self.lengths[-1]  # tokens of the longest context
@@ -89,8 +103,8 @@ class SuffixIndex:
         # The last bucket is nobody's: what must not be written goes there.
         self.table = torch.zeros(len(self.lengths) * self.buckets + 1, WAYS, dtype=torch.int64, device=device)
         self.owner = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # of a row's own text; of its salt
-        self.owner[:, 0] = torch.arange(1, rows + 1, device=device) * SALT
-        self.epoch = torch.zeros(1, dtype=torch.int64, device=device)  # moves with each flush
+        begin = owners(rows + 1, secrets.randbits(63) if secret is None else secret).to(device)
+        self.owner[:, 0], self.epoch = begin[:rows], begin[rows:].clone()  # the epoch moves with each flush
         # Written by `confidence` and read by `propose`, node 0 the root: token, parent, depth (0: no node), grade.
         self.grown = torch.zeros(4, rows, self.nodes, dtype=torch.int64, device=device)
         self._constants(device)
@@ -297,6 +311,6 @@ class SuffixOps:
     device: torch.device
     draws_by_row: bool
 
-    def suffix_index(self, rows: int, **settings: float) -> SuffixIndex:
+    def suffix_index(self, rows: int, **settings: float | None) -> SuffixIndex:
         """An index for the rows of a row table, its dummy included; settings: keyword arguments of `SuffixIndex`."""
         return SuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]

@@ -350,5 +350,5 @@ class TritonSuffixIndex(SuffixIndex):
 class TritonSuffixOps(SuffixOps):
     """Overrides the index."""
 
-    def suffix_index(self, rows: int, **settings: float) -> SuffixIndex:
+    def suffix_index(self, rows: int, **settings: float | None) -> SuffixIndex:
         return TritonSuffixIndex(rows, self.device, **settings)  # type: ignore[arg-type]
