@@ -81,7 +81,7 @@ def pack(rows: QuantizedRows, dtype: torch.dtype, device: torch.device | str) ->
         codes = codes.view(torch.uint8)[:, order].view(codes.dtype)
     shift = shift_of(rows.wide if rows.scales.shape[1] > 1 else 0)
     of_row = torch.arange(len(codes), device=device) // rows.tall
-    groups = torch.arange(_groups(rows.codes.shape[1], shift), device=device)
+    groups = torch.arange(groups_of_row(rows.codes.shape[1], shift), device=device)
     across = groups * int(CHUNK * 2.0**shift) // rows.wide
 
     def by_tile(values: Tensor) -> Tensor:  # [groups down, groups across] -> [tiles, groups, 8, 2]
@@ -108,7 +108,7 @@ def join(parts: Sequence[PackedGroups]) -> PackedGroups | None:
     if any((part.bits, part.fp8) != kind or not _same(part.order, first.order) for part in parts):
         return None
     shift = min(part.shift for part in parts)
-    groups = _groups(first.columns, shift)
+    groups = groups_of_row(first.columns, shift)
     with_zeros = any(part.zeros is not None for part in parts)
 
     def spread(values: Tensor, part: PackedGroups) -> Tensor:
@@ -187,8 +187,7 @@ def shift_of(wide: int) -> int:
     return WHOLE if wide == 0 else -1 if wide % CHUNK else 0 if wide % (2 * CHUNK) else 1
 
 
-def _groups(columns: int, shift: int) -> int:
-    """Of a row."""
+def groups_of_row(columns: int, shift: int) -> int:
     return columns // SMALLEST if shift < 0 else ((columns // CHUNK - 1) >> shift) + 1
 
 

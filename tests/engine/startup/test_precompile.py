@@ -67,6 +67,34 @@ def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompi
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
 
 
+OF_EXPERTS = """
+import pickle, sys
+from draftwing.engine.startup.precompile import collect
+for launch in collect(pickle.load(sys.stdin.buffer)):
+    if launch.name == "_expert_gemm_kernel":
+        print(launch.specialization)
+"""
+
+
+@pytest.mark.parametrize(("quantization", "weight"), [("fp8", "*i32"), ("none", "*bf16")])
+def test_kernels_of_experts_are_those_of_their_format(
+    quantization: str, weight: str, job: precompile.Job, tmp_path: Path
+) -> None:
+    import pickle
+
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+               "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts))
+    job = job._replace(options=dataclasses.replace(job.options, quantization=quantization))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OF_EXPERTS], input=pickle.dumps(job), env=env, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found = [json.loads(line)["signature"]["weight"] for line in done.stdout.decode().splitlines()]
+    assert set(found) == {weight}
+
+
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """In place of Python."""
     file = tmp_path / "python"

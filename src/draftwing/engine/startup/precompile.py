@@ -252,6 +252,7 @@ def _run_without_data(job: Job) -> None:
     from draftwing.engine.precision import Precision
     from draftwing.engine.startup import memory as sizing
     from draftwing.engine.startup.executor import graph_size_of
+    from draftwing.engine.startup.weights_without_data import hold_experts
     from draftwing.models.decoder import DecoderModel
     from draftwing.models.loader import load_config
     from draftwing.parallel.ranks import ALONE, Absent
@@ -265,6 +266,7 @@ def _run_without_data(job: Job) -> None:
     )
     ranks = Absent(options.tp_size) if options.tp_size > 1 else ALONE
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
+    hold_experts(model, job.dtype, options.quantization, config.quantization)
     model.pack(device.ops, options.deterministic)
     precision = Precision(job.dtype, job.kv_dtype)
     drafter, policy = build.make_drafter(
