@@ -94,18 +94,20 @@ def _expert_names(
     names, ffn, hidden = expert_names(config), experts.ffn, config.hidden_size
     inner = Share(ranks.rank * ffn, ffn, ranks.size * ffn)
     table = named(DENSE, f"{theirs}.{names.router}", f"{ours}.mlp.router", 0, experts.count)
-    for expert in range(experts.count):
-        for stored, linear, start, rows, axis in (
-            (names.gate, "gate_up", 2 * ffn * expert, ffn, 0),
-            (names.up, "gate_up", 2 * ffn * expert + ffn, ffn, 0),
-            (names.down, "down", hidden * expert, hidden, 1),
-        ):
-            name = f"{theirs}.{names.experts}.{expert}.{stored}"
-            cut = Cut(axis, inner)
-            table |= named(config.weight_format, name, f"{ours}.mlp.{linear}", start, rows, cut)
-            if experts.bias:
-                of_outputs = cut if axis == 0 and ranks.size > 1 else None
-                table[f"{name}.bias"] = ParamSlice(f"{ours}.mlp.{linear}.bias", start, rows, cut=of_outputs)
+    for stored, linear, first, rows, every, axis in (
+        (names.gate, "gate_up", 0, ffn, 2 * ffn, 0),
+        (names.up, "gate_up", ffn, ffn, 2 * ffn, 0),
+        (names.down, "down", 0, hidden, hidden, 1),
+    ):
+        cut = Cut(axis, inner)
+        parts = named(config.weight_format, stored, f"{ours}.mlp.{linear}", first, rows, cut)  # of the first expert
+        if experts.bias:
+            of_outputs = cut if axis == 0 and ranks.size > 1 else None
+            parts[f"{stored}.bias"] = ParamSlice(f"{ours}.mlp.{linear}.bias", first, rows, cut=of_outputs)
+        for name, part in parts.items():
+            for expert in range(experts.count):  # thousands of times: `_replace` would take twice as long
+                at = f"{theirs}.{names.experts}.{expert}.{name}"
+                table[at] = ParamSlice(part.param, first + expert * every, part.size, part.axis, part.cut, part.added)
     if experts.router_bias:
         table[f"{theirs}.{names.router}.bias"] = ParamSlice(f"{ours}.mlp.router.bias", 0, experts.count)
     return table
