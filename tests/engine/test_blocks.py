@@ -34,8 +34,8 @@ ASKED = [
 ]  # fmt: skip
 CONVERSATIONS = [[{"role": "user", "content": text}] for text in ASKED]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_new_tokens=48) if i % 2 else
-    SamplingParams(temperature=0.7, top_p=0.9, sampling_seed=i, max_new_tokens=48)
+    SamplingParams(temperature=0.0, max_new_tokens=32) if i % 2 else
+    SamplingParams(temperature=0.7, top_p=0.9, sampling_seed=i, max_new_tokens=32)
     for i in range(len(ASKED))
 ]  # fmt: skip
 

@@ -50,46 +50,66 @@ def test_the_text_is_the_same(harness, no_compiled_code_before):
 
 
 TRACE = """
-import operator, sys
+import operator
 import torch
 from torch import nn
+from draftwing.ops.triton import common as triton_common
 from draftwing.ops.triton.ops import TritonOps
 
 class Part(nn.Module):
-    def __init__(self):
+    def __init__(self, operation):
         super().__init__()
+        self.operation = operation
         self.one, self.other = (nn.Parameter(torch.ones(64), False) for _ in range(2))
         self.table = nn.Parameter(torch.ones(9, 64), False)
         self.ops = TritonOps(torch.device("cpu"))
     def forward(self, x, delta, ids):
-        if sys.argv[1] == "rms_norm":
+        if self.operation == "rms_norm":
             return self.ops.rms_norm(x, self.one, 1e-5)
-        if sys.argv[1] == "add_rms_norm":
+        if self.operation == "add_rms_norm":
             return self.ops.add_rms_norm(x, delta, self.one, 1e-5)
         return self.ops.fuse_inputs(ids, self.table, x, (self.one, self.other), 1e-5)
 
-arithmetic = []
 def backend(graph, inputs):
     arithmetic.append(sum(node.target is operator.or_ for node in graph.graph.nodes))
     return graph.forward
-with torch.inference_mode():
-    part = Part()
-    try:
-        torch.compile(part, dynamic=True, backend=backend)(torch.randn(3, 64), torch.randn(3, 64), torch.arange(3))
-    except (RuntimeError, ValueError):  # of the launch: there is no GPU, or the tensors are not on it
-        pass
-print(len(arithmetic) > 0, sum(arithmetic))
+for operation in ("rms_norm", "add_rms_norm", "fuse_inputs"):
+    arithmetic = []
+    torch.compiler.reset()
+    with torch.inference_mode():
+        part = Part(operation)
+        try:
+            torch.compile(part, dynamic=True, backend=backend)(torch.randn(3, 64), torch.randn(3, 64), torch.arange(3))
+        except (RuntimeError, ValueError):  # of the launch: there is no GPU, or the tensors are not on it
+            pass
+    print(operation, len(arithmetic) > 0, sum(arithmetic))
+triton_common._LAUNCH["cuda"] = {"PDL": True, "launch_pdl": True}  # as if there had been a launch
+def scaled(x):
+    return x * (2 if triton_common.launch_options(torch.device("cuda", 0))["PDL"] else 3)
+print("options", *torch.compile(scaled, fullgraph=True, dynamic=True, backend="eager")(torch.ones(2)).tolist())
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-@pytest.mark.parametrize("operation", ["rms_norm", "add_rms_norm", "fuse_inputs"])
-def test_sizes_of_weights_are_constants(operation):
-    """Else the tiles of Triton kernels are variables, which the compiler refuses. Traced only, for there is no GPU."""
+@pytest.fixture(scope="module")
+def traced():
+    """What TRACE prints, by its first word: traced only, for there is no GPU, in a process without the interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("there is no Triton")
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", TRACE, operation]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["True", "0"], done.stderr[-1000:]  # no arithmetic on sizes
+    done = subprocess.run([sys.executable, "-c", TRACE], env=environ, capture_output=True, text=True, timeout=120)
+    return {first: rest for first, *rest in map(str.split, done.stdout.splitlines())}, done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("operation", ["rms_norm", "add_rms_norm", "fuse_inputs"])
+def test_sizes_of_weights_are_constants(traced, operation):
+    """Else the tiles of Triton kernels are variables, which the compiler refuses."""
+    found, errors = traced
+    assert found.get(operation) == ["True", "0"], errors  # no arithmetic on sizes
+
+
+def test_launch_options_do_not_break_the_graph(traced):
+    found, errors = traced
+    assert found.get("options") == ["2.0", "2.0"], errors
 
 
 def test_the_compiler_is_imported_for_who_asks_for_it():
@@ -97,22 +117,6 @@ def test_the_compiler_is_imported_for_who_asks_for_it():
     code = "import sys, draftwing.engine.engine; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["False"], done.stderr[-1000:]
-
-
-OPTIONS = """
-import torch
-from draftwing.ops.triton import common as triton_common
-triton_common._LAUNCH["cuda"] = {"PDL": True, "launch_pdl": True}  # as if there had been a launch
-def scaled(x):
-    return x * (2 if triton_common.launch_options(torch.device("cuda", 0))["PDL"] else 3)
-print(torch.compile(scaled, fullgraph=True, dynamic=True, backend="eager")(torch.ones(2)).tolist())
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_launch_options_do_not_break_the_graph():
-    done = subprocess.run([sys.executable, "-c", OPTIONS], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["[2.0,", "2.0]"], done.stderr[-1000:]
 
 
 def test_what_the_compiler_refuses_runs_as_it_is(harness, no_compiled_code_before):

@@ -22,7 +22,7 @@ SHAPES = [TreeShape(5, 3, 8), TreeShape(16, 4, 17), TreeShape(3, 1, 4), TreeShap
 @pytest.fixture
 def few(ops: TorchOps) -> int:
     """By how much tests of this implementation are shorter: the interpreter takes its time."""
-    return 6 if ops.name == "triton" and ops.device.type == "cpu" else 3 if ops.name == "torch" else 1
+    return 9 if ops.name == "triton" and ops.device.type == "cpu" else 3 if ops.name == "torch" else 1
 
 
 class Slots(NamedTuple):
@@ -224,24 +224,25 @@ def live(world: World, few: int, seed: int, vocab: int, limit: int, copies: floa
 
 @pytest.mark.parametrize(("longest", "least"), [(24, 0.02), (32, 0.2), (3, 0.001), (1, 0.05)])
 def test_lives(ops: TorchOps, few: int, longest: int, least: float) -> None:
-    world = World(ops, 4 if few == 1 else 2, 300, capacity=1 << 17, max_context=longest, min_prob=least)
+    rows, depth, nodes = (4, 16, 17) if few == 1 else (2, 8, 9)
+    world = World(ops, rows, 300, depth, nodes, capacity=1 << 17, max_context=longest, min_prob=least)
     assert live(world, few, seed=longest, vocab=4, limit=6, copies=0.5) > 2
 
 
 def test_many_tokens_follow(ops: TorchOps, few: int) -> None:
     """More than a bucket holds: the newest are kept."""
-    world = World(ops, 2, 300, nodes=40, capacity=1 << 20, max_context=3, min_prob=0.001)
+    world = World(ops, 2, 300, nodes=40 if few == 1 else 20, capacity=1 << 20, max_context=3, min_prob=0.001)
     assert live(world, few, 3, 30, 4, 0.3) > 2
 
 
 def test_long_copies(ops: TorchOps, few: int) -> None:
     """A text of different tokens, repeated: one chain as deep as the tree may be, trusted more and more."""
-    text = list(range(100, 160))
-    world = World(ops, 1, 200, depth=24, nodes=25, capacity=1 << 16)
+    text, depth = list(range(100, 160 if few == 1 else 120)), 24 if few == 1 else 12
+    world = World(ops, 1, 200, depth=depth, nodes=depth + 1, capacity=1 << 16)
     world.begin(0, [*text, 5, 100])
-    found = [int(world.step({0: [token]}, 17)) for token in text[1 : 20 // few]]
+    found = [int(world.step({0: [token]}, 17)) for token in text[1 : max(20 // few, 4)]]
     assert found == sorted(found) and found[0] >= 1 and (few > 1 or found[-1] >= 12)
-    assert world.check_draft([0], TreeShape(24, 1, 25)) == 24
+    assert world.check_draft([0], TreeShape(depth, 1, depth + 1)) == depth
 
 
 def test_salts_are_kept_apart(ops: TorchOps) -> None:
@@ -300,7 +301,8 @@ def test_old_text_leaves(ops: TorchOps, few: int) -> None:
     """Memory is bounded: far more is said than it holds, and what is new is known."""
     if few > 3:
         pytest.skip("too long for the interpreter")
-    sides = [World(there, 1, 6000, capacity=1) for there in (ops, TorchOps(torch.device("cpu")))]
+    reference = [TorchOps(torch.device("cpu"))] if ops.name != "torch" else []
+    sides = [World(there, 1, 6000, capacity=1) for there in (ops, *reference)]
     rng = random.Random(4)
     text = [rng.randrange(1 << 22) for _ in range(3000)]
     for world in sides:
@@ -310,12 +312,12 @@ def test_old_text_leaves(ops: TorchOps, few: int) -> None:
         world._write(0, text[:100])
         assert world.index.confidence(world.slots, world.ids([0]), 4000).tolist() == [0]
     tables = [world.index.table[:-1].cpu() for world in sides]
-    assert torch.equal(*tables) and (tables[0] > 0).float().mean() > 0.9
+    assert torch.equal(tables[0], tables[-1]) and (tables[0] > 0).float().mean() > 0.9
 
 
 def test_a_long_prompt(ops: TorchOps, few: int) -> None:
     """Its halves meet: everything is known twice."""
-    length = 1500 // few // few
+    length = 1500 // min(few, 6) // min(few, 6)
     rng = random.Random(6)
     text = [rng.randrange(40) for _ in range(length)]
     world = World(ops, 2, 2 * length + 50, capacity=1 << 17)
