@@ -106,7 +106,7 @@ class Chunk(NamedTuple):
     start: int
     length: int
     final: bool  # the last chunk of the prompt: its last row's logits are sampled
-    kept: int | None = None  # place of what the drafter will see of it later, see `Deferred`; None: it sees it at once
+    kept: int | None = None  # place of what the drafter may see of it later, see `Deferred`; None: it sees it at once
 
 
 class PromptPart(NamedTuple):
@@ -122,11 +122,13 @@ class Deferral(NamedTuple):
     """How much of prompts a drafter with KV may see later than the target, in one pass over several chunks.
 
     places: positions of all prompts of which the target's auxiliary hidden states are kept; 0: it sees every chunk at
-    once.  most: positions of one pass.
+    once.  most: positions of one pass.  from_tokens: the drafter needs a prompt's tokens alone, so nothing is kept, and
+    there may be prompts that it does not see.
     """
 
     places: int = 0
     most: int = 0
+    from_tokens: bool = False
 
 
 AT_ONCE = Deferral()
@@ -148,7 +150,7 @@ class CatchUp(NamedTuple):
     rows: IntArray  # [C] distinct; some may have been released
     behind: int  # upper bound of the positions that it has not seen, of any of them
     max_kv_len: int  # upper bound of their kv_len
-    prompts: tuple[Deferred, ...] = ()  # of distinct rows, of which some may have been released
+    prompts: tuple[Deferred, ...] = ()  # of rows that have been released
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ class Plan:
     logprobs: tuple[tuple[int, LogprobParams], ...] = ()
     prompt_parts: tuple[PromptPart, ...] = ()
     catch_up: CatchUp | None = None  # comes before everything else of the plan, `admits` and `new_slots` included
+    shown: tuple[Deferred, ...] = ()  # what the drafter sees of prompts after the uploads, and before the rows run
 
     @cached_property
     def special(self) -> bool:

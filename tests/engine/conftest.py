@@ -173,7 +173,7 @@ class Answers:
 class Cycle:
     """Another shape each step, plain decoding included."""
 
-    sees_predictions = True
+    sees_predictions = adapts = True
 
     def __init__(self, *shapes):
         self.menu = (*shapes, PLAIN)

@@ -145,6 +145,15 @@ def kv_of_prompts(harness: Any, kind: str, deferral: Deferral) -> tuple[list[tor
     passes, extend = [], drafter.extend
     drafter.extend = lambda table, batch, *rest: (passes.extend(batch.chunks), extend(table, batch, *rest))
     long = [*range(40), *range(7, 47)]
+    if deferral.from_tokens:  # nobody has seen what stands in the cache
+        rig.submit("first", [1, 2], harness.greedy(3))
+        rig.run()
+        passes.clear()
+        rig.sched._pace._pressed = 1000
+        rig.submit("skipped", long[:35], harness.greedy(9))
+        (text,) = harness.plain_answers(model, [long[:35]], [harness.greedy(9)]).tokens.values()
+        assert rig.run().tokens["skipped"] == text and not [span for span in passes if span.length > 1]
+        rig.sched._pace._pressed = 0
     rig.submit("aborted", long, harness.greedy(9))
     for _ in range(6):
         rig.loop.turn()
@@ -169,7 +178,8 @@ def test_a_prompt_that_is_seen_in_one_pass(harness: Any, kind: str) -> None:
         pytest.skip("for the CPU")
     expected, parts = kv_of_prompts(harness, kind, AT_ONCE)
     assert max(span.length for span in parts if not span.final) == 5
-    for deferral in (Deferral(200, 100), Deferral(22, 22)):
+    more = [Deferral(0, 22, True)] if kind == "STANDALONE" else []
+    for deferral in (Deferral(200, 100), Deferral(22, 22), *more):
         found, passes = kv_of_prompts(harness, kind, deferral)
         assert len(passes) < len(parts) / 2 and max(span.length for span in passes) >= 20
         for one, other in zip(found, expected, strict=True):

@@ -75,9 +75,9 @@ def plans(shape, params, catch_up=False):
     # Of a drafter with KV the chunk that is not the last is deferred.
     chunks = (Chunk(0, 1, 4, True), Chunk(2, 1, 2, False, 4 if catch_up else None))
     yield Plan(0, "prefill", rows, rows, PLAIN, 5, admits, new, chunks, noisy[:1], filtered[:1], banning[:1])
-    seen = CatchUp(rows[:0], 0, 0, (Deferred(2, 1, 2, 4),)) if catch_up else None
+    seen = (Deferred(2, 1, 2, 4),) if catch_up else ()
     last = (Chunk(2, 3, 2, True),)
-    yield Plan(1, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), last, noisy[:1], filtered[:1], catch_up=seen)
+    yield Plan(1, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), last, noisy[:1], filtered[:1], shown=seen)
     yield Plan(2, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 1, False),))
     more = tuple((int(row), 5, np.arange(10 * row + 50, 10 * row + 50 + 20)) for row in rows)
     yield Plan(3, "tree", rows, rows, shape, 5, (), more, (), noisy, filtered, banning)

@@ -89,8 +89,8 @@ def prefill(catch_ups: CatchUps, one: Req, length: int) -> tuple[int | None, tup
     """Where a chunk is kept, and what the plan shows of prompts."""
     kept = catch_ups.prefill(one, length, length == one.unsent)
     one.sent += length
-    plan = catch_ups.take()
-    return kept, () if plan is None else plan.prompts
+    assert catch_ups.take() is None
+    return kept, catch_ups.take_shown()
 
 
 def prompt(row: int, length: int, sent: int = 0) -> Req:

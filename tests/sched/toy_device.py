@@ -74,8 +74,9 @@ class Tree:
 
 class ToyDevice:
     def __init__(
-        self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (), lag: int = LAG
-    ) -> None:
+        self, rows: int, entries: int, lookahead: int, tail: int, lagging: Collection[TreeShape] = (), lag: int = LAG,
+        from_tokens: bool = False,
+    ) -> None:  # fmt: skip
         """entries: of a page-table row; lagging: shapes after which the drafter has something to catch up with."""
         self.lookahead, self.tail, self.lagging, self.lag = lookahead, tail, lagging, lag
         self.seen: Counter[str] = Counter()
@@ -88,6 +89,7 @@ class ToyDevice:
         self.kept_of_one = [0] * rows  # positions of the last chunk that was kept
         self._behind = [0] * rows  # positions that the drafter has not seen
         self._kept = [[-1] * lag for _ in range(rows)]  # those whose hidden states are kept
+        self._from_tokens, self._skipped = from_tokens, [False] * rows
         self._places: dict[int, tuple[int, int]] = {}  # the same of prompts: row and position
 
     def launch(self, plan: Plan) -> None:
@@ -108,6 +110,8 @@ class ToyDevice:
             self._table[row, first : first + len(slots)] = slots
         rows = plan.rows.tolist()
         assert len(set(rows)) == len(rows), "a row runs twice"
+        for part in plan.shown:
+            self._see(part)
         if plan.kind == "prefill":
             final = [chunk.final for chunk in plan.chunks]
             assert all(final[: sum(final)]), "those who draw come first"
@@ -176,7 +180,8 @@ class ToyDevice:
     def _see(self, part: Deferred) -> None:
         row, start, length, at = part
         here = [(row, p) for p in range(start, start + length)]
-        assert here and [self._places[at + i] for i in range(length)] == here, "not what was kept there"
+        if not self._from_tokens:
+            assert here and [self._places[at + i] for i in range(length)] == here, "not what was kept there"
         assert start + length <= self._kv_len[row], "the target has not run over it"
         self._check_drafter(row, start)
         self._observe(row, start, start + length, len(self._tokens[row]))
@@ -192,8 +197,13 @@ class ToyDevice:
         self._kv_len[row] = end
         self._read(row, end)
         self._behind[row] = 0
+        self._skipped[row] = chunk.final and chunk.kept is not None
+        self.seen["skipped"] += self._skipped[row]
+        if self._skipped[row]:
+            assert self._from_tokens and end == known
+            tokens.append(next_token(tokens, self._seed[row]))
+            return tokens[-1:], [0], [0]
         if chunk.kept is not None:
-            assert not chunk.final
             self._places |= {chunk.kept + i: (row, chunk.start + i) for i in range(chunk.length)}
             self.kept_of_one[row] = chunk.length
             return [], [0], [0]
@@ -213,7 +223,7 @@ class ToyDevice:
         assert n == len(tokens) - 1 and n <= plan.max_kv_len, "the row is longer than the host believes"
         self._read(row, n)
         lags = plan.shape in self.lagging
-        if not lags:
+        if not lags and not self._skipped[row]:
             self._check_drafter(row, n)
             assert not self._behind[row]
             for p in range(n + (self.lookahead == 0), n + span(plan.shape)):  # scribbled on while the draft grows
@@ -228,7 +238,9 @@ class ToyDevice:
         new.append(next_token(tree.text[path[-1]], seed))
         tokens += new
         self._kv_len[row] = n + len(path)
-        if lags:
+        if self._skipped[row]:
+            pass
+        elif lags:
             self._behind[row] += len(path)
             for p in range(n, n + plan.shape.max_commit):
                 self._kept[row][p % self.lag] = p if p < n + len(path) else -1

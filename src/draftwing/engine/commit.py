@@ -133,7 +133,10 @@ class CommitStage:
         if shown:
             next_ids = self._table.tokens[upload.token_rows[:queries], upload.positions[:queries] + 1]
             seen = aux_hidden if aux_hidden is None else aux_hidden[:queries]
-            drafter.extend(self._table, batch.first(shown), seen, next_ids, None, upload.drawing.noisy)
+            noisy = upload.drawing.noisy
+            if shown < upload.final.numel():  # prompts that it does not see at all
+                noisy = self._table.device.upload(plan.noisy[plan.noisy < shown])
+            drafter.extend(self._table, batch.first(shown), seen, next_ids, None, noisy)
         if self._lag is not None:
             self._lag.defer(plan.chunks, aux_hidden)
             self._lag.reset(upload.rows)

@@ -113,8 +113,9 @@ class Executor:
             begun = self.device.mark()
         self._special.admit(plan)
         if plan.kind == "prefill":
-            return self._launch_prefill(plan, (started, begun), guidance)
+            return self._launch_prefill(plan, started, begun, guidance)
         step = self._tree_step(plan, guidance)
+        begun = self._show(plan, begun)
         drafted, verified = self._forward(step, self.run_stage)
         drafts = None
         if len(plan.traced) and step.shape.depth:
@@ -283,10 +284,21 @@ class Executor:
             return roots_alone(self.table, rows, shape.nodes)
         return self.drafter.propose(self.table, rows, shape, max_kv_len, noisy)
 
+    def _show(self, plan: Plan, begun: Any) -> Any:
+        """Shows the drafter what the plan says of prompts -> the mark of when the step itself begins."""
+        if not plan.shown:
+            return begun
+        assert self._lag is not None
+        self._lag.see(plan.shown)
+        return self.device.mark()
+
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    def _launch_prefill(self, plan: Plan, started: tuple[Any, Any], guidance: Guides | None) -> Pending:
+    def _launch_prefill(self, plan: Plan, started: Any, begun: Any, guidance: Guides | None) -> Pending:
         upload = self.table.upload(plan)
+        begun = self._show(plan, begun)
         batch = self._batches.prompts(plan, upload, self._tail)
         found = self.prefills.run(plan.chunks) if self.prefills is not None else None
-        return Pending(plan, started, Verified(*found or self._target(batch)), upload, batch, guidance=guidance)
+        return Pending(
+            plan, (started, begun), Verified(*found or self._target(batch)), upload, batch, guidance=guidance
+        )

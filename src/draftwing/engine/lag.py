@@ -74,7 +74,7 @@ class Lag:
         if drafter is None or not drafter.kv_layers or not device.has_own_memory:
             return AT_ONCE
         most = min(most, max(DEFERRED // len(drafter.kv_layers), LEAST))
-        return Deferral(PROMPTS * most, most)
+        return Deferral(PROMPTS * most, most, drafter.from_tokens)
 
     @staticmethod
     def bytes_of(rows: int, width: int, dtype: torch.dtype, places: int) -> int:
@@ -101,8 +101,7 @@ class Lag:
 
     def catch_up(self, who: CatchUp, noisy: IntArray, drafts: bool) -> None:
         """Shows the drafter what it has not seen. noisy: rows with a temperature.  drafts: whether it proposes next."""
-        for part in who.prompts:
-            self._see(part)
+        self.see(who.prompts)
         if not len(who.rows):
             return
         width = who.behind if self._ops.records_calls else next(width for width in WIDTHS if width >= who.behind)
@@ -118,6 +117,11 @@ class Lag:
             self.catch_up(CatchUp(NOBODY, 0, 0, (Deferred(self._table.rows, 0, most, 0),)), NOBODY, False)
         for count, width in product(COUNTS, WIDTHS):
             self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
+
+    def see(self, parts: Sequence[Deferred]) -> None:
+        """Shows the drafter what was deferred of prompts."""
+        for part in parts:
+            self._see(part)
 
     def _see(self, part: Deferred) -> None:
         """A part of a prompt that is not the last, as `Drafter.extend` sees a chunk. Nothing here is a view of the row

@@ -32,6 +32,11 @@ class ShapeChoice:
         finally:
             self.policy = before
 
+    @property
+    def skips_prompts(self) -> bool:
+        """Whether a drafter need not see prompts, because of which hardly anything will be drafted: they decide."""
+        return self.policy.adapts and self._pace.pressed
+
     def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts of prompts
         wait for the step."""
@@ -41,7 +46,7 @@ class ShapeChoice:
 
     def load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
         """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one."""
-        confidences = [req.confidence if req.may_draft and not req.slow else 0 for req in ready]
+        confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
         return Load(confidences, _context(ready), longer, whole, newest)
@@ -62,7 +67,7 @@ class ShapeChoice:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
         sees = self.policy.sees_predictions
         confidences = [
-            0 if req is None or req.limited or req.slow or (req.request.prediction and not sees) else req.confidence
+            0 if req is None or _tells_nothing(req) or (req.request.prediction and not sees) else req.confidence
             for req in live
         ]
         return Load(confidences, _context(req for req in live if req is not None))
@@ -71,3 +76,8 @@ class ShapeChoice:
 def _context(reqs: Iterable[Req]) -> int:
     """Tokens in their KV, as far as the host knows."""
     return sum(req.kv for req in reqs)
+
+
+def _tells_nothing(req: Req) -> bool:
+    """Whether what was accepted of its drafts says nothing of others'."""
+    return req.limited or req.slow or req.skipped

@@ -5,35 +5,39 @@ with others that are nearly as far, and when it is released: what it gave to the
 uses it first, and that is a plan to come. A plan's catch-up runs before its uploads, so slots and page tables are those
 of the plan before.
 
-Of a prompt that is prefilled in chunks it sees all but the last in one pass, right before the last. A pass takes a GPU
-hardly longer for a thousand positions than for a hundred.
+Of a prompt that is prefilled in chunks it sees all but the last in few passes, at the latest right before the last. A
+pass takes a GPU hardly longer for a thousand positions than for a hundred.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from draftwing.core import AT_ONCE, LAG, CatchUp, Deferral, Deferred, TreeShape
+from draftwing.core import AT_ONCE, LAG, CatchUp, Deferral, Deferred, IntArray, TreeShape
 from draftwing.sched.req import Req
 
 ROWS = 16  # as many catch up at once if nobody has to: a decode gap is then not much longer than others
 
 
 class CatchUps:
-    def __init__(self, lagging: Collection[TreeShape], most: int = LAG, deferral: Deferral = AT_ONCE) -> None:
-        """lagging: shapes whose steps the drafter does not see; most: positions that it may lack of a row."""
+    def __init__(
+        self, lagging: Collection[TreeShape], most: int = LAG, deferral: Deferral = AT_ONCE, slots: int = 0
+    ) -> None:
+        """lagging: shapes whose steps the drafter does not see; most: positions that it may lack of a row.  slots: of
+        the pool."""
         assert all(shape.max_commit <= most for shape in lagging)
         self._lagging, self._most = frozenset(lagging), most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
-        self._prompts = Prompts(deferral)
+        self._prompts: Prompts = FromTokens(deferral, slots) if deferral.from_tokens else FromStates(deferral)
 
     def plan(self, step: int, shape: TreeShape, reqs: Sequence[Req]) -> None:
         """A tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
         if not self._lagging:
             return
-        lags = shape in self._lagging
+        lags, reqs = shape in self._lagging, [req for req in reqs if not req.skipped]
         for req in self._due(reqs, shape.max_commit) if lags else reqs:
             self._add(req)
             req.caught_up = step
@@ -45,21 +49,29 @@ class CatchUps:
         """A chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
         return self._prompts.plan(req, length, final)
 
+    def share(self, req: Req) -> None:
+        """The prompt's KV may be another request's from now on."""
+        self._prompts.share(req)
+
     def commit(self, step: int, shape: TreeShape, req: Req, count: int) -> None:
         """The step of this number has committed `count` tokens of the request."""
-        if step >= req.caught_up and shape in self._lagging:
+        if step >= req.caught_up and shape in self._lagging and not req.skipped:
             req.behind -= shape.max_commit - count
 
     def release(self, req: Req, cached: bool) -> None:
-        """The request gives its row away. cached: whether others may use its KV."""
+        """The request is about to give its row away. cached: whether others may use its KV."""
         self._prompts.release(req, cached)
         if cached:
             self._add(req)
         req.behind = 0
 
+    def take_shown(self) -> tuple[Deferred, ...]:
+        """`Plan.shown` of the next plan."""
+        return self._prompts.take()
+
     def take(self) -> CatchUp | None:
         """Those of the next plan."""
-        prompts = self._prompts.take()
+        prompts = self._prompts.take_released()
         if not self._next and not prompts:
             return None
         rows, behind, bound = np.asarray(self._next, np.int64).reshape(-1, 3).T.copy()
@@ -69,7 +81,7 @@ class CatchUps:
     def clear(self) -> None:
         """Nobody will use what has been released."""
         self._next = []
-        self._prompts.take()
+        self._prompts.take_released()
 
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
@@ -85,23 +97,47 @@ class CatchUps:
             req.behind = 0
 
 
-class Prompts:
-    """Chunks that the drafter has not seen, each prompt's in places of its own. Where there are none for it, or no room
-    for a chunk, the drafter sees the chunk at once."""
-
-    def __init__(self, deferral: Deferral) -> None:
-        self._places, self._most = deferral
-        self._kept: dict[int, tuple[Deferred, int]] = {}  # by row: what is deferred, and its places
-        self._due: list[Deferred] = []  # with the next plan
+class Prompts(Protocol):
+    """Chunks that the drafter has not seen."""
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
         """As `CatchUps.prefill`."""
+        ...
+
+    def share(self, req: Req) -> None:
+        """As `CatchUps.share`."""
+        return None
+
+    def release(self, req: Req, cached: bool) -> None:
+        """As `CatchUps.release`."""
+        ...
+
+    def take(self) -> tuple[Deferred, ...]:
+        """What the drafter sees with the next plan, of rows that run."""
+        ...
+
+    def take_released(self) -> tuple[Deferred, ...]:
+        """The same of rows that have been released."""
+        return ()
+
+
+class FromStates(Prompts):
+    """Of a drafter that needs the target's hidden states, which are kept, each prompt's in places of its own. Where
+    there are none for it, or no room for a chunk, the drafter sees the chunk at once."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        self._places, self._most, _ = deferral
+        self._kept: dict[int, tuple[Deferred, int]] = {}  # by row: what is deferred, and its places
+        self._due: list[Deferred] = []  # with the next plan
+        self._released: list[Deferred] = []
+
+    def plan(self, req: Req, length: int, final: bool) -> int | None:
         if final:
-            self._show(req.row, req.sent)
+            self._show(req.row, req.sent, self._due)
             return None
         kept, places = self._kept.get(req.row) or self._new(req)
         if kept.length + length > places:
-            self._show(req.row, req.sent)
+            self._show(req.row, req.sent, self._due)
             kept = kept._replace(start=req.sent, length=0)
         if length > places:
             return None
@@ -110,17 +146,21 @@ class Prompts:
 
     def release(self, req: Req, cached: bool) -> None:
         """Others may use what is committed, as far as they may use anything: the drafter must have seen that."""
-        self._show(req.row, req.kv if cached else 0)
+        self._show(req.row, req.kv if cached else 0, self._released)
 
     def take(self) -> tuple[Deferred, ...]:
         due, self._due = tuple(self._due), []
         return due
 
-    def _show(self, row: int, end: int) -> None:
+    def take_released(self) -> tuple[Deferred, ...]:
+        due, self._released = tuple(self._released), []
+        return due
+
+    def _show(self, row: int, end: int, due: list[Deferred]) -> None:
         """The drafter sees what is deferred below position `end`; the places are free."""
         kept, _ = self._kept.pop(row, (None, 0))
         if kept is not None and (length := min(kept.start + kept.length, end) - kept.start) > 0:
-            self._due.append(kept._replace(length=length))
+            due.append(kept._replace(length=length))
 
     def _new(self, req: Req) -> tuple[Deferred, int]:
         """Of a request of which nothing is deferred, in the first gap that is long enough; no places if there is none.
@@ -131,3 +171,45 @@ class Prompts:
                 break
             at = kept.at + places
         return Deferred(req.row, req.sent, 0, at), wanted if at + wanted <= self._places else 0
+
+
+class FromTokens(Prompts):
+    """Of a drafter that makes its KV of tokens alone. It can see any part of a prompt at any time, so it need not see
+    those of `Req.skipped`, nor a prompt that ends early: which slots have its KV is noted, and a request that goes on
+    from others has it see these first."""
+
+    def __init__(self, deferral: Deferral, slots: int) -> None:
+        self._most = deferral.most
+        self._seen = np.zeros(slots + 1, bool)  # by slot
+        self._due: dict[int, tuple[IntArray, int]] = {}  # by row: slots of its first positions, and which are due
+
+    def plan(self, req: Req, length: int, final: bool) -> int | None:
+        begin, end = req.sent, req.sent + length
+        self._seen[req.slots[begin:end]] = final and not req.skipped
+        if req.skipped:
+            return 0
+        first = self._first(req, begin)
+        if final or end - first > self._most:
+            self._due[req.row] = req.slots[:begin], first
+        return None if final else 0
+
+    def share(self, req: Req) -> None:
+        if not req.skipped and (first := self._first(req, req.kv)) < req.kv:
+            self._due[req.row] = req.slots[: req.kv], first
+
+    def _first(self, req: Req, end: int) -> int:
+        """The first of its positions below `end` that the drafter has not seen, `end` if there is none."""
+        unseen = np.flatnonzero(~self._seen[req.slots[:end]])
+        return int(unseen[0]) if len(unseen) else end
+
+    def release(self, req: Req, cached: bool) -> None:
+        self._due.pop(req.row, None)
+        self._seen[req.slots[req.sent : req.kv]] = not req.skipped  # its answer, with which it catches up
+
+    def take(self) -> tuple[Deferred, ...]:
+        found, most = [], self._most
+        for row, (slots, first) in self._due.items():
+            self._seen[slots[first:]] = True
+            found += [Deferred(row, at, min(most, len(slots) - at), 0) for at in range(first, len(slots), most)]
+        self._due = {}
+        return tuple(found)

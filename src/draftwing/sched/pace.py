@@ -96,9 +96,14 @@ class Pace:
         self._pressed = self._pressed + 1 if waiting else 0
         if not stall:
             return float("inf")
-        if self._pressed > PRESSED:
+        if self.pressed:
             return 0.0
         return max(nlargest(max(len(self._stalls) // RARE, 1), self._stalls)[-1] - stall, 0.0)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether prompts wait all the time."""
+        return self._pressed > PRESSED
 
     def seconds(self, chunks: Sequence[Chunk]) -> float:
         """Returns what a prefill of these chunks will take; 0 for none, and as long as nothing is known."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftwing.core import NOBODY, Admission, CatchUp, Chunk, IntArray, Plan, PromptPart, TreeShape
+from draftwing.core import NOBODY, Admission, CatchUp, Chunk, Deferred, IntArray, Plan, PromptPart, TreeShape
 from draftwing.sched.pace import Pace
 from draftwing.sched.req import Req
 
@@ -25,6 +25,7 @@ def make_plan(
     admits: Sequence[Admission],
     new_slots: Mapping[int, Sequence[tuple[int, IntArray]]],
     catch_up: CatchUp | None,
+    shown: tuple[Deferred, ...],
 ) -> Plan:
     """chunks: one for each request, none for a tree; new_slots: by row."""
     # Only the last chunk of a prompt draws a token; the others need no sampling.
@@ -55,6 +56,7 @@ def make_plan(
         new_slots=tuple((row, start, slots) for row, parts in new_slots.items() for start, slots in parts),
         chunks=tuple(chunks),
         catch_up=catch_up,
+        shown=shown,
         noisy=_indices(noisy),
         filtered=_indices([i for i in noisy if reqs[i].params.filtered]),
         banning=_indices([i for i in drawing if _below_min(reqs[i])]),

@@ -37,8 +37,10 @@ class ShapePolicy(Protocol):
     """menu: all shapes, the largest first.
 
     sees_predictions: whether a confidence tells what a predicted output is worth. If not, it gets the largest shape.
+    adapts: whether it drafts where that pays, and not otherwise.
     """
 
+    adapts: bool
     menu: tuple[TreeShape, ...]
     sees_predictions: bool
 
@@ -61,7 +63,7 @@ class ShapePolicy(Protocol):
 class FixedShape:
     """Chooses always the same shape; plain decoding when no row has anything to propose."""
 
-    sees_predictions = True
+    sees_predictions, adapts = True, False
 
     def __init__(self, shape: TreeShape) -> None:
         self.menu: tuple[TreeShape, ...] = (shape,) if shape == PLAIN else (shape, PLAIN)
@@ -148,6 +150,7 @@ class MostTokens:
     nothing is worth drafting to try costs more. New requests end it, and so do rows that promise something else.
     """
 
+    adapts = True
     PROBING = 0.008  # share of the time that options may cost that are only tried to learn from them
     UNPRICED = 0.2  # share of a loss that counts where a price is a guess: a few steps make it a measurement
     STALE = 16  # steps after which an option's gain is not known any more

@@ -89,7 +89,7 @@ class Scheduler:
         self._pace = Pace()
         self.choice = ShapeChoice(policy, self._pace, config.draws_alike)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
-        self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral)
+        self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral, config.slots)
         self._news: list[Output] = []
 
     # -- requests in, requests out ------------------------------------------------------------------------------
@@ -185,6 +185,7 @@ class Scheduler:
             req.state = ReqState.PREFILL
             req.admitted = req.admitted or time.monotonic()
             req.inflight, req.confidence = 0, self.config.initial_confidence
+            req.skipped = self.config.deferral.from_tokens and self.choice.skips_prompts
             self.running.append(req)
 
     def _plan_prefill(self, decoding: bool) -> Plan | None:
@@ -247,8 +248,9 @@ class Scheduler:
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(
-            self._steps, kind, shape, reqs, max_kv_len, chunks, *self.kv.take_changes(), self._catch_ups.take()
-        )
+            self._steps, kind, shape, reqs, max_kv_len, chunks, *self.kv.take_changes(), self._catch_ups.take(),
+            self._catch_ups.take_shown(),
+        )  # fmt: skip
         self._steps += 1
         return plan
 
@@ -280,8 +282,8 @@ class Scheduler:
         self.waiting.rejoin(req)
 
     def _release(self, req: Req) -> None:
-        self.kv.release(req)
         self._catch_ups.release(req, self.kv.radix.enabled)
+        self.kv.release(req)
         self.running.remove(req)
         req.row = req.admission = -1
 
@@ -350,6 +352,7 @@ class Scheduler:
         self._emit(req, tokens, logprobs)
         if req.running:
             self.kv.share(req)
+            self._catch_ups.share(req)
 
     def _commit_path(self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int) -> None:
         """count: tokens that row i of the result committed for it."""

@@ -81,6 +81,7 @@ class Drafter(ABC):
     aux_layers: tuple[int, ...] = ()  # layers of the target whose hidden states `extend` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
     kv_layers: Sequence[LayerSpec] = ()  # its layers in the pool, after the target's
+    from_tokens: bool = False  # whether its KV is made of tokens alone, and nobody else learns from `extend`
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk
     in_parts: bool = True  # whether parts of its trees are verified for any row, see `Load.whole`
     initial_confidence: int = MAX_CONFIDENCE  # the confidence to assume for a row until a result tells it

@@ -37,6 +37,7 @@ class ModelDrafter(Drafter):
         self.head, self.topk, self.ops = head, topk, ops
         self.aux_layers, self.lookahead = head.aux_layers, head.lookahead
         self.kv_layers = head.kv_layers
+        self.from_tokens = not head.aux_layers and not head.lookahead
         self.tail = int(head.lookahead == 0)  # without lookahead the first root has a row of its own
         # The root's best continuations and its feature, row-indexed: written by `extend` (the continuations by
         # `propose` where `ops.reads_root_late`), read by `propose`.
