@@ -21,6 +21,8 @@ from draftwing.engine.measure import Local, measure
 from draftwing.engine.stats import Reporter
 from draftwing.server.app import create_app
 
+pytestmark = pytest.mark.slow
+
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,

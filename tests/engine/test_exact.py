@@ -21,13 +21,13 @@ from draftwing.spec.suffix_drafter import SuffixDrafter
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
-RANKS = pytest.param("ranks", marks=pytest.mark.slow)
+BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
 MENU = (TreeShape(6, 2, 8), CHAIN, TreeShape(1, 1, 2), TreeShape(6, 2, 8, by=LOOKUP_ALONE), PLAIN)  # of a pair
 
 
-pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", RANKS, CUDA], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session")
 
 
 def mixed_params(h, count, tokens=40):

@@ -15,7 +15,7 @@ from draftwing.layers.config import ExpertConfig
 from draftwing.sched.prices import Prices
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(4, 3, 11)
-RANKS = pytest.param("ranks", marks=pytest.mark.slow)
+BLOCKS, RANKS = (pytest.param(name, marks=pytest.mark.slow) for name in ("blocks", "ranks"))
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
@@ -25,7 +25,7 @@ EXPERTS = {
     "clamped": ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=1.5),
 }
 
-pytestmark = pytest.mark.parametrize("harness", ["cpu", "blocks", RANKS, CUDA], indirect=True, scope="module")
+pytestmark = pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", params=EXPERTS)

@@ -30,7 +30,10 @@ from draftwing.spec.pair_drafter import PairDrafter
 TREE, COPIED = TreeShape(4, 3, 12), TreeShape(7, 3, 10)
 KINDS = ["EAGLE", "EAGLE3", "NEXTN", "NEXTN 3 layers", "DSPARK", "STANDALONE", "EAGLE3+NGRAM"]
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.parametrize("harness", ["ranks"], indirect=True, scope="session")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("harness", ["ranks"], indirect=True, scope="session"),
+]
 
 
 class Case:

@@ -10,6 +10,8 @@ import torch
 from reference import checkpoints, draft_heads, exact_heads
 from reference.draft_heads import draft_tree, grow, run_target, verify_greedy
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 
 

@@ -20,6 +20,8 @@ from draftwing.sched.policy import FixedShape
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
+pytestmark = pytest.mark.slow
+
 STEP, ROW, TOKEN, KEY = 0.006, 0.002, 0.85e-3, 0.92e-6  # seconds
 
 

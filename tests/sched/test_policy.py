@@ -39,7 +39,7 @@ from draftwing.sched.prices import PricedSteps, Prices
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("batch", [1, 4, 16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hit", [0.05, 0.5, 0.95])
 def test_never_slower_than_none_and_near_the_best(machine: str, batch: int, hit: float) -> None:
     menu = tree_menu(TREE)

@@ -205,12 +205,12 @@ def test_it_is_cheap_enough_for_every_step() -> None:
     prices = measured(True, sizes=tuple(range(1, 129, 8)))
     best = 1.0
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         for context in range(2000):
             prices.seconds(TREE, 100, context)
             prices.record(TREE, 100, context, 1e-3)
-        best = min(best, (time.perf_counter() - start) / 2000)
-    assert best < 30e-6, "some 2 us on a machine that does nothing else"
+        best = min(best, (time.thread_time() - start) / 2000)
+    assert best < 30e-6, "some 2 us of this thread, whatever else runs"
 
 
 def tree_step(step: int, shape: TreeShape, guided: int = 0) -> Plan:

@@ -19,6 +19,8 @@ from draftwing.sched.policy import FixedShape, MostTokens, tree_menu
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
+pytestmark = pytest.mark.slow
+
 TREE = TreeShape(4, 4, 16)
 MIX = (60, 600, 200, 250, 500)  # tokens of prompts
 HIT = 0.8  # of an expected draft

@@ -98,6 +98,7 @@ def test_copying_a_prompt_accepts_whole_chains(ops):
     assert len(records) / steps > 0.7 * SHAPE.max_commit
 
 
+@pytest.mark.slow
 def test_an_answer_helps_later_requests_of_its_salt_only(ops):
     answer = list(range(100, 140))
     drafter, slots = SuffixDrafter(4, ops, capacity=1 << 14), make_slots(3, 300)
@@ -132,6 +133,7 @@ def test_plain_shape_and_span(ops):
     assert drafter.aux_layers == () and drafter.lookahead == 0 and drafter.kv_layers == ()
 
 
+@pytest.mark.slow
 def test_reads_nothing_on_the_host():
     with FakeTensorMode():
         slots = make_slots(4, 100)

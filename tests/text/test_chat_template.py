@@ -103,6 +103,7 @@ def test_a_wrong_template_is_refused_when_it_is_loaded() -> None:
         ChatTemplate("a\n{% if %}", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -30,6 +30,8 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.spec.drafter import DraftContext, Drafter
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2000, "num_threads": 1, "random_seed": 1}
 PROMPTS = ["hello there", "ab" * 30, "x", [7, 8, 9, 7, 8, 9, 7]]
 
@@ -104,7 +106,6 @@ def test_a_rank_that_fails_while_it_serves_says_why() -> None:
         ranks._compare(1, 192, 3)
 
 
-@pytest.mark.slow
 def test_ranks_that_draw_other_tokens_are_noticed_on_the_way(folder: Path) -> None:
     with LLM(str(folder), tp_size=2, **SETTINGS) as llm:
         digest = processes(llm).digest
@@ -180,7 +181,6 @@ def heard(folder: Path) -> Iterator[Heard]:
     assert all(gone(pid) for pid in found.ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, number: signal.Signals) -> None:
     assert heard.info.capability["ranks"] == 2 and len(heard.ranks) == 1
@@ -191,7 +191,6 @@ def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, numbe
     assert heard.link.process.wait(10) == 1
 
 
-@pytest.mark.slow
 def test_a_stopped_rank_does_not_outlive_a_killed_engine(heard: Heard) -> None:
     heard.ask()
     os.kill(heard.ranks[0], signal.SIGSTOP)
@@ -220,7 +219,6 @@ class FailsElsewhere(Drafter):
         return self.chain(table, rows, tokens, shape, torch.ones_like(tokens, dtype=torch.bool))
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
     begun, others = time.monotonic(), children(os.getpid())  # of a fixture
     with pytest.raises(ConfigError, match="no drafter here"):
@@ -228,7 +226,6 @@ def test_a_rank_that_fails_when_all_have_loaded(folder: Path) -> None:
     assert children(os.getpid()) == others and time.monotonic() - begun < 60
 
 
-@pytest.mark.slow
 def test_ranks_end_with_an_engine_that_fails_when_it_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ConfigError("no tokens to stop at")

@@ -183,6 +183,7 @@ def test_values_of_8_bits_without_a_config_are_refused(tmp_path: Path) -> None:
         load_model(folder, torch.float32, "cpu")
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_give_one_error(tmp_path: Path) -> None:
     """Whole checkpoints, of which anything is left out, cut, doubled or of another type."""
     generator = random.Random(0)

@@ -26,6 +26,8 @@ from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention import FunctionAttend
 
+pytestmark = pytest.mark.slow
+
 OPS = make_ops(torch.device("cpu"))
 needs_blocks = pytest.mark.skipif(not OPS.block_kinds, reason="needs GEMMs of weights in blocks")
 # What is of another kind in the blocks that a CPU multiplies; `test_from_quantized.py` has all.

@@ -66,6 +66,7 @@ def paths(client: TestClient) -> set[str]:
     return known | {"/healthy", "/health/", "/%2Fhealth", "/health%2F..%2Fgenerate", "/HEALTH", "/health_generate/x"}
 
 
+@pytest.mark.slow
 def test_every_route_and_method_needs_the_key() -> None:
     with serving(api_key="secret") as (client, engine):
         for path, method in itertools.product(sorted(paths(client)), METHODS):
