@@ -69,7 +69,7 @@ def test_answers_are_prepared_once_for_the_engine() -> None:
     tree = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
     info, tokenizer = FakeEngine(Options(speculative_algorithm="EAGLE", **tree)).info, FakeEngine().tokenizer  # type: ignore[arg-type]
     asked = [request("", n=2, seed=3, max_new_tokens=None), request("", [4], seed=5)]
-    answers = prepare(info, tokenizer, asked, {"num_steps": 2}, random.Random(0))
+    answers = list(prepare(info, tokenizer, asked, {"num_steps": 2}, random.Random(0)))
     assert [answer.index for answer in answers] == [0, 1, 2]
     one, other, last = (answer.request for answer in answers)
     assert len({one.uid, other.uid, last.uid}) == 3 and one.prompt_ids is other.prompt_ids
@@ -80,4 +80,4 @@ def test_answers_are_prepared_once_for_the_engine() -> None:
     stops = request("", [3], stop_token_ids=(5, 999, 2**31 - 1))  # those of another vocabulary end nothing
     assert info.admit(stops).terms.stop_ids == frozenset({EOS, 5})  # type: ignore[union-attr]
     with pytest.raises(RequestError, match="outside of the vocabulary"):
-        prepare(info, tokenizer, [request("", [999])], None, random.Random(0))
+        list(prepare(info, tokenizer, [request("", [999])], None, random.Random(0)))

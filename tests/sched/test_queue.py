@@ -1,8 +1,12 @@
-"""Whose turn it is."""
+"""Whose turn it is, and who has how many rows."""
+
+import random
+
+import pytest
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.queue import FairQueue
+from draftwing.sched.queue import LOOKED_AT, FairQueue, RowShares
 from draftwing.sched.req import Req
 
 
@@ -14,7 +18,7 @@ def req(uid: str, client: str, priority: int = 0) -> Req:
 def served(queue: FairQueue, count: int = 1000) -> list[str]:
     found = []
     while len(queue) and len(found) < count:
-        (one,) = queue.first(1)
+        one = next(queue.in_turn(lambda client: False))
         queue.admit(one)
         found.append(one.uid)
     return found
@@ -59,7 +63,8 @@ def test_whoever_comes_back_has_its_old_place() -> None:
     queue.rejoin(ones[2])
     queue.join(req("new", "c"))
     assert served(queue) == ["2", "new", "4", "5"]
-    queue.leave(ones[0])  # it does not wait
+    with pytest.raises(KeyError):
+        queue.leave(ones[0])  # it does not wait
 
 
 def test_clients_that_are_gone_are_forgotten() -> None:
@@ -68,3 +73,71 @@ def test_clients_that_are_gone_are_forgotten() -> None:
         queue.join(req(str(i), f"client {i}"))
         served(queue)
     assert len(queue._last) < 600
+
+
+def test_the_order_is_that_of_a_sort() -> None:
+    """Whatever comes, goes and comes back: who waits is given by priority, turn and arrival, as a sort gives them, and
+    those who have their share after the others of their priority."""
+    rng, queue, waiting, gone = random.Random(0), FairQueue(), [], []
+    for i in range(3000):
+        what = rng.random()
+        if what < 0.55 or not waiting:
+            waiting.append(req(str(i), rng.choice("abc"), rng.randrange(2)))
+            queue.join(waiting[-1])
+        elif what < 0.7:
+            queue.leave(waiting.pop(rng.randrange(len(waiting))))
+        elif what < 0.9 or not gone:
+            gone.append(waiting.pop(rng.randrange(len(waiting))))
+            queue.admit(gone[-1])
+        else:
+            waiting.append(gone.pop(rng.randrange(len(gone))))
+            queue.rejoin(waiting[-1])
+        if i % 50 == 0:
+            served = set(rng.sample("abc", 1))
+            lines = {c: sorted((r for r in waiting if r.request.client == c), key=lambda r: r.rank) for c in "abc"}
+            seen = [r for line in lines.values() for r in line[:LOOKED_AT]]
+            expected = sorted(seen, key=lambda r: (r.rank[0], r.request.client in served, r.rank))
+            assert list(queue.in_turn(served.__contains__)) == expected
+            assert len(queue) == len(waiting) and set(queue) == set(waiting)
+
+
+def test_places_are_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,048 requests that come and leave in any order each looks at some dozens of others at most."""
+    queue, ones, looks = FairQueue(), [req(str(i), "a") for i in range(2048)], 0
+    rank = Req.rank
+
+    def counted(self: Req) -> tuple[int, int, int]:
+        nonlocal looks
+        looks += 1
+        return rank.__get__(self)
+
+    monkeypatch.setattr(Req, "rank", property(counted))
+    for one in ones:
+        queue.join(one)
+    random.Random(0).shuffle(ones)
+    for one in ones:
+        queue.leave(one)
+    assert not len(queue) and looks < 30 * len(ones)
+
+
+def test_rows_are_shared() -> None:
+    queue, running = FairQueue(), [req(f"a{i}", "a", priority=i == 7) for i in range(8)]
+    for one in running:
+        queue.join(one)
+        queue.admit(one)
+    bob, high = req("b", "b"), req("c", "c", priority=1)
+    shares = RowShares(8, running, queue)
+    assert not shares.served("b") and shares.who_yields(running, bob) is None, "alone a client may have all"
+    queue.join(bob)
+    queue.join(high)
+    shares = RowShares(8, running, queue)  # two each
+    assert shares.who_yields(running, bob) is running[6], "the newest, but not of a higher priority"
+    assert shares.who_yields(running, high) is running[6]
+    for one in (bob, req("b2", "b")):
+        shares.give(one)
+    assert shares.served("b") and shares.who_yields(running, bob) is None
+    for one in running[:6]:
+        shares.take(one)
+    assert shares.who_yields(running, high) is None, "nobody has more than its share"
+    many = RowShares(2, [], queue)
+    assert not many.served("b"), "at least one row is everybody's share"

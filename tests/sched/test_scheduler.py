@@ -1,5 +1,6 @@
 """Admission, order of service, time limits and aborts, with results made up by the test in place of a device."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -81,6 +82,73 @@ def test_long_prompts_come_to_an_end_beside_any_number_of_short_ones():
         if any(out.uid == "long" for out in sched.take_outputs()):
             break
     assert plans <= 200 / 20 + 1, "half of each plan is for it"
+
+
+def rows_of(sched):
+    return Counter(one.request.client for one in sched.running)
+
+
+def test_who_has_all_rows_makes_room_for_another_client():
+    """At once, and no more than for its share. What gives way goes on later; a client alone has all rows."""
+    sched = make(slots=2000, rows=8, chunk=100)
+    for i in range(20):
+        sched.submit(req(f"a{i}", length=5, new=40, first=100 * i, client="a"))
+    turn(sched)
+    assert rows_of(sched) == {"a": 8}
+    sched.submit(req("b", length=3, new=1, first=5000, client="b"))
+    turns = 0
+    while "b" not in {out.uid for out in sched.take_outputs()}:
+        turn(sched)
+        turns += 1
+    assert turns <= 2 and sched.retractions == 1
+    for i in range(20):
+        sched.submit(req(f"b{i}", length=5, new=40, first=5000 + 100 * i, client="b"))
+    turn(sched)
+    assert rows_of(sched) == {"a": 4, "b": 4}
+    for i in range(3):
+        sched.submit(req(f"c{i}", length=5, new=40, first=9000 + 100 * i, client="c"))
+    turn(sched)
+    assert rows_of(sched) == {"a": 3, "b": 3, "c": 2}
+    ended = set()
+    while not sched.idle:
+        turn(sched)
+        ended |= {out.uid for out in sched.take_outputs() if out.finish_reason}
+    assert len(ended) == 20 + 20 + 3
+
+
+def test_rows_are_shared_whoever_asks():
+    """Random clients: after every plan nobody has more than its share while another one, with less than its own, waits
+    for a row. Where the pool is too small, too, all come to an end."""
+    rng, retracted = np.random.default_rng(0), 0
+    for trial in range(6):
+        rows = int(rng.integers(1, 9))
+        slots = int(rng.choice([90, 2000]))
+        sched = make(slots=slots, rows=rows, chunk=int(rng.choice([8, 100])))
+        asked, ended = 0, 0
+        for step in range(400):
+            if step < 60 and rng.random() < 0.4:
+                client, many = str(rng.integers(3)), int(rng.integers(1, 7))
+                for _ in range(many):
+                    length, new = int(rng.integers(1, 10)), int(rng.integers(1, 30))
+                    sched.submit(req(str(asked), length, new, first=100 * asked, client=client))
+                    asked += 1
+            plan = sched.plan()
+            held, waiting = rows_of(sched), set(sched.waiting.clients)
+            share = max(rows // max(len(held.keys() | waiting), 1), 1)
+            if slots > 90 and any(held[client] < share for client in waiting):
+                assert all(count <= share for count in held.values()), (trial, step, held, waiting)
+            if plan is not None:
+                sched.commit(plan, result(plan))
+                sched.check_integrity()
+            ended += sum(out.finish_reason is not None for out in sched.take_outputs())
+            if step > 60 and sched.idle:
+                break
+        retracted += sched.retractions
+        while not sched.idle:
+            turn(sched)
+            ended += sum(out.finish_reason is not None for out in sched.take_outputs())
+        assert ended == asked
+    assert retracted > 10
 
 
 def test_a_prefill_is_shared_between_clients():

@@ -154,6 +154,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(wishes=st.lists(WISHES, min_size=1, max_size=6))
     def submit(self, wishes: list[Wish]) -> None:
+        client = str(len(wishes) % 3)
         for wish in wishes:
             prompt = PREFIXES[wish.prefix][: wish.length] + wish.more
             ended = [one for one in self.asked.values() if one.ended is not None]
@@ -165,7 +166,7 @@ class Serving(RuleBasedStateMachine):
             self.asked[uid] = Asked(prompt, wish.seed, limit, stop)
             params = SamplingParams(max_new_tokens=wish.new, temperature=0)
             logprobs = None if wish.tell is None else LogprobParams(start=min(wish.tell, len(prompt) - 1))
-            request = GenerationRequest(uid, list(prompt), params, wish.priority, logprobs=logprobs)
+            request = GenerationRequest(uid, list(prompt), params, wish.priority, logprobs=logprobs, client=client)
             self.sched.submit(Req(request, wish.seed, limit, stop, wish.salt))
 
     @precondition(lambda self: not self.sched.idle)
@@ -203,13 +204,14 @@ class Serving(RuleBasedStateMachine):
             self.commit()
         self.policy.next = shape
         self.sched._pace._pressed = 100 * (shape % 2)
-        before, evictable = self.sched.retractions, self.sched.kv.radix.size
+        before, reserve, evictable = self.sched.retractions, self.sched._reserve, self.sched.kv.radix.size
         plan = self.sched.plan()
         self.hear()
+        if self.sched.retractions > before:
+            self.seen["pool exhausted" if self.sched._reserve > reserve else "rows for another client"] += 1
         if plan is None:
             assert self.flying or not self.sched.running, "nothing runs, and nothing is on its way"
             return
-        self.seen["pool exhausted"] += self.sched.retractions > before
         self.seen["evicted"] += self.sched.kv.radix.size < evictable
         self.seen["prefix hits"] += any(len(admission.slots) for admission in plan.admits)
         self.seen["resumed"] += any(len(admission.tokens) > admission.prompt_len for admission in plan.admits)
@@ -293,7 +295,8 @@ RANDOM = settings(
     suppress_health_check=CHECKS,
 )
 MUST = {
-    *("ended: stop", "ended: length", "ended: abort", "pool exhausted", "preempted in prefill", "preempted in flight"),
+    *("ended: stop", "ended: length", "ended: abort"),
+    *("pool exhausted", "rows for another client", "preempted in prefill", "preempted in flight"),
     *("resumed", "stale", "stale, row reused", "prefix hits", "evicted", "chunks of several", "plans of several rows"),
     *("permuted", "caught up", "caught up after release", "far behind", "deferred", "deferred chunks", "skipped"),
 }

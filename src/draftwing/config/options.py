@@ -84,6 +84,12 @@ class Options:
     )  # fmt: skip
     max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
     max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)
+    max_queued_requests: int = option(
+        8192, SERVER, "most answers that wait for their first token; more requests get 503", minimum=1, maximum=2**20
+    )
+    max_queued_requests_per_key: int = option(
+        2048, SERVER, "the same of each key of --api-key-file; more get 429", minimum=1, maximum=2**20
+    )
     request_timeout: float | None = option(
         None, SERVER, "seconds after which a request is aborted (default: never)", minimum=0.001
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from draftwing.engine.admission import EngineInfo
 from draftwing.engine.build import Parts, build
 from draftwing.engine.executor import Executor
 from draftwing.engine.explain import Explainer
+from draftwing.engine.inbox import Inbox
 from draftwing.engine.loop import Loop
 from draftwing.engine.progress import Progress
 from draftwing.engine.row_table import BAN_IDS
@@ -38,6 +38,7 @@ from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("draftwing")
+RECEIVED = 32  # requests for each step, new ones and such as end, beyond what could run at once
 _PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
@@ -94,7 +95,7 @@ class Engine:
         self.explainer = Explainer(parts.sched, self.options.speculative_explain) if self.options.drafts else None
         parts.executor.run_stage = times.timed(parts.executor.run_stage)
         self._loop = Loop(parts.sched, parts.executor, self.options.enable_overlap, self.reporter.watch)
-        self._inbox: queue.SimpleQueue[Req | str | None] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._turning = threading.Lock()  # held while a step runs
         self._progress = Progress()
         self._progress.watch_compilers()
@@ -111,11 +112,11 @@ class Engine:
 
     def abort(self, uid: str) -> None:
         """Ends a request; an unknown uid is ignored."""
-        self._inbox.put(uid)
+        self._inbox.end(uid)
 
     def wake(self) -> None:
         """Makes a blocked `step` return."""
-        self._inbox.put(None)
+        self._inbox.wake()
 
     def flush_cache(self) -> bool:
         """Forgets cached prefixes and n-grams; False when requests are running."""
@@ -144,7 +145,7 @@ class Engine:
         return {
             "progress": self._progress.now,
             "running": len(sched.running),
-            "waiting": len(sched.waiting),
+            "waiting": len(sched.waiting) + self._inbox.new,
             "waiting_tokens": waiting,
             "uncomputed_tokens": waiting + begun,  # of prompts; what is cached of those that wait is not yet known
             "free_tokens": sched.kv.pool.available,
@@ -158,13 +159,14 @@ class Engine:
         }
 
     def idle(self) -> bool:
-        return self._loop.idle and self._inbox.empty()
+        return self._loop.idle and self._inbox.empty
 
     def step(self, block: bool = False) -> list[Output]:
         """One turn of the loop. block: with nothing to do, wait for a request first."""
-        waited = self._inbox.get() if block and self._loop.idle else None
+        if block and self._loop.idle:
+            self._inbox.wait()
         with self._turning, self._progress.step():
-            self._receive(waited)
+            self._receive()
             if not self._loop.idle:
                 self._turn()
                 if self.explainer is not None:
@@ -199,16 +201,16 @@ class Engine:
                 raise
             raise blamed from error
 
-    def _receive(self, item: Req | str | None) -> None:
-        while True:
-            if isinstance(item, Req):
-                self.parts.sched.submit(item)
-            elif isinstance(item, str):
-                self.parts.sched.abort(item)
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+    def _receive(self) -> None:
+        """What could run at once is taken at once, of all else a part."""
+        sched = self.parts.sched
+        for one in self._inbox.take_ended(RECEIVED):
+            if isinstance(one, Req):
+                sched.refuse(one)
+            else:
+                sched.abort(one)
+        for req in self._inbox.take_new(max(sched.config.max_rows - len(sched.waiting), RECEIVED)):
+            sched.submit(req)
 
     def _admissible(self, request: GenerationRequest) -> Req:
         request = self.info.admit(request)

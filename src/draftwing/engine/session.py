@@ -6,9 +6,10 @@ their own thread by a `Session`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 def prepare(
     info: EngineInfo, tokenizer: Tokenizer, asked: Sequence[GenerationRequest], wish: Any, draw: random.Random
-) -> list[Answer]:
-    """Answers to begin with, n for each request, in order; each has a request of its own that the engine lets in.
+) -> Iterator[Answer]:
+    """Answers to begin with, n for each request, in order; each has a request of its own that the engine lets in. One
+    by one, as they are taken: thousands of them take a while.
 
     asked: with any `uid`, and n of their parameters.  wish: for their drafts, as `speculation` takes it.  draw: gives
     seeds to those without one.  Raises RequestError for a request that can never run.
@@ -34,15 +36,14 @@ def prepare(
     predicted = any(request.prediction for request in asked)
     found = speculation(wish, *info.drafting(predicted))
     told = found.used if wish is not None or predicted or info.speculates else None
-    answers: list[Answer] = []
+    index = itertools.count()
     for request in asked:
         if request.params.bad_words:
             bad_word_ids(tokenizer, request.params.bad_words)  # refuses
         admitted = info.admit(request._replace(limits=found.limits) if found.limits is not None else request)
         for params in request.params.answers(draw):
             one = admitted._replace(uid=os.urandom(16).hex(), params=params)
-            answers.append(Answer(one, tokenizer, len(answers), info.options.label, told))
-    return answers
+            yield Answer(one, tokenizer, next(index), info.options.label, told)
 
 
 class Session:
@@ -55,7 +56,7 @@ class Session:
 
     def prepare(self, asked: Sequence[GenerationRequest], wish: Any = None) -> list[Answer]:
         """As the function `prepare`."""
-        return prepare(self.engine.info, self.engine.tokenizer, asked, wish, self._draw)
+        return list(prepare(self.engine.info, self.engine.tokenizer, asked, wish, self._draw))
 
     def stream(self, answers: Sequence[Answer]) -> Generator[tuple[Answer, str], None, None]:
         """Each answer that made progress, with its new text (empty while a character or stop string is incomplete)."""

@@ -18,6 +18,7 @@ from draftwing.core import (
     PLAIN,
     Chunk,
     Deferral,
+    IntArray,
     Output,
     Plan,
     StepResult,
@@ -34,13 +35,12 @@ from draftwing.sched.lag import CatchUps
 from draftwing.sched.pace import Pace
 from draftwing.sched.planning import divided, make_plan
 from draftwing.sched.policy import Load, ShapePolicy
-from draftwing.sched.queue import FairQueue
+from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.trace import traced_step
 
 log = logging.getLogger("draftwing")
 REST = 0.02  # seconds
-LOOKED_AT = 32  # requests that wait, each time rows are given: some may have to wait for another's prefill
 SPOILT = (
     "the model's logits are not finite (NaN or infinity): its weights are damaged, or --dtype is too narrow for them"
 )
@@ -110,6 +110,11 @@ class Scheduler:
         if req is not None:
             self._finish(req, [], {"type": "abort", "message": message})
 
+    def refuse(self, req: Req, message: str = "aborted") -> None:
+        """The end of a request that was never submitted."""
+        reason = {"type": "abort", "message": message}
+        self._news.append(Output(req.uid, [], reason, meta=told(req, self.config.credited)))
+
     def take_outputs(self) -> list[Output]:
         out, self._news = self._news, []
         return out
@@ -171,15 +176,16 @@ class Scheduler:
         return [req for req in self.running if req.state is ReqState.DECODE and req.may_grow and req not in self._held]
 
     def _admit(self) -> None:
-        for req in self.waiting.first(LOOKED_AT):
-            if not self.kv.has_row:
+        if not self.waiting:
+            return
+        shares = RowShares(self.config.max_rows, self.running, self.waiting)
+        for req in self.waiting.in_turn(shares.served):
+            if not self.kv.has_row and shares.who_yields(self.running, req) is None:
                 return
             tokens = np.asarray(req.tokens, np.int64)
             if self.kv.on_its_way(req, tokens):
                 continue  # computed once for all who ask alike
-            growth = sum(max(other.max_total - other.covered, 0) for other in self.running)
-            reserve = int(self._reserve * growth) + self.kv.room * len(self.running)
-            if not self.kv.admit(req, tokens, reserve):
+            if not self._give_row(req, tokens, shares):
                 return  # whoever needs less must not pass for ever whoever needs more
             self.waiting.admit(req)
             req.state = ReqState.PREFILL
@@ -187,6 +193,20 @@ class Scheduler:
             req.inflight, req.confidence = 0, self.config.initial_confidence
             req.skipped = self.config.deferral.from_tokens and self.choice.skips_prompts
             self.running.append(req)
+
+    def _give_row(self, req: Req, tokens: IntArray, shares: RowShares) -> bool:
+        """Retracts requests of clients with more than their share for one that has less, where it must."""
+        while True:
+            growth = sum(max(other.max_total - other.covered, 0) for other in self.running)
+            reserve = int(self._reserve * growth) + self.kv.room * len(self.running)
+            if self.kv.has_row and self.kv.admit(req, tokens, reserve):
+                shares.give(req)
+                return True
+            victim = shares.who_yields(self.running, req)
+            if victim is None:
+                return False
+            shares.take(victim)
+            self._retract(victim)
 
     def _plan_prefill(self, decoding: bool) -> Plan | None:
         """decoding: whether anybody waits for it who decodes."""
@@ -268,6 +288,7 @@ class Scheduler:
         while not self.kv.cover(req, upto):
             victim = max(self.running, key=lambda r: r.rank)
             self._retract(victim)
+            self._reserve = min(1.0, self._reserve + self.RESERVE_STEP)
             if victim is req:
                 return False
         return True
@@ -277,7 +298,6 @@ class Scheduler:
         self._release(req)
         req.retractions += 1
         self.retractions += 1
-        self._reserve = min(1.0, self._reserve + self.RESERVE_STEP)
         req.state = ReqState.WAITING
         self.waiting.rejoin(req)
 

@@ -19,8 +19,10 @@ from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.supervision import Deaths, Watchdog
 from draftwing.server.telemetry.observer import Observer
+from draftwing.server.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+SENT = 64  # requests in one message: no thread of either process is busy with it for long
 MOST_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
 STATS_SECONDS = 0.5  # how long the engine's numbers are waited for, then those of before have to do
 
@@ -74,7 +76,8 @@ class Stream:
     def close(self) -> None:
         for uid in self.open:
             self._owner.forget(uid)
-            self._owner.abort_one(uid)
+        if self.open:
+            self._owner.abort_all(self.open)
         self.open.clear()
 
 
@@ -102,6 +105,9 @@ class AsyncEngine:
         self._heard = False  # whether a message has come since the watchdog last looked
         self.draining = False
         self.observer = Observer()
+        options = info.options
+        self.waiting = Waiting(options.max_queued_requests, options.max_queued_requests_per_key)
+        self.news = asyncio.Event()  # is set when the engine has given tokens to anybody, or is gone
         self.lost: Callable[[], None] = lambda: None
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,14 +141,19 @@ class AsyncEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
         """Hands requests to the engine, all or none. Their uids are unique for ever, their names need not be.
 
-        Raises RequestError when one can never run or has stopped engines before, EngineDead when the engine is gone.
+        Raises RequestError when one can never run or has stopped engines before, QueueFull when too many wait,
+        EngineDead when the engine is gone.
         """
         self._check()
         self._deaths.check(requests)
+        if requests[0].name:  # clients' requests have one, health checks do not
+            self.waiting.check(requests[0].client, len(requests))
         admitted = [self.info.admit(request) for request in requests]
         stream = Stream(self, admitted)
         self._streams |= dict.fromkeys(stream.open, stream)
-        self.link.send(admitted)
+        self.waiting.add(admitted)
+        for start in range(0, len(admitted), SENT):
+            self.link.send(admitted[start : start + SENT])
         return stream
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
@@ -157,12 +168,12 @@ class AsyncEngine:
     def abort(self, name: str | None) -> None:
         """Aborts the requests of this name, or all of them for None; unknown names are ignored. Whoever waits for
         them gets an Output with finish reason "abort"."""
-        for uid, stream in list(self._streams.items()):
-            if name is None or name == (stream.open[uid].name or uid):
-                self.abort_one(uid)
+        self.abort_all(
+            uid for uid, stream in self._streams.items() if name is None or name == (stream.open[uid].name or uid)
+        )
 
-    def abort_one(self, uid: str) -> None:
-        self.link.send(Abort(uid))
+    def abort_all(self, uids: Iterable[str]) -> None:
+        self.link.send(Abort(tuple(uids)))
 
     def end_all(self, message: str) -> None:
         """Ends all requests without waiting for the engine, as aborted, and refuses new ones: the server ends."""
@@ -269,6 +280,10 @@ class AsyncEngine:
 
     def _hand_on(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
+            if output.token_ids:
+                self.news.set()
+            if output.token_ids or output.finish_reason is not None:
+                self.waiting.begun(output.uid)
             self.observer.output(output)
             stream = self._streams.get(output.uid)
             if stream is not None:
@@ -347,6 +362,8 @@ class AsyncEngine:
     def _fail(self, error: EngineDead) -> None:
         self.error = error
         self.observer.lost()
+        self.waiting.clear()
+        self.news.set()
         self._compiles.clear()
         for stream in set(self._streams.values()):
             stream.fail(error)

@@ -22,6 +22,7 @@ from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
 from draftwing.server.encoding import encode
+from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
 if TYPE_CHECKING:
     from draftwing.server.service import Generation
@@ -119,6 +120,12 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestError)
         return error_response(request, 400, str(error), error.param)
 
+    async def full(request: Request, error: Exception) -> Response:
+        assert isinstance(error, QueueFull)
+        response = error_response(request, 429 if error.own else 503, str(error))
+        response.headers["retry-after"] = str(RETRY_SECONDS)
+        return response
+
     async def query(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         refusal = _refusal([e | {"loc": e["loc"][1:]} for e in error.errors()], dict(request.query_params))
@@ -148,6 +155,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, query)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(EngineDead, dead)
+    app.add_exception_handler(QueueFull, full)
     app.add_exception_handler(GenerationError, failed)
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(Exception, bug)

@@ -34,6 +34,7 @@ MAX_ANSWERS = 2048  # prompts times n
 MOST_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
+_AT_ONCE = 32  # answers that are made in one turn of the event loop
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
 
@@ -187,12 +188,13 @@ class Service:
     async def submit(self, requests: Sequence[GenerationRequest], body: Asking) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.
 
-        Raises RequestError, naming fields as the body does, or EngineDead.
+        Raises RequestError, naming fields as the body does, QueueFull where too many wait, or EngineDead.
         """
         info, predicted = self.engine.info, body.predicted
         count = sum(request.params.n for request in requests)
-        if count > MAX_ANSWERS:
-            raise RequestError(f"one request takes at most {MAX_ANSWERS} answers; found {count}", "n")
+        most = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
+        if count > most:
+            raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         shared["arrived"] = self.engine.observer.arrived
@@ -201,13 +203,18 @@ class Service:
             if key.max_priority is not None and shared["priority"] > key.max_priority:
                 found = f"for this key (max_priority); found {shared['priority']}"
                 raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
+        self.engine.waiting.check(shared.get("client", ""), count)
         if predicted:
             shared["prediction"] = tuple((await self.tokenize([predicted], "prediction", add_special_tokens=False))[0])
         asked = [request._replace(name=request.name or id, **shared) for request in requests]
         if body.length is None:
             asked = [one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked]
+        answers: list[Answer] = []
         try:
-            answers = prepare(info, self.tokenizer, asked, body.speculative, self._draw)
+            for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
+                answers.append(answer)
+                if len(answers) % _AT_ONCE == 0:
+                    await asyncio.sleep(0)  # to others
         except RequestError as error:
             raise body.renamed(error) from None
         tokens = sum(len(request.prompt_ids) for request in requests)

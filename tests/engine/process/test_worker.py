@@ -124,9 +124,9 @@ def test_who_leaves_is_not_waited_for(worker: Posted) -> None:
     worker.does(Compile(1, B, "", None, ""))
     worker.does([request("waits", B)])
     worker.does(Drop(1))
-    worker.does(Abort("waits"))
+    worker.does(Abort(("waits",)))
     assert worker.messages == [Reply(1, None), [Output("waits", [], {"type": "abort", "message": "aborted"})]]
-    worker.does(Abort("begun"))
+    worker.does(Abort(("begun",)))
     grammars.go.release(100)
     worker.does([request("next", B)])
     worker.does(Compile(3, B, "", None, ""))

@@ -84,15 +84,14 @@ def test_every_route_and_method_needs_the_key() -> None:
     [
         ("none", []),
         ("metrics", ["/metrics", "/v1/loads"]),
-        ("docs", ["/docs", "/openapi.json"]),
-        ("all", ["/metrics", "/docs"]),
+        ("docs", ["/docs", "/redoc", "/openapi.json"]),
+        ("all", ["/metrics", "/v1/loads", "/docs", "/redoc", "/openapi.json"]),
     ],
 )
 def test_metrics_and_docs_by_option(choice: str, free: list[str]) -> None:
     with serving(api_key="secret", public_endpoints=choice) as (client, _):
         for path in ("/metrics", "/v1/loads", "/docs", "/redoc", "/openapi.json", "/server_info"):
-            status = client.get(path).status_code
-            assert status in (200, 401) and (status == 200 or path not in free)
+            assert client.get(path).status_code == (200 if path in free else 401), path
             assert client.post(path).status_code == client.options(path).status_code == 401
         assert client.get("/server_info").status_code == 401
 
@@ -212,6 +211,14 @@ def test_n_answers_count_their_prompt_once() -> None:
     assert allowances.ask("a") == (0, "")
     allowances.progressed(AnswerRecord(request, 0.0), None, 0.0, 10)
     assert allowances.ask("a") == (pytest.approx(0.6), "tokens") and allowances.ask("nobody") == (0, "")
+
+
+def test_every_answer_is_a_request(keyed: Any) -> None:
+    client, engine = keyed
+    body = {"prompt": ["ab", "cd"], "n": 2}
+    assert client.post("/v1/completions", json=body, headers=bearer("sk-alice")).status_code == 200  # four of three
+    late = client.post("/v1/completions", json={"prompt": "ab"}, headers=bearer("sk-alice"))
+    assert late.status_code == 429 and 21 <= int(late.headers["retry-after"]) <= 40 and len(engine.requests) == 4
 
 
 def test_health_generate_costs_one_token_a_second() -> None:

@@ -39,7 +39,7 @@ class EngineDead(DraftwingError):
 
 @dataclass(frozen=True)
 class Abort:
-    uid: str
+    uids: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,11 @@ class Worker:
             for request in message:
                 self._let_in(engine, request)
         elif isinstance(message, Abort):
-            if self._compiling.drop(message.uid):
-                self.post([Output(message.uid, [], {"type": "abort", "message": "aborted"})])
-            else:
-                engine.abort(message.uid)
+            for uid in message.uids:
+                if self._compiling.drop(uid):
+                    self.post([Output(uid, [], {"type": "abort", "message": "aborted"})])
+                else:
+                    engine.abort(uid)
         elif isinstance(message, Compile):
             self._later(
                 message.grammar, message.client, message.number,

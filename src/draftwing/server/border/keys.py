@@ -48,7 +48,8 @@ class Bucket:
 
 class Allowances(Watcher):
     """What is left of each key's limits. Tokens are counted as they come: the prompt when a request begins, those of
-    answers one by one. So a request is let in while there is something left, and those after it pay what it took."""
+    answers one by one; each answer is a request. So a request is let in while there is something left, and those after
+    it pay what it took."""
 
     def __init__(self, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         self._requests = {k.name: Bucket(k.requests_per_minute, clock) for k in keys if k.requests_per_minute}
@@ -68,6 +69,9 @@ class Allowances(Watcher):
         return 0, ""
 
     def began(self, answer: AnswerRecord) -> None:
+        requests = self._requests.get(answer.request.client)
+        if requests is not None and answer.further:  # the first one was asked for
+            requests.take(1)
         prompt, bucket = answer.request.prompt_ids, self._tokens.get(answer.request.client)
         if bucket is not None and prompt is not self._prompt:
             bucket.take(len(prompt))

@@ -23,6 +23,8 @@ from draftwing.server.telemetry.metrics import engine_numbers
 
 HEALTH_SECONDS = 20  # how long /health_generate waits for its token
 PROBE_SECONDS = 1.0  # how long a token is proof enough
+FIRST = 2**31 - 1  # the highest priority
+CLIENT = "/health_generate"  # who asks for it, so that it has a share of the rows
 
 
 class Probe:
@@ -41,17 +43,23 @@ class Probe:
         return await asyncio.shield(self._running)  # whoever leaves does not end it for the others
 
     async def _try(self) -> bool:
+        """Tokens for anybody are proof: all rows may be others', for as long as their answers last."""
         request = GenerationRequest(
-            uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        )
+            uuid.uuid4().hex, [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+            priority=FIRST, client=CLIENT,
+        )  # fmt: skip
         try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                async for _ in self._engine.generate(request):
-                    pass
+            self._engine.news.clear()
+            stream = self._engine.submit([request])
+            try:
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    await self._engine.news.wait()
+            finally:
+                stream.close()
         except (EngineDead, TimeoutError):
             return False
         self._ended = time.monotonic()
-        return True
+        return self._engine.healthy
 
 
 def add_probes(app: FastAPI, engine: AsyncEngine) -> None:
@@ -63,7 +71,7 @@ def add_probes(app: FastAPI, engine: AsyncEngine) -> None:
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
-        """As /health, but the engine has to give a token; it gives one a second at most, however many ask."""
+        """As /health, but the engine has to give tokens, to anybody; it is asked once a second at most."""
         return Response(status_code=200 if await probe.ask() else 503)
 
     @app.get("/liveness")

@@ -55,7 +55,7 @@ sglang:num_requests_total -: requests that have ended, without aborted ones
 sglang:num_so_requests_total -: requests with a grammar that have ended, without aborted ones
 sglang:num_aborted_requests_total -: requests that were aborted
 sglang:num_retracted_requests_total retractions: times that a running request went back to the queue \
-because memory was short
+for want of memory or of rows for another client
 sglang:time_to_first_token_seconds -: from the request's arrival to its first token
 sglang:inter_token_latency_seconds -: between tokens, the time of a step spread over its tokens
 sglang:e2e_request_latency_seconds -: from the request's arrival to its last token
@@ -67,7 +67,8 @@ vllm:num_requests_waiting waiting: requests that wait
 vllm:kv_cache_usage_perc usage: share of the KV pool that running requests hold; 1 is all of it
 vllm:cache_config_info{block_size,num_gpu_blocks} cache_config: 1; its labels are the size of the KV pool, \
 in blocks as routers count prefixes
-vllm:num_preemptions_total retractions: times that a running request went back to the queue because memory was short
+vllm:num_preemptions_total retractions: times that a running request went back to the queue \
+for want of memory or of rows for another client
 vllm:prefix_cache_queries_total queried_tokens: prompt tokens that were looked up in the prefix cache
 vllm:prefix_cache_hits_total hit_tokens: prompt tokens that were found in the prefix cache
 vllm:prompt_tokens_total -: prompt tokens, when the first token comes
@@ -86,7 +87,8 @@ to answer
 draftwing:http_responses_total{status} -: responses by status; 499: the client disconnected
 draftwing:constrained_requests_total{kind} -: admitted requests with a grammar, by its kind
 draftwing:aborts_total -: requests that were aborted, by client or server
-draftwing:retractions_total retractions: times that a running request went back to the queue because memory was short
+draftwing:retractions_total retractions: times that a running request went back to the queue \
+for want of memory or of rows for another client
 draftwing:stale_rows_total stale_rows: rows of steps whose request had ended when the result came
 draftwing:spec_drafts_total{drafter} drafts_by: drafts, one for each row and step in which any token was proposed
 draftwing:spec_proposed_tokens_total{drafter} proposed_by: proposed tokens: all live nodes of the trees; \

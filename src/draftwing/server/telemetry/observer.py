@@ -45,6 +45,7 @@ class AnswerRecord:
     reason: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)  # the engine's, once it is finished
     number: int = 0  # of all answers since the start
+    further: bool = False  # whether its HTTP request has answers before it
 
 
 @dataclass(eq=False)
@@ -128,6 +129,7 @@ class Observer:
             one = AnswerRecord(request, arrived, answers[i] if answers else None, number=self._begun)
             self._open[request.uid] = one
             if record is not None:
+                one.further = bool(record.answers)
                 record.client = request.client
                 record.answers.append(one)
             self._tell("began", one)

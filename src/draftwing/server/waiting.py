@@ -1,0 +1,59 @@
+"""How many answers may wait for their first token: of one client, and of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from draftwing.errors import DraftwingError
+from draftwing.requests.request import GenerationRequest
+
+RETRY_SECONDS = 1
+
+
+class QueueFull(DraftwingError):
+    """Too many answers wait (HTTP 429 where they are the client's own, else 503)."""
+
+    def __init__(self, message: str, own: bool) -> None:
+        super().__init__(f"{message}; try again when some have begun")
+        self.own = own
+
+
+class Waiting:
+    """Answers from when they are asked for until the engine gives a token or their end. Those whose client left count
+    until the engine has let go of them, so that nobody can ask and leave faster than it follows."""
+
+    def __init__(self, most: int, most_of_a_key: int) -> None:
+        """most: of all clients.  most_of_a_key: of one with a key; without keys all are one client."""
+        self._most, self._most_of_a_key = most, most_of_a_key
+        self._clients: dict[str, str] = {}  # by uid
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def check(self, client: str, count: int) -> None:
+        """Raises QueueFull where so many more would be too many."""
+        if client and (there := self._counts[client]) + count > self._most_of_a_key:
+            limit = f"the most of a key (--max-queued-requests-per-key) are {self._most_of_a_key}"
+            raise QueueFull(f"{there} answers of this key wait, {limit}; found {count} more", own=True)
+        if (there := len(self)) + count > self._most:
+            limit = f"the most (--max-queued-requests) are {self._most}"
+            raise QueueFull(f"{there} answers wait, {limit}; found {count} more", own=False)
+
+    def add(self, requests: Iterable[GenerationRequest]) -> None:
+        for request in requests:
+            self._clients[request.uid] = request.client
+            self._counts[request.client] += 1
+
+    def begun(self, uid: str) -> None:
+        """It waits no more; nothing happens if it did not."""
+        client = self._clients.pop(uid, None)
+        if client is not None:
+            self._counts[client] -= 1
+            if not self._counts[client]:
+                del self._counts[client]
+
+    def clear(self) -> None:
+        self._clients.clear()
+        self._counts.clear()

@@ -1,0 +1,155 @@
+"""How many answers may wait, what they cost, and that they are let go of together."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, local
+
+from draftwing.config.options import Options
+from draftwing.core import Output
+from draftwing.engine.process.link import Abort
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.server.app import create_app
+from draftwing.server.engine_client import SENT
+from draftwing.server.service import Service
+from draftwing.server.waiting import QueueFull, Waiting
+
+KEYS = '[alice]\nkey = "sk-alice"\n\n[bob]\nkey = "sk-bob"\n\n[carol]\nkey = "sk-carol"\nrequests_per_minute = 10\n'
+
+
+def asked(uid: str, client: str) -> GenerationRequest:
+    return GenerationRequest(uid, [1], SamplingParams(), client=client, name="x")
+
+
+def test_answers_of_a_client_and_of_all() -> None:
+    waiting = Waiting(most=10, most_of_a_key=4)
+    for client in "abc":
+        for i in range(3):
+            waiting.add([asked(client + str(i), client)])
+    waiting.check("a", 1)
+    with pytest.raises(QueueFull, match=r"3 answers of this key wait.*are 4; found 2 more") as own:
+        waiting.check("a", 2)
+    with pytest.raises(QueueFull, match=r"9 answers wait.*are 10; found 2 more") as others:
+        waiting.check("", 2)  # without keys nobody has a limit of its own
+    assert own.value.own and not others.value.own
+    waiting.begun("a0")
+    waiting.begun("a0")
+    waiting.check("a", 2)
+    for client in "abc":
+        for i in range(3):
+            waiting.begun(client + str(i))
+    assert not len(waiting) and not waiting._counts
+
+
+class Silent(FakeEngine):
+    """Answers the requests of bob alone, and none of health checks; the others wait for ever."""
+
+    def _advance(self, uid: str) -> Output:
+        request, _, _ = self.running[uid]
+        return super()._advance(uid) if request.client == "bob" else Output(uid, [])
+
+
+def options(folder: Path, **more: Any) -> Options:
+    file = folder / "keys.toml"
+    file.write_text(KEYS)
+    file.chmod(0o600)
+    return Options(random_seed=7, api_key_file=str(file), **more)
+
+
+def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
+    engine = Silent(options(tmp_path, max_queued_requests=20, max_queued_requests_per_key=8))
+    linked = local(engine)
+
+    async def run() -> None:
+        app = create_app(linked, engine.tokenizer)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as client:
+                await scenes(client)
+
+    async def scenes(client: httpx.AsyncClient) -> None:
+        def ask(key: str, n: int) -> Any:
+            body = {"prompt": ["ab"] * 2, "n": n // 2, "max_tokens": 2}
+            headers = {"authorization": f"Bearer sk-{key}"}
+            return asyncio.ensure_future(client.post("/v1/completions", json=body, headers=headers))
+
+        async def waits(count: int) -> None:
+            while len(linked.waiting) != count:
+                await asyncio.sleep(0.001)
+
+        too_many = await ask("alice", 10)
+        assert too_many.status_code == 400 and "at most 8 answers" in too_many.text
+        first = ask("alice", 6)
+        await waits(6)
+        refused = await ask("alice", 4)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert "--max-queued-requests-per-key" in refused.json()["message"]
+        assert (await ask("bob", 8)).status_code == 200
+        others = [ask("alice", 2), ask("carol", 8)]
+        await waits(16)
+        refused = await ask("bob", 6)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert "(--max-queued-requests) are 20" in refused.json()["message"]
+        # carol's eight answers were eight requests of her ten in a minute.
+        more = ask("carol", 4)
+        assert (await more).status_code in (429, 503)
+        for _ in range(2):
+            refused = await ask("carol", 2)
+        assert refused.status_code == 429
+        # The engine is asked, and gives tokens to somebody: that is health enough.
+        health = asyncio.ensure_future(client.get("/health_generate"))
+        while not any(request.client == "/health_generate" for request in engine.requests):
+            await asyncio.sleep(0.001)
+        assert not health.done()
+        assert (await ask("bob", 2)).status_code == 200
+        assert (await health).status_code == 200
+        for one in (first, *others):
+            one.cancel()
+        await waits(0)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert len(engine.aborted) == 6 + 2 + 8 + 1  # with that of the health check
+
+
+def test_answers_by_the_thousand_are_made_and_left_in_small_parts() -> None:
+    """Others have turns of the event loop meanwhile, and no message is large but the one that ends them all."""
+    engine = FakeEngine()
+    linked = local(engine)
+    sent: list[Any] = []
+    linked.link.send = sent.append  # type: ignore[method-assign]
+
+    async def run() -> int:
+        service, turns = Service(linked, engine.tokenizer), 0
+        linked.start()
+
+        async def tick() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        await asyncio.sleep(0)
+        turns = 0
+        request = GenerationRequest("", [1, 2], SamplingParams(n=128))
+        generation = await service.submit([request] * 16, Asking())
+        made = turns
+        generation.close()
+        ticking.cancel()
+        return made
+
+    class Asking:
+        predicted = asked_id = body = cache_salt = priority = length = speculative = None
+        id_prefix, traced = "", False
+
+    assert asyncio.run(run()) >= 2048 / 64
+    requests = [message for message in sent if isinstance(message, list)]
+    assert sum(map(len, requests)) == 2048 and max(map(len, requests)) <= SENT
+    (abort,) = [message for message in sent if isinstance(message, Abort)]
+    assert len(abort.uids) == 2048 and len(linked.waiting) == 2048, "they count until the engine has let go of them"
