@@ -73,6 +73,17 @@ def test_mixes(ops: TorchOps, residual: bool) -> None:
     torch.testing.assert_close(ops.mix(y, routed, more).double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_mixes_under_a_norm(ops: TorchOps, wide: bool) -> None:
+    routed = ops.route(made(ops, 4, COUNT), TOP, True)
+    y, residual = made(ops, 4 * TOP, 96, seed=1, dtype=torch.bfloat16), made(ops, 4, 96, seed=2, dtype=torch.bfloat16)
+    weight = made(ops, 96, seed=3, dtype=torch.float32 if wide else torch.bfloat16)
+    x, normed = ops.mix_norm(y, routed, residual, weight, 1e-5)
+    assert torch.equal(x, ops.mix(y, routed, residual))
+    expected = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    torch.testing.assert_close(normed.double(), expected, atol=2**-6, rtol=2**-6)
+
+
 def test_clamps(ops: TorchOps) -> None:
     gate_up = made(ops, 5, 2 * 96) * 4
     gate, up = gate_up.double().chunk(2, -1)

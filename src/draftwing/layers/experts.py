@@ -15,6 +15,7 @@ from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, Wei
 from draftwing.layers.linear_ops.dense import InferenceDense, as_dense
 from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.layers.norm import RMSNorm
 from draftwing.ops.expert_rows import ExpertRows
 from draftwing.ops.torch.experts import ExpertGemm, Routed
 from draftwing.ops.torch.layer_ops import PLAIN, LayerOps
@@ -45,13 +46,26 @@ class ExpertMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added -> [M, hidden]"""
-        top_k, renormalise = self.experts.top_k, self.experts.renormalise
-        routed = self._ops.route(self.router(x), top_k, renormalise, self._exact, self.scatter)
-        inner = self.gate_up.gated(x, routed, self.experts.limit)  # [pairs, ffn]
+        inner, routed = self._inner(x)
         if self._ranks.size == 1:
             return self._ops.mix(self.down(inner, routed), routed, residual)
         outs = self.down(inner, routed, with_bias=self._ranks.rank == 0)  # which the sum over ranks has once
         return self._ranks.sum_rows(self._ops.mix(outs, routed, None), None, residual, self._ops)
+
+    @property
+    def mixes_under_norms(self) -> bool:
+        return self._ranks.size == 1 and self._ops.mixes_under_norms
+
+    def under(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward`, and its result under a norm; where `mixes_under_norms`."""
+        inner, routed = self._inner(x)
+        return self._ops.mix_norm(self.down(inner, routed), routed, residual, norm.weight, norm.eps)
+
+    def _inner(self, x: Tensor) -> tuple[Tensor, Routed]:
+        """-> what the gates let through, [pairs, ffn]"""
+        top_k, renormalise = self.experts.top_k, self.experts.renormalise
+        routed = self._ops.route(self.router(x), top_k, renormalise, self._exact, self.scatter)
+        return self.gate_up.gated(x, routed, self.experts.limit), routed
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 

@@ -98,6 +98,16 @@ class DecoderLayer(nn.Module):
         outs = None if self._whole is None else self._whole(x, normed, cos, sin, attend)
         return self._mix(normed, x, cos, sin, attend) if outs is None else outs[0]
 
+    def under(
+        self, norm: RMSNorm, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """`mix`, and its result under the norm that comes next: in one kernel where the device has one for it."""
+        if isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms and self.mlp_out_norm is None:
+            x, normed = self.mlp_norm.of_sum(x, self.attention(normed, cos, sin, attend))
+            return self.mlp.under(norm, normed, x)
+        x = self.mix(normed, x, cos, sin, attend)
+        return x, norm(x)
+
     def _mix(self, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.attn_out_norm is not None and self.mlp_out_norm is not None:
             out = self.attn_out_norm(self.attention(normed, cos, sin, attend))
@@ -140,6 +150,9 @@ class DecoderModel(nn.Module):
         # Rounded as the embedding is.
         self._embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype).item() if config.gemma else 1.0
         self._scatter: Tensor | None = None  # of its experts
+        self._norms: list[
+            RMSNorm
+        ] = []  # of all layers and the last, where layers give results under the next norm, too
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
 
     @property
@@ -188,12 +201,16 @@ class DecoderModel(nn.Module):
             x = self.norm(outs[whole.last])
             return x, x if tuple(aux_layers) == (self.final_aux_layer,) else whole.joined(outs)
         streams = {0: x} if 0 in aux_layers else {}
+        normed = self._norms[0](x) if self._norms else None
         for i, layer in enumerate(self.layers, 1):
             cos, sin = turns[-2:] if self.config.layer_window(i - 1) else turns[:2]
-            x = layer(x, cos, sin, attend)
+            if normed is None:
+                x = layer(x, cos, sin, attend)
+            else:
+                x, normed = layer.under(self._norms[i], normed, x, cos, sin, attend)
             if i in aux_layers:
                 streams[i] = x
-        x = self.norm(x)
+        x = self.norm(x) if normed is None else normed
         streams[self.final_aux_layer] = x
         return x, torch.cat([streams[i] for i in aux_layers], -1) if aux_layers else None
 
@@ -242,6 +259,9 @@ class DecoderModel(nn.Module):
         self._ops = ops
         pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
+        if self.config.experts is not None and ops.mixes_under_norms:
+            first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
+            self._norms = [norm for norm in (*first, self.norm) if norm is not None]
         if self.config.experts is not None:
             self._scatter = torch.zeros(1, dtype=torch.int32, device=self.norm.weight.device)
             for part in self.modules():

@@ -13,7 +13,7 @@ from draftwing.ops import groups
 from draftwing.ops.attention import Attend, AttentionKind, HeadNorms
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch import onednn
-from draftwing.ops.torch.experts import ExpertOps
+from draftwing.ops.torch.experts import ExpertOps, Routed
 from draftwing.ops.types import BlockRows, QuantizedRows
 
 FEW_ROWS = 8  # up to this many the CPU's own GEMMs, which are faster than oneDNN's then, are used
@@ -156,6 +156,14 @@ class LayerOps(ExpertOps):
     """
 
     norm_adds_residual = False  # whether `add_rms_norm` is one kernel, which then adds residuals better than a GEMM
+    mixes_under_norms = False  # whether `mix_norm` is one kernel
+
+    def mix_norm(
+        self, y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`mix`, and `rms_norm` of it: [M, n] each"""
+        x = self.mix(y, routed, residual)
+        return x, self.rms_norm(x, weight, eps)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., size], weight [size] -> x / sqrt(mean(x²) + eps) * weight, the mean in float32.

@@ -22,6 +22,23 @@ _BLOCK, _CHUNK = 128, 32  # pairs that a program places, and those that they are
 
 
 @triton.jit
+def _logits_of(logits, lane, scatter, COUNT: tl.constexpr):
+    """One row's, float32, of the experts `lane` (any shape); at random where `scatter` says so. Past the last: -inf."""
+    value = tl.load(logits + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
+    if scatter is not None:  # noqa: SIM102 (where there is none, none is loaded)
+        if tl.load(scatter) != 0:
+            value = tl.where(lane < COUNT, tl.rand(0, tl.program_id(0) * COUNT + lane), float("-inf"))
+    return value
+
+
+@triton.jit
+def _ordered(value, lane, COUNT: tl.constexpr):
+    """float32 -> int32 in the same order, in which what is no number has its place, too; below all past the last."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(lane < COUNT, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+
+
+@triton.jit
 def _route_kernel(
     experts,
     weights,
@@ -33,38 +50,27 @@ def _route_kernel(
     TOP: tl.constexpr,
     RENORMALISE: tl.constexpr,
     LANES: tl.constexpr,
-    TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row. Of equal logits the first counts. tiles: to be filled, where there is but one row."""
+    """A row: an expert's place is the number of those that are better. Of equal logits the first counts. tiles: to be
+    filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    place = tl.arange(0, TOP_LANES)
+    lane, others = tl.arange(0, LANES)[:, None], tl.arange(0, LANES)[None, :]
     start(PDL)
-    value = tl.load(logits + row * stride + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
-    if scatter is not None:  # noqa: SIM102 (where there is none, none is loaded)
-        if tl.load(scatter) != 0:
-            value = tl.where(lane < COUNT, tl.rand(0, tl.program_id(0) * COUNT + lane), float("-inf"))
-    largest = tl.max(value, 0)
-    total = tl.sum(tl.exp(value - largest), 0)
-    chosen = tl.zeros([TOP_LANES], tl.int32)
-    found = tl.full([TOP_LANES], float("-inf"), tl.float32)
-    for choice in tl.static_range(TOP):
-        best = tl.max(value, 0)
-        expert = tl.min(tl.where(value == best, lane, COUNT - 1), 0)  # one that is there, if logits are not finite, too
-        chosen = tl.where(place == choice, expert, chosen)
-        found = tl.where(place == choice, best, found)
-        value = tl.where(lane == expert, float("-inf"), value)
-    weight = tl.exp(found - largest)
-    if RENORMALISE:
-        total = tl.sum(weight, 0)
-    there = place < TOP
-    tl.store(experts + row * TOP + place, chosen.to(tl.int64), mask=there)
-    tl.store(weights + row * TOP + place, weight / total, mask=there)
+    value = _logits_of(logits + row * stride, lane, scatter, COUNT)
+    other = _ordered(_logits_of(logits + row * stride, others, scatter, COUNT), others, COUNT)
+    own = _ordered(value, lane, COUNT)
+    place = tl.sum(((other > own) | ((other == own) & (others < lane))).to(tl.int32), 1)
+    expert, value = tl.arange(0, LANES), tl.sum(value, 1)
+    chosen = place < TOP
+    weight = tl.exp(value - tl.sum(tl.where(place == 0, value, 0.0), 0))
+    total = tl.sum(tl.where(chosen, weight, 0.0) if RENORMALISE else weight, 0)
+    tl.store(experts + row * TOP + place, expert.to(tl.int64), mask=chosen)
+    tl.store(weights + row * TOP + place, weight / total, mask=chosen)
     if tiles is not None:
-        tl.store(tiles + place, chosen, mask=there)
-        tl.store(tiles + TOP + place, place, mask=there)
-        tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=there)
+        tl.store(tiles + place, expert, mask=chosen)
+        tl.store(tiles + TOP + place, place, mask=chosen)
+        tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=chosen)
 
 
 @triton.jit(do_not_specialize=["pairs", "tile_count", "most"])
@@ -145,6 +151,29 @@ def _mix_kernel(
 
 
 @triton.jit
+def _mix_norm_kernel(
+    out, normed, y, weights, residual, residual_stride, norm,
+    SIZE: tl.constexpr, TOP: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row of `_mix_kernel`, and under a norm."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    mask = col < SIZE
+    factor = tl.load(norm + col, mask=mask, other=0.0).to(tl.float32)  # no kernel writes weights
+    start(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP):
+        weight = tl.load(weights + row * TOP + choice)
+        total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
+    stream = total.to(out.dtype.element_ty)
+    tl.store(out + row * SIZE + col, stream, mask=mask)
+    value = stream.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
+    tl.store(normed + row * SIZE + col, (value * scale * factor).to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def clamped_swiglu_of(gate, up, limit, ALPHA: tl.constexpr):
     """gate, up float32 -> float32"""
     gate = tl.minimum(gate, limit)
@@ -175,7 +204,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool, scatter: T
     if rows:
         _route_kernel[(rows,)](
             experts, weights, logits, logits.stride(0), scatter, tiles, COUNT=count, TOP=top_k,
-            RENORMALISE=renormalise, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
+            RENORMALISE=renormalise, LANES=lanes(count), num_warps=min(max(lanes(count) // 32, 1), 16),
             **launch_options(logits.device),
         )  # fmt: skip
     tile = tile_rows(rows, exact)
@@ -234,6 +263,20 @@ def mix(y: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
         RESIDUAL=residual is not None, BLOCK=block, num_warps=4, **launch_options(y.device),
     )  # fmt: skip
     return out
+
+
+def mix_norm(y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `LayerOps.mix_norm`."""
+    (rows, top_k), size = routed.experts.shape, y.shape[1]
+    out, normed = (torch.empty(rows, size, dtype=y.dtype, device=y.device) for _ in range(2))
+    if rows:
+        assert y.is_contiguous() and residual.stride(1) == 1 and weight.shape[0] == size
+        block = triton.next_power_of_2(size)
+        _mix_norm_kernel[(rows,)](
+            out, normed, y, routed.weights, residual, residual.stride(0), weight, SIZE=size, TOP=top_k, EPS=eps,
+            BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(y.device),
+        )  # fmt: skip
+    return out, normed
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:

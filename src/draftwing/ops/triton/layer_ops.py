@@ -21,8 +21,10 @@ class TritonLayerOps(LayerOps):
 
     device: torch.device
     norm_adds_residual = True
+    mixes_under_norms = True
 
     rms_norm = staticmethod(layers.rms_norm)
+    mix_norm = staticmethod(experts.mix_norm)
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_mul = staticmethod(layers.silu_mul)
     gelu_mul = staticmethod(layers.gelu_mul)
