@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference.exact_heads import exact_dspark
 
-from draftwing.core import PLAIN, TreeShape
+from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.layers.config import ExpertConfig
@@ -56,8 +56,10 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
         head = load_draft_head(exact.head.write(tmp_path / "head"), model, "DSPARK", torch.float32, "cpu")
         drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
     shapes = (tree, PLAIN) if drafter else (PLAIN,)
+    deferral = Deferral(12, 6) if hasattr(drafter, "kv_layers") else AT_ONCE
     rig = harness.Rig(
-        model, shapes=shapes, drafter=drafter, rows=2, lag=1, graph_size=graph_size,
+        model, shapes=shapes, drafter=drafter, rows=2, lag=1, graph_size=graph_size, chunk=3 if deferral.most else 64,
+        deferral=deferral,
         attn=partial(device.ops.attention, exact=True), fake_device=device,
     )  # fmt: skip
     calls, run = [], rig.executor.run_stage
