@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -17,7 +17,7 @@ from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.service import Service
 from draftwing.server.ui.snapshot import MOST_REQUESTS, MOST_TEXT, Snapshots
-from draftwing.server.ui.viewers import MOST_VIEWERS, Snapshot, Viewers
+from draftwing.server.ui.viewers import MOST_OF_A_KEY, MOST_VIEWERS, Snapshot, Viewers
 
 
 class Looks:
@@ -35,6 +35,12 @@ class Looks:
         return None if self.count == self.last else {"number": self.count}
 
 
+def look(viewers: Viewers) -> AsyncIterator[Snapshot]:
+    viewer = viewers.enter()
+    assert viewer is not None
+    return viewers.watch(viewer)
+
+
 def run(scenario: Coroutine[Any, Any, Any]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 20))
 
@@ -46,7 +52,7 @@ def test_nobody_looks_nothing_runs() -> None:
         await asyncio.sleep(0.02)
         assert looks.count == 0
         for _ in range(2):  # and again after all have left
-            async with aclosing(viewers.watch()) as stream:
+            async with aclosing(look(viewers)) as stream:
                 seen = [(await anext(stream))["number"] for _ in range(3)]
                 assert seen == sorted(set(seen)) and len(viewers) == 1
             before = looks.count
@@ -60,7 +66,7 @@ def test_a_slow_viewer_skips_and_holds_up_nobody() -> None:
     async def scenario() -> None:
         looks = Looks()
         viewers = Viewers(looks, 0.001)
-        async with aclosing(viewers.watch()) as slow, aclosing(viewers.watch()) as quick:
+        async with aclosing(look(viewers)) as slow, aclosing(look(viewers)) as quick:
             assert (await anext(slow))["number"] == 1
             for _ in range(30):
                 await anext(quick)
@@ -79,7 +85,7 @@ def test_the_end(error: Exception | None, caplog: pytest.LogCaptureFixture) -> N
         streams = await asyncio.gather(*(collected(viewers) for _ in range(3)))
         assert all(len(seen) == (0 if error else 2) for seen in streams) and not len(viewers)
         looks.last, looks.error = None, None
-        async with aclosing(viewers.watch()) as stream:
+        async with aclosing(look(viewers)) as stream:
             await anext(stream)  # whoever comes later is shown again
 
     run(scenario())
@@ -87,20 +93,23 @@ def test_the_end(error: Exception | None, caplog: pytest.LogCaptureFixture) -> N
 
 
 async def collected(viewers: Viewers) -> list[Snapshot]:
-    return [snapshot async for snapshot in viewers.watch()]
+    return [snapshot async for snapshot in look(viewers)]
 
 
 def test_there_is_a_limit() -> None:
     async def scenario() -> None:
         viewers = Viewers(Looks(), 0.001)
-        streams = [viewers.watch() for _ in range(MOST_VIEWERS)]
-        for stream in streams:
-            assert not viewers.full
+        own = [viewers.enter("alice") for _ in range(MOST_OF_A_KEY)]
+        assert all(own) and viewers.enter("alice") is None, "before any of them has read anything"
+        others = [viewers.enter() for _ in range(MOST_VIEWERS - MOST_OF_A_KEY)]
+        assert all(others) and viewers.enter() is viewers.enter("bob") is None
+        for viewer in own:
+            assert viewer is not None
+            stream = viewers.watch(viewer)
             await anext(stream)
-        assert viewers.full
-        for stream in streams:
             await stream.aclose()  # type: ignore[attr-defined]
-        assert not viewers.full
+            viewers.leave(viewer)
+        assert len(viewers) == len(others) and viewers.enter("alice") is not None
 
     run(scenario())
 

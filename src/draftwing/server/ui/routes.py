@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from draftwing.server.border.keys import client
 from draftwing.server.http import EventStream, error_response, event
 from draftwing.server.service import Service
 from draftwing.server.ui.snapshot import Snapshots, facts
-from draftwing.server.ui.viewers import MOST_VIEWERS, Viewers
+from draftwing.server.ui.viewers import MOST_OF_A_KEY, MOST_VIEWERS, Viewers
 
 ASSETS = "/ui/assets/"
 _INDEX = "index.html"
@@ -90,11 +91,14 @@ def add_ui_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ui/engine")
     async def engine(request: Request) -> Response:
         """Server-sent events, one a second, for as long as the client reads; docs/page.md has their fields."""
-        if viewers.full:
-            return error_response(request, 503, f"{MOST_VIEWERS} clients look at the engine, which is the most")
+        key = client.get()
+        viewer = viewers.enter("" if key is None else key.name)
+        if viewer is None:
+            most = f"{MOST_VIEWERS} clients may look at the engine at once, {MOST_OF_A_KEY} with one key"
+            return error_response(request, 503, f"{most}; close a page that does")
 
         async def events() -> AsyncIterator[str]:
-            async for snapshot in viewers.watch():
+            async for snapshot in viewers.watch(viewer):
                 yield event(snapshot)
 
-        return EventStream(request.url.path, events(), lambda: None)
+        return EventStream(request.url.path, events(), lambda: viewers.leave(viewer))

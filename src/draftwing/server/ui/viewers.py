@@ -14,14 +14,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between two snapshots
 MOST_VIEWERS = 32
+MOST_OF_A_KEY = 8  # viewers with one key
 
 Snapshot = dict[str, Any]
 
 
 class Viewer:
-    """One who looks: the newest snapshot that it has not read."""
+    """One who looks: the newest snapshot that it has not read. client: the name of its key, if it has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str) -> None:
+        self.client = client
         self._newest: Snapshot | None = None
         self._woken = asyncio.Event()
 
@@ -49,24 +51,31 @@ class Viewers:
     def __len__(self) -> int:
         return len(self._viewers)
 
-    @property
-    def full(self) -> bool:
-        return len(self) >= MOST_VIEWERS
-
-    async def watch(self) -> AsyncIterator[Snapshot]:
-        """Snapshots until there are no more; close it early and it is forgotten."""
-        viewer = Viewer()
+    def enter(self, client: str = "") -> Viewer | None:
+        """One more, who is to `leave` in any case; None where there are too many, or too many of this client."""
+        own = sum(viewer.client == client for viewer in self._viewers)
+        if len(self) >= MOST_VIEWERS or (client and own >= MOST_OF_A_KEY):
+            return None
+        viewer = Viewer(client)
         self._viewers.add(viewer)
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """It is forgotten; a second time nothing happens."""
+        self._viewers.discard(viewer)
+        if not self._viewers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def watch(self, viewer: Viewer) -> AsyncIterator[Snapshot]:
+        """Snapshots for one who has entered, until there are no more; then, or closed early, it has left."""
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
         try:
             while (snapshot := await viewer.next()) is not None:
                 yield snapshot
         finally:
-            self._viewers.discard(viewer)
-            if not self._viewers and self._task is not None:
-                self._task.cancel()
-                self._task = None
+            self.leave(viewer)
 
     async def _run(self) -> None:
         while (snapshot := await self._taken()) is not None:
