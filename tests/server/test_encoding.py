@@ -8,12 +8,15 @@ import threading
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from draftwing.server import encoding, http, lanes
 from draftwing.server.encoding import encode
+from draftwing.server.parsers.message import MessageReader
+from draftwing.text.answer import Answer
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 TREES = st.recursive(
@@ -128,7 +131,35 @@ def test_an_event_counts_what_is_new(client: TestClient, monkeypatch: pytest.Mon
     body = {"prompt": "abcdefg", "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
     lines = client.post("/v1/completions", json=body).text.splitlines()
     told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert sum(sizes) == told[-1]["usage"]["total_tokens"]
+    text = "".join(choice["text"] for event in told for choice in event["choices"])
+    assert sum(sizes) == told[-1]["usage"]["total_tokens"] + len(text)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_characters_count_where_messages_are_read(
+    path: str, stream: bool, client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few tokens they are made of: a token may be a hundred of them."""
+    sizes, read, render, push = list[int](), list[int](), lanes.Lanes.render, MessageReader.push
+
+    async def spy(self: lanes.Lanes, size: int, work: Any) -> Any:
+        sizes.append(size)
+        return await render(self, size, work)
+
+    def reads(self: MessageReader, text: str, final: bool, ids: Any) -> Any:
+        read.append(len(text))
+        return push(self, text, final, ids)
+
+    monkeypatch.setattr(lanes.Lanes, "render", spy)
+    monkeypatch.setattr(MessageReader, "push", reads)
+    monkeypatch.setattr(Answer, "entries", 0)
+    said = {"input": "hello"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "hello"}]}
+    length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    response = client.post(path, json={"model": "m", **said, length: 20, "stream": stream})
+    assert response.status_code == 200, response.text
+    prompt = len(engine.requests[-1].prompt_ids) if not stream or "chat" in path else 0
+    assert sum(read) > 10 and sum(sizes) == prompt + sum(read)
 
 
 def _without_ids(data: Any) -> Any:

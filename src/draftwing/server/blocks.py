@@ -7,6 +7,7 @@ from typing import Any
 
 from draftwing.server.parsers.message import MessageReader, Part, Thought
 from draftwing.server.parsers.tools import CallPiece
+from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 
 Event = tuple[str, dict[str, Any]]  # its name and data
@@ -33,6 +34,10 @@ class Blocks(ABC):
                 events += [*self._end(), *self._begin(part)]
             events += self.grew(part)
         return [*events, *self._end(answer)] if final else events
+
+    async def read(self, generation: Generation, text: str, answer: Answer) -> list[Event]:
+        """As `push`, in a thread where the text is long: a client that reads late gets much of it at once."""
+        return await generation.render(len(text), lambda _: self.push(text, answer))
 
     def _begin(self, part: Part) -> list[Event]:
         self._open = type(part)

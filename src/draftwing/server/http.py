@@ -326,5 +326,5 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None) -
 async def _whole(rendering: Rendering) -> bytes:
     """The body once the generation is finished."""
     answers = await rendering.generation.finish()
-    size = sum(answer.entries + len(answer.request.prompt_ids) for answer in answers)
+    size = sum(answer.entries + len(answer.text) + len(answer.request.prompt_ids) for answer in answers)
     return await rendering.generation.render(size, lambda large: encode(rendering.body(), large))

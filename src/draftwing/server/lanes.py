@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-INLINE = 4096  # numbers that are told at once: some milliseconds
+INLINE = 4096  # numbers, and characters that are read, at once: some milliseconds
 SHORT = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
 
 
@@ -38,8 +38,8 @@ class Lanes:
             gone.set()
 
     async def render(self, size: int, work: Callable[[bool], T]) -> T:
-        """The result of `work`, which makes JSON; in a thread where that is much, which `work` is told. size: token ids
-        and log probabilities in it."""
+        """The result of `work`, which makes JSON of answers; in a thread where that is much, which `work` is told.
+        size: token ids and log probabilities in it, and characters that are read as messages."""
         if size <= INLINE:
             return work(False)
         return await asyncio.get_running_loop().run_in_executor(self._json, work, True)

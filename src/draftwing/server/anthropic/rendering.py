@@ -69,7 +69,7 @@ class Message:
         yield named_event("message_start", {"message": start})
         yield named_event("ping", {})
         async for answer, text in self.generation:
-            for event in self._content.push(text, answer):
+            for event in await self._content.read(self.generation, text, answer):
                 yield named_event(*event)
         self._check()
         usage = {"output_tokens": len(self._answer.token_ids)}

@@ -76,7 +76,7 @@ class Completion:
         async for answer, text in self.generation:
             first = answer.index not in told
             size = len(answer.request.prompt_ids) if first else -told[answer.index]
-            size += answer.entries
+            size += answer.entries + len(text)
             for news in await self.generation.render(size, partial(self._news, head, answer, text, first)):
                 yield news
             told[answer.index] = answer.entries

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftwing.server.parsers.call import CallReader
-from draftwing.server.parsers.message import MessageReader, MessageStyle, Part, Thought
+from draftwing.server.parsers.message import MessageReader, MessageStyle, Part, Thought, joined
 from draftwing.server.parsers.tools import CallPiece, new_call_id
 from draftwing.text.detok import partial_end
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 ENDS = (END, "<|call|>", "<|return|>", START)  # of a message's text; the next one may begin without an end
+_END = re.compile("|".join(map(re.escape, ENDS)))
 _NAMESPACE = "functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -41,8 +42,9 @@ def is_harmony(template: str | None) -> bool:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether a header begins as the text does, or may begin so once there is more of it. Reads the beginning alone."""
-    text = text[:MOST_HEADER].lstrip().removeprefix(START)
+    """Whether a header begins as the text does, or may begin so once there is more of it. text: at most `MOST_HEADER`
+    characters."""
+    text = text.lstrip().removeprefix(START)
     if START.startswith(text) or _ROLE.startswith(text):
         return True
     text = text.removeprefix(_ROLE).lstrip()
@@ -62,6 +64,7 @@ class HarmonyReader(MessageReader):
         self._kind: Kind | None = "text" if style.start == "closed" else None  # None: in a header
         self._rest = ""  # text that the next one may change
         self._begun: set[Kind] = set() if self._kind is None else {self._kind}
+        self._thought: list[str] = []  # that was not given out
         self._call: CallReader | None = None
         self._named = False  # whether the call was given out
         self._count_calls = 0
@@ -72,45 +75,48 @@ class HarmonyReader(MessageReader):
         self._token_kind: Kind | None = self._kind
 
     def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
-        self._parts, rest = [], self._rest + text
+        self._parts, text, at = [], self._rest + text, 0
         self._rest = ""
-        while rest:
-            rest = self._in_header(rest) if self._kind is None else self._in_message(rest, final)
+        while at < len(text):
+            at = self._in_header(text, at) if self._kind is None else self._in_message(text, at, final)
         if final:
             self._end_message()
             if self._rest and not self._begun and "<|" not in self._rest:  # no harmony at all
                 self._give(self._rest)
         self._count_tokens(ids)
+        self._parts = joined(self._parts)
         for part in self._parts:
             self._keep(part)
         return self._parts
 
-    def _in_header(self, text: str) -> str:
-        may_be, most = _may_be_header(text), MOST_HEADER + len(MESSAGE)
-        at = text.find(MESSAGE, 0, most) if may_be else -1
-        if at < 0 and may_be and len(text) < most:
-            self._rest = text
-            return ""
-        if at < 0:
-            self._begin_message("")
-            return text
-        self._begin_message(text[:at])
-        return text[at + len(MESSAGE) :]
+    # Both take text from a place on, and return where what is left of it begins; what has to wait is in `_rest`.
 
-    def _in_message(self, text: str, final: bool) -> str:
-        found = [(at, marker) for marker in ENDS if (at := text.find(marker)) >= 0]
-        if found:
-            at, marker = min(found)
-            self._take(text[:at])
+    def _in_header(self, text: str, at: int) -> int:
+        may_be, most = _may_be_header(text[at : at + MOST_HEADER]), MOST_HEADER + len(MESSAGE)
+        found = text.find(MESSAGE, at, at + most) if may_be else -1
+        if found < 0 and may_be and len(text) - at < most:
+            self._rest = text[at:]
+            return len(text)
+        if found < 0:
+            self._begin_message("")
+            return at
+        self._begin_message(text[at:found])
+        return found + len(MESSAGE)
+
+    def _in_message(self, text: str, at: int, final: bool) -> int:
+        end = _END.search(text, at)
+        if end is not None:
+            self._take(text[at : end.start()])
             if self._call is not None and not self._call.known:
                 self._arguments("{}")  # the message is empty
             self._end_message()
             self._kind = None
-            return text[at + len(marker) :]
+            return end.end()
+        text = text[at:]
         sure = len(text) - (0 if final else max(partial_end(text, marker) for marker in ENDS))
         self._take(text[:sure])
         self._rest = text[sure:]
-        return ""
+        return at + len(text)
 
     def _begin_message(self, header: str) -> None:
         self._kind = kind = self._kind_of(header)
@@ -124,7 +130,7 @@ class HarmonyReader(MessageReader):
             if not self._style.separate:
                 self._give(f"{header.removeprefix(START)}{MESSAGE}")
             elif again:
-                self._held += _JOINT
+                self._thought.append(_JOINT)
 
     def _kind_of(self, header: str) -> Kind:
         recipients, channel = _RECIPIENT.findall(header), _CHANNEL_NAME.search(header)
@@ -140,7 +146,7 @@ class HarmonyReader(MessageReader):
         elif self._kind == "text" or not self._style.separate:
             self._give(text)
         else:
-            self._held += text
+            self._thought.append(text)
             if self._style.stream_reasoning:
                 self._give_thought()
 
@@ -171,15 +177,13 @@ class HarmonyReader(MessageReader):
         self._call = None
 
     def _give(self, text: str) -> None:
-        if text and self._parts and isinstance(self._parts[-1], str):
-            self._parts[-1] += text
-        elif text:
+        if text:
             self._parts.append(text)
 
     def _give_thought(self) -> None:
-        if self._held:
-            self._parts.append(Thought(self._held))
-        self._held = ""
+        thought, self._thought = "".join(self._thought), []
+        if thought:
+            self._parts.append(Thought(thought))
 
     def _give_call(self) -> None:
         call, index = self._call, self._count_calls

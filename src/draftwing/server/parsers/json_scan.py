@@ -24,7 +24,8 @@ class JsonScanner:
         self._stack: list[str] = []
         self._may_close = False  # the container has nothing in it yet
         self._is_key = False
-        self._word = ""  # of a literal, number or escape
+        self._word = ""  # of a literal or escape
+        self._digits: list[str] = []  # of a number
 
     @property
     def depth(self) -> int:
@@ -43,7 +44,7 @@ class JsonScanner:
             case "literal":
                 self._literal(char)
             case "number" if char in _NUMERIC:
-                self._word += char
+                self._digits.append(char)
             case _:
                 self._structure(char)
         return char
@@ -83,8 +84,9 @@ class JsonScanner:
     def _structure(self, char: str) -> None:
         """Takes what stands between strings, literals and numbers."""
         if self.state == "number":
-            if not _NUMBER.fullmatch(self._word):
-                raise ValueError(f"{self._word!r} is no number")
+            word = "".join(self._digits)
+            if not _NUMBER.fullmatch(word):
+                raise ValueError(f"{word[:100]!r} is no number")
             self.state = "after"
         if char in _BLANK:
             return
@@ -114,6 +116,6 @@ class JsonScanner:
         elif char in _LITERALS:
             self.state, self._word = "literal", char
         elif char == "-" or char in "0123456789":
-            self.state, self._word = "number", char
+            self.state, self._digits = "number", [char]
         else:
             raise ValueError(f"{char!r} begins no value")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from draftwing.server.parsers.reasoning import ReasoningParser, ReasoningStyle, Start, count_reasoning
@@ -59,7 +60,7 @@ class MessageReader:
     """
 
     def __init__(self, style: MessageStyle, tokenizer: Tokenizer) -> None:
-        self.reasoning, self.content = "", ""
+        self._kept: tuple[list[str], list[str]] = [], []  # pieces of reasoning and content
         self.calls: list[Call] = []
         self.reasoning_tokens = 0
         self._style, self._tokenizer = style, tokenizer
@@ -67,6 +68,14 @@ class MessageReader:
         self._tools = None if style.tools is None else ToolParser(style.tools, style.names, style.parallel)
         self._held = ""  # reasoning that is not streamed
         self._counted = False
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._kept[0])
+
+    @property
+    def content(self) -> str:
+        return "".join(self._kept[1])
 
     def push(self, text: str, final: bool, ids: Sequence[int]) -> list[Part]:
         """Takes the next piece of text; returns what became certain. ids: all tokens of the answer so far."""
@@ -95,11 +104,25 @@ class MessageReader:
 
     def _keep(self, part: Part) -> None:
         if isinstance(part, Thought):
-            self.reasoning += part.text
+            self._kept[0].append(part.text)
         elif isinstance(part, str):
-            self.content += part
+            self._kept[1].append(part)
         elif part.name is not None:
             assert part.id is not None
             self.calls.append(Call(part.id, part.name, part.arguments))
         else:
             self.calls[-1].arguments += part.arguments
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """The same with texts, and reasoning, that follow each other as one."""
+    found: list[Part] = []
+    for kind, group in groupby(parts, type):
+        same = list(group)
+        if kind is str:
+            found.append("".join(part for part in same if isinstance(part, str)))
+        elif kind is Thought:
+            found.append(Thought("".join(part.text for part in same if isinstance(part, Thought))))
+        else:
+            found += same
+    return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from draftwing.server.parsers.call import CallReader
 from draftwing.text.detok import partial_end
@@ -69,6 +72,8 @@ class CallPiece:
 
 
 Piece = str | CallPiece
+_WHITE = re.compile(r"\s*")
+_BETWEEN = re.compile(r"[ \t\r\n,;]*")  # calls
 
 
 def new_call_id(length: int = 24) -> str:
@@ -88,11 +93,13 @@ class ToolParser:
     def __init__(self, style: ToolStyle, names: Collection[str], parallel: bool = True) -> None:
         """names: of the functions.  parallel: whether calls after the first are given out."""
         self._style, self._names, self._parallel = style, frozenset(names), parallel
+        self._openings = sorted(name + (style.separator or "") for name in self._names)
         self._step = self._text
         self._fresh = True  # nothing but whitespace has come
         self._trim = False  # whitespace that comes next belongs to a call
-        self._held = ""  # text that the next one may change
-        self._raw = ""  # of what may turn out to be no call
+        self._held: list[str] = []  # text that the next one may change
+        self._blank = False  # and whitespace would not
+        self._raw: list[str] = []  # of what may turn out to be no call
         self._array = False
         self._call: CallReader | None = None
         self._label = ""  # a name before the separator
@@ -101,133 +108,143 @@ class ToolParser:
         self.calls = 0
 
     def push(self, delta: str, final: bool = False) -> list[Piece]:
-        """Returns what became certain. Only what may be the beginning of a call waits."""
+        """Returns what became certain. Only what may be the beginning of a call waits. The work is linear in the text,
+        however it is cut."""
+        if self._blank and not final and not delta.strip(" \t\r\n"):
+            self._held.append(delta)
+            return []
         self._out = []
-        rest = self._held + delta
-        self._held = ""
-        while rest:
-            rest = self._step(rest)
+        text, at = "".join(self._held) + delta, 0
+        self._held, self._blank = [], False
+        while at < len(text):
+            at = self._step(text, at)
         self._arguments()
         if final:
             self._finish()
-        return self._out
+        return _joined(self._out)
 
     def _emit(self, text: str) -> None:
-        if text and self._out and isinstance(self._out[-1], str):
-            self._out[-1] += text
-        elif text:
+        if text:
             self._out.append(text)
 
-    # Each step takes text and returns what is left of it, or keeps it in `_held` and returns nothing.
+    # Each step takes text from a place on, and returns where what is left of it begins, or keeps it in `_held` and
+    # returns its end.
 
-    def _text(self, text: str) -> str:
+    def _hold(self, text: str, at: int) -> int:
+        self._held, self._blank = [text[at:]], not text[at:].strip(" \t\r\n")
+        return len(text)
+
+    def _text(self, text: str, at: int) -> int:
         if self._trim or self._fresh:
-            body = text.lstrip()
-            if not body:
-                self._held = "" if self._trim else text
-                return ""
-            if self._fresh and body[0] in self._style.bare:
-                self._fresh, self._raw, self._step = False, text[: len(text) - len(body)], self._open
+            body = _end(_WHITE, text, at)
+            if body == len(text):
+                return len(text) if self._trim else self._hold(text, at)
+            if self._fresh and text[body] in self._style.bare:
+                self._fresh, self._raw, self._step = False, [text[at:body]], self._open
                 return body
-            text = body if self._trim else text
+            at = body if self._trim else at
         self._trim = self._fresh = False
         begin = self._style.begin
         if begin is None:
-            self._emit(text)
-            return ""
-        at = text.find(begin)
-        if at >= 0:
-            before = text[:at].rstrip()
+            self._emit(text[at:])
+            return len(text)
+        found = text.find(begin, at)
+        if found >= 0:
+            before = text[at:found].rstrip()
             self._emit(before)
-            self._raw, self._step = text[len(before) : at + len(begin)], self._open
-            return text[at + len(begin) :]
-        sure = text[: len(text) - partial_end(text, begin)].rstrip()
+            self._raw, self._step = [text[at + len(before) : found + len(begin)]], self._open
+            return found + len(begin)
+        sure = text[at : len(text) - partial_end(text[at:], begin)].rstrip()
         self._emit(sure)
-        self._held = text[len(sure) :]
-        return ""
+        return self._hold(text, at + len(sure)) if at + len(sure) < len(text) else len(text)
 
-    def _open(self, text: str) -> str:
+    def _open(self, text: str, at: int) -> int:
         """Behind a marker, or a bracket: a call is to begin."""
-        char = text[0]
-        if char == "{":
+        begin, at = at, _end(_WHITE, text, at)
+        self._raw.append(text[begin:at])
+        if at == len(text):
+            return at
+        if text[at] == "{":
             self._call, self._step = CallReader(self._names), self._object
-            return text
-        if char == "[" and not self._array:
+            return at
+        if text[at] == "[" and not self._array:
             self._array = True
-        elif not char.isspace():
-            if self._style.separator is None or self._array:
-                return self._no_call(text)
-            self._label, self._step = "", self._named
-            return text
-        self._raw += char
-        return text[1:]
+            self._raw.append("[")
+            return at + 1
+        if self._style.separator is None or self._array:
+            return self._no_call(at)
+        self._label, self._step = "", self._named
+        return at
 
-    def _named(self, text: str) -> str:
+    def _named(self, text: str, at: int) -> int:
         separator = self._style.separator
         assert separator is not None
-        label = self._label + text[0]
-        if not any((name + separator).startswith(label) for name in self._names):
-            return self._no_call(text)
-        self._label, self._raw = label, self._raw + text[0]
+        label = self._label + text[at]
+        first = bisect_left(self._openings, label)
+        if first == len(self._openings) or not self._openings[first].startswith(label):
+            return self._no_call(at)
+        self._label = label
+        self._raw.append(text[at])
         if label.endswith(separator) and label[: -len(separator)] in self._names:
             self._call, self._step = CallReader(self._names, label[: -len(separator)]), self._object
-        return text[1:]
+        return at + 1
 
-    def _object(self, text: str) -> str:
+    def _object(self, text: str, at: int) -> int:
         call = self._call
         assert call is not None
-        for at, char in enumerate(text):
+        for place in range(at, len(text)):
             try:
-                call.push(char)
+                call.push(text[place])
             except (ValueError, RecursionError):  # of arguments inside a string
-                self._raw += text[:at]
-                return self._no_call(text[at:])
+                self._raw.append(text[at:place])
+                return self._no_call(place)
             if call.known and not self._announced:
                 self._announce(call)
             if call.done:
                 self._arguments()
-                self._call, self._announced, self._raw, self._step = None, False, "", self._after
-                return text[at + 1 :]
-        self._raw += "" if self._announced else text
-        return ""
+                self._call, self._announced, self._raw, self._step = None, False, [], self._after
+                return place + 1
+        if not self._announced:
+            self._raw.append(text[at:])
+        return len(text)
 
-    def _after(self, text: str) -> str:
+    def _after(self, text: str, at: int) -> int:
         """Behind a call: another one, or the end of the calls."""
-        body = text.lstrip(" \t\r\n,;")
+        body = _end(_BETWEEN, text, at)
         begin, end = self._style.begin, self._style.end
-        if not body or any(marker and marker != body and marker.startswith(body) for marker in (begin, end)):
-            self._held = text
-        elif end and body.startswith(end):
+        if body == len(text) or any(
+            marker and len(text) - body < len(marker) and marker.startswith(text[body:]) for marker in (begin, end)
+        ):
+            return self._hold(text, at)
+        if end and text.startswith(end, body):
             self._end_calls()
-            return body[len(end) :]
-        elif begin and body.startswith(begin):
+            return body + len(end)
+        if begin and text.startswith(begin, body):
             self._array, self._step = False, self._open
-            self._raw = text[: len(text) - len(body)] + begin
-            return body[len(begin) :]
-        elif body[0] == "{":
-            self._raw, self._step = text[: len(text) - len(body)], self._open
+            self._raw = [text[at:body], begin]
+            return body + len(begin)
+        if text[body] == "{":
+            self._raw, self._step = [text[at:body]], self._open
             return body
-        elif body[0] == "]" and self._array:
+        if text[body] == "]" and self._array:
             self._array = False
-            return body[1:]
-        else:
-            self._end_calls()
-            return text
-        return ""
+            return body + 1
+        self._end_calls()
+        return at
 
     def _end_calls(self) -> None:
         self._array, self._trim, self._step = False, True, self._text
 
-    def _no_call(self, rest: str) -> str:
-        """Ends what was no call: it is text, and so is the rest."""
+    def _no_call(self, at: int) -> int:
+        """Ends what was no call: it is text, and so is what comes from there on."""
         self._arguments()
         if self._announced:  # this much of it was a call
             self._end_calls()
         else:
-            self._emit(self._raw)
+            self._emit("".join(self._raw))
             self._array, self._step = False, self._text
-        self._call, self._announced, self._raw = None, False, ""
-        return rest
+        self._call, self._announced, self._raw = None, False, []
+        return at
 
     def _announce(self, call: CallReader) -> None:
         self._announced = True
@@ -248,10 +265,27 @@ class ToolParser:
                 self._out.append(CallPiece(index, text))
 
     def _finish(self) -> None:
+        held = "".join(self._held)
         if self._step == self._after:
-            body, end = self._held.lstrip(" \t\r\n,;"), self._style.end
+            body, end = held.lstrip(" \t\r\n,;"), self._style.end
             # A cut end marker is dropped with the whitespace before it: the call is complete.
             self._emit("" if end and end.startswith(body) else body)
         elif not self._announced:
-            self._emit(self._raw + self._held)
-        self._held = self._raw = ""
+            self._emit("".join(self._raw) + held)
+        self._held, self._raw = [], []
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where what the pattern matches from there on, perhaps nothing, ends."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """The same with texts that follow each other as one."""
+    found: list[Piece] = []
+    for is_text, group in groupby(pieces, lambda piece: isinstance(piece, str)):
+        same = list(group)
+        found += ["".join(map(str, same))] if is_text else same
+    return found

@@ -89,7 +89,7 @@ class ResponseObject:
             yield self._numbered(name, {"response": self._now()})
         try:
             async for answer, text in self.generation:
-                for event in self._items.push(text, answer):
+                for event in await self._items.read(self.generation, text, answer):
                     yield self._numbered(*event)
         except EngineDead as error:
             yield self._numbered("response.failed", {"response": self._now(str(error))})

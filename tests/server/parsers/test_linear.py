@@ -1,0 +1,91 @@
+"""What a client has a model write is read in time that grows as the text does, in one piece or in many.
+
+Characters are counted that are copied or searched, not seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_engine import byte_tokenizer
+
+from draftwing.server.parsers.harmony import HarmonyReader
+from draftwing.server.parsers.message import MessageStyle
+from draftwing.server.parsers.tools import TOOL_STYLES, ToolParser
+
+CALL = '{"name":"f","arguments":{"a":1}}'
+MESSAGE = "<|channel|>%s<|message|>a<|end|><|start|>assistant"
+CASES: dict[str, tuple[str, Callable[[int], str]]] = {
+    "whitespace behind a marker": ("hermes", lambda n: "<tool_call>" + " " * n),
+    "and another one": ("mistral", lambda n: "[TOOL_CALLS]" + "\n" * n),
+    "in an array": ("json", lambda n: "[" + " " * n + "x"),
+    "before and between texts": ("hermes", lambda n: (" " * 40 + "x") * (n // 40)),
+    "markers": ("hermes", lambda n: "<tool_call>x" * n),
+    "braces": ("hermes", lambda n: "<tool_call>{" * n),
+    "names": ("mistral", lambda n: "[TOOL_CALLS]ff" * n),
+    "an array of calls": ("json", lambda n: "[" + f"{CALL}, " * n),
+    "calls": ("hermes", lambda n: f"<tool_call>{CALL}</tool_call>\n" * n),
+    "arguments": ("llama3", lambda n: '{"name": "f", "parameters": {"a": "' + "b" * n),
+    "empty messages": ("harmony", lambda n: "<|message|><|end|>" * n),
+    "ends": ("harmony", lambda n: "<|call|>" * n),
+    "thoughts": ("harmony", lambda n: MESSAGE % "analysis" * n),
+    "texts": ("harmony", lambda n: MESSAGE % "final" * n),
+    "calls of functions": ("harmony", lambda n: MESSAGE % "commentary to=functions.f" * n),
+}
+
+
+class Counted(str):
+    """A text that counts what is done with it and with what is made of it."""
+
+    work = 0
+
+    @classmethod
+    def _made(cls, text: str) -> Counted:
+        cls.work += len(text)
+        return cls(text)
+
+    def __getitem__(self, index: Any) -> Counted:
+        return self._made(super().__getitem__(index))
+
+    def __add__(self, other: str) -> Counted:
+        return self._made(super().__add__(other))
+
+    def __radd__(self, other: str) -> Counted:
+        return self._made(str.__add__(other, self))
+
+    def lstrip(self, chars: str | None = None, /) -> Counted:
+        return self._made(super().lstrip(chars))
+
+    def rstrip(self, chars: str | None = None, /) -> Counted:
+        return self._made(super().rstrip(chars))
+
+    def find(self, sub: str, start: Any = 0, end: Any = None, /) -> int:
+        found = super().find(sub, start, end)
+        Counted.work += (found if found >= 0 else min(len(self), len(self) if end is None else end)) - start
+        return found
+
+
+def work(kind: str, text: str, size: int) -> int:
+    """Characters that were copied or searched while the text came in pieces of a size, 0: as one."""
+    reader: Any
+    if kind == "harmony":
+        reader = HarmonyReader(MessageStyle(start="free", names=("f",), harmony=True), byte_tokenizer())
+        push = lambda piece, final: reader.push(piece, final, [])  # noqa: E731
+    else:
+        reader = ToolParser(TOOL_STYLES[kind], ("f", "ff"))
+        push = reader.push
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
+    Counted.work = 0
+    for i, piece in enumerate(pieces):
+        push(Counted(piece), i == len(pieces) - 1)
+    return Counted.work
+
+
+@pytest.mark.parametrize("size", [0, 7])
+@pytest.mark.parametrize("case", CASES)
+def test_the_work_grows_as_the_text_does(case: str, size: int) -> None:
+    kind, text = CASES[case]
+    once, twice = (work(kind, text(n), size) for n in (400, 800))
+    assert once > 0 and twice <= 2.2 * once + 2000, f"{once} characters, then {twice}"
