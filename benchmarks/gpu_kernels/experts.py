@@ -28,6 +28,7 @@ from torch import Tensor
 
 from draftwing.engine.startup import precompile
 from draftwing.layers.linear_ops.groups import multiplied_out
+from draftwing.ops.expert_rows import FP8, INT4, MX
 from draftwing.ops.groups import WHOLE, PackedGroups, pack, quantized
 from draftwing.ops.torch.experts import Routed
 from draftwing.ops.triton import expert_gemm, experts
@@ -63,6 +64,9 @@ MODELS = {
     "gpt-oss-20b": Model(32, 4, 2880, 2880, 7.0, ("bfloat16", "mxfp4")),
     "gpt-oss-120b": Model(128, 4, 2880, 2880, 7.0, ("mxfp4",)),
 }
+
+
+KINDS = {"bfloat16": expert_gemm.DENSE, "w4a16": INT4, "fp8": FP8, "mxfp4": MX}
 
 
 class Layer(NamedTuple):
@@ -131,8 +135,7 @@ def compile_one(wanted: Kernels) -> str | None:
     knobs.runtime.jit_cache_hook = note
     model, tokens = MODELS[wanted.model], wanted.tokens
     if wanted.shape is not None:
-        tile = experts.tile_rows(tokens, False)
-        expert_gemm.SHAPES[tile] = expert_gemm.GATED_SHAPES[tile] = wanted.shape
+        expert_gemm.SHAPES[KINDS[wanted.kind], experts.tile_rows(tokens, False)] = wanted.shape, wanted.shape
     routed = experts.route(torch.empty(tokens, model.count, dtype=HALF, device="meta"), model.top_k, True, False)
     x = torch.empty(tokens, model.hidden, dtype=HALF, device="meta")
     gate_up = without_data(wanted.kind, model.count * 2 * model.ffn, model.hidden)
@@ -263,21 +266,21 @@ def sweep(name: str, model: Model, kind: str, until: float) -> None:
     """Outputs of a program, warps and stages; the best of them for each GEMM, beside the engine's own."""
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
     for tokens, size in SWEPT.items():
-        tile = experts.tile_rows(tokens, False)
-        own = expert_gemm.SHAPES[tile], expert_gemm.GATED_SHAPES[tile]
+        tile = KINDS[kind], experts.tile_rows(tokens, False)
+        own = expert_gemm.SHAPES[tile]
         distinct, (_, *now, _, _), size_read = timed(model, layers, tokens, False)
         found: list[tuple[float, float, tuple[int, int, int]]] = []
         for shape in TRIED[size]:
             if time.monotonic() > until:
                 break
-            expert_gemm.SHAPES[tile] = expert_gemm.GATED_SHAPES[tile] = shape
+            expert_gemm.SHAPES[tile] = shape, shape
             try:
                 _, (_, gate_up, down, _, _), _ = timed(model, layers, tokens, False)
             except Exception as error:  # too much shared memory, for one
                 print(f"  {shape}: {str(error)[:60]}")
                 continue
             found.append((gate_up, down, shape))
-        expert_gemm.SHAPES[tile], expert_gemm.GATED_SHAPES[tile] = own
+        expert_gemm.SHAPES[tile] = own
         floors = [size_read / READ_RATE * part for part in (2 / 3, 1 / 3)]
         for part, label in enumerate(("gate_up", "down")):
             best = sorted(found, key=lambda one, part=part: one[part])[:5]  # type: ignore[misc]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +208,7 @@ class DecoderModel(nn.Module):
             if normed is None:
                 x = layer(x, cos, sin, attend)
             else:
-                x, normed = layer.under(self._norms[i], normed, x, cos, sin, attend)
+                x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)
             if i in aux_layers:
                 streams[i] = x
         x = self.norm(x) if normed is None else normed

@@ -24,14 +24,21 @@ from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_
 from draftwing.ops.types import MX_BLOCK, MXRows
 
 # How a weight is stored, and what becomes of a product.
-_DENSE, _INT4, _INT8, _FP8, _MX = (tl.constexpr(i) for i in (0, INT4, INT8, FP8, MX))
+DENSE = 0
+_DENSE, _INT4, _INT8, _FP8, _MX = (tl.constexpr(i) for i in (DENSE, INT4, INT8, FP8, MX))
 _PLAIN, _SILU, _CLAMPED = (tl.constexpr(i) for i in range(3))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STEP = tl.constexpr(STEP)
 DENSE_STEP = 64  # columns at a time of a weight that is not quantised
-# Pairs of a tile -> outputs of a program (of a gated one: twice as many rows of the weight), warps, stages
-SHAPES = {SMALL_TILE: (32, 4, 4), LARGE_TILE: (128, 4, 3)}
-GATED_SHAPES = {SMALL_TILE: (32, 4, 4), LARGE_TILE: (64, 4, 3)}
+# By kind of weight and pairs of a tile, for products and for gated ones: outputs of a program (of a gated one twice as
+# many rows of the weight), warps, stages.
+SHAPES = {
+    (DENSE, SMALL_TILE): ((32, 4, 4), (32, 4, 4)), (DENSE, LARGE_TILE): ((128, 4, 3), (64, 4, 3)),
+    (INT4, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (INT4, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
+    (INT8, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (INT8, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
+    (FP8, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (FP8, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
+    (MX, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (MX, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
+}  # fmt: skip
 
 
 @triton.jit
@@ -273,14 +280,15 @@ class ExpertGemm:
         weight, arguments, wide = self.weight, dict[str, Any](), x.dtype == torch.float32
         tiles = routed.tiles
         assert tiles is not None
-        features, warps, stages = (SHAPES if act == _PLAIN.value else GATED_SHAPES)[tiles.rows]
+        kind = DENSE if isinstance(weight, Tensor) else weight.kind
+        features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
         if isinstance(weight, Tensor):
             codes, scales, zeros, depth = weight, None, None, weight.shape[1]
-            arguments = {"KIND": _DENSE.value, "GROUPS": 0, "PACKED": False, "STEP": DENSE_STEP}
+            arguments = {"KIND": kind, "GROUPS": 0, "PACKED": False, "STEP": DENSE_STEP}
         else:
             codes, scales, zeros, depth = weight.words, weight.scales, weight.zeros, weight.columns
             packed = x.dtype == torch.bfloat16 and weight.kind != INT8 and not INTERPRETED
-            arguments = {"KIND": weight.kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": STEP}
+            arguments = {"KIND": kind, "GROUPS": weight.groups, "PACKED": packed, "STEP": STEP}
             x = x if weight.order is None else x.index_select(1, weight.order)
         assert x.shape[1] == depth and x.stride(1) == 1
         out = torch.empty(routed.pairs, width, dtype=x.dtype, device=x.device)
