@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,8 +21,11 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_process import engines
+from tiny_checkpoint import write_checkpoint
 
 from draftwing.cli.main import main
+
+ROOT = Path(__file__).parents[2]
 
 # The real command, but for the model: no weights, a tokenizer of bytes, and the worker of fake_engine.py.
 # A test runner in the background hands an ignored SIGINT on to its children.
@@ -119,6 +124,32 @@ def test_modules_are_the_command(module: str) -> None:
         [sys.executable, "-m", module, *argv, "--port", "-1"], capture_output=True, text=True, timeout=30
     )
     assert run.returncode == 2 and run.stderr == "draftwing: error: port must be at least 0; found -1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_serve_serves_the_page_at_the_address_that_it_prints(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "tiny")
+    argv = ["make", "-n", "serve", "PORT=0", f"ARGS=--model {model} --num-threads 1"]
+    line = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    program, *rest = shlex.split(line)
+    assert program.endswith("/draftwing") and rest[0] == "serve"
+    process = subprocess.Popen([sys.executable, "-m", "draftwing", *rest], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if "a page to chat" in line:
+                break
+        url = log[-1].partition("drafts: ")[2].strip()
+        assert url.startswith("http://127.0.0.1:"), "".join(log)
+        page = httpx.get(url, timeout=30)
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert "<title>" in page.text and httpx.get(f"{url}/ui/info", timeout=30).status_code == 200
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -49,9 +50,9 @@ def spawned() -> Iterator[list[EngineLink]]:
 
 
 @asynccontextmanager
-async def running(links: list[EngineLink]) -> AsyncIterator[AsyncEngine]:
+async def running(links: list[EngineLink], options: Options = OPTIONS) -> AsyncIterator[AsyncEngine]:
     def spawn() -> EngineLink:
-        links.append(process(OPTIONS))
+        links.append(process(options))
         return links[-1]
 
     link = spawn()
@@ -91,6 +92,27 @@ def test_tokens_questions_and_aborts_pass(spawned: list[EngineLink]) -> None:
             assert last.finish_reason == {"type": "abort", "message": "aborted"}
             with pytest.raises(RequestError, match="vocabulary"):
                 engine.submit([request("bad", [257])])
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_step_does_not_end_is_replaced(
+    spawned: list[EngineLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other thread answers all the while."""
+    monkeypatch.setenv("FAKE_ENGINE_PAUSE", "1000")
+
+    async def scenario() -> None:
+        async with running(spawned, dataclasses.replace(OPTIONS, watchdog_timeout=1.0)) as engine:
+            waiting = asyncio.ensure_future(text_of(engine, FOREVER("x")))
+            async with asyncio.timeout(10):
+                while (await engine.stats())["progress"] is None:
+                    await asyncio.sleep(0.005)
+            monkeypatch.setenv("FAKE_ENGINE_PAUSE", "0.0005")
+            with pytest.raises(EngineDead, match="it hung: a step took more than 1 s"):
+                await waiting
+            await until(lambda: engine.healthy, 20)
+            assert await text_of(engine, request("again")) == [1, 2, 3, 256]
 
     asyncio.run(scenario())
 
