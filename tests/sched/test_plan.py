@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from toy_device import ToyDevice, span
 
-from draftwing.core import Plan, TreeShape
+from draftwing.core import Deferral, Plan, TreeShape
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, LogprobParams, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
@@ -59,7 +59,9 @@ def everything() -> list[Req]:
 def plans() -> list[Plan]:
     policy = FixedShape(SHAPE)
     spans = {shape: span(shape) for shape in policy.menu}
-    config = SchedulerConfig(400, 8, span(SHAPE), 16, initial_confidence=1, lagging=frozenset([SHAPE]))
+    config = SchedulerConfig(
+        400, 8, span(SHAPE), 16, initial_confidence=1, lagging=frozenset([SHAPE]), deferral=Deferral(64, 16)
+    )
     sched = Scheduler(config, policy, spans)
     device = ToyDevice(8, 60, lookahead=0, tail=0, lagging=config.lagging)
     for req in everything():

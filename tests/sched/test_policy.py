@@ -265,8 +265,10 @@ def test_new_requests_end_a_rest() -> None:
 
 
 def test_a_load_tells_its_newest_request() -> None:
-    rows = [SimpleNamespace(confidence=1, may_draft=True, slow=False, special=False, kv=5, admission=number)
-            for number in (4, 9, 7)]  # fmt: skip
+    rows = [
+        SimpleNamespace(confidence=1, may_draft=True, slow=False, skipped=False, special=False, kv=5, admission=number)
+        for number in (4, 9, 7)
+    ]
     choice = ShapeChoice(FixedShape(TREE), Pace(), draws_alike=False)
     assert choice.load(rows).newest == 9 and choice.load([]).newest == 0
 
