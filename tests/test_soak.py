@@ -21,7 +21,8 @@ def test_a_short_soak(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    serve = ["--max-total-tokens", "8192", "--speculative-algorithm", "NGRAM", "--num-threads", "1"]
+    serve = ["--max-total-tokens", "8192", "--num-threads", "1", "--speculative-algorithm", "SUFFIX"]
+    serve += ["--speculative-suffix-capacity", "16384"]  # full by the time that memory is judged
     done = subprocess.run(
         [sys.executable, TOOL, "--model", folder, "--minutes", "3", "--longest", "60", "--port", str(port),
          "--", *serve],

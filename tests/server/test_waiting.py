@@ -32,19 +32,21 @@ def test_answers_of_a_client_and_of_all() -> None:
     for client in "abc":
         for i in range(3):
             waiting.add([asked(client + str(i), client)])
-    waiting.check("a", 1)
+    with waiting.making("a", 1), pytest.raises(QueueFull, match="4 answers of this key wait"), waiting.making("a", 1):
+        pass  # what is being made counts
     with pytest.raises(QueueFull, match=r"3 answers of this key wait.*are 4; found 2 more") as own:
-        waiting.check("a", 2)
+        waiting.making("a", 2).__enter__()
     with pytest.raises(QueueFull, match=r"9 answers wait.*are 10; found 2 more") as others:
-        waiting.check("", 2)  # without keys nobody has a limit of its own
+        waiting.making("", 2).__enter__()  # without keys nobody has a limit of its own
     assert own.value.own and not others.value.own
     waiting.begun("a0")
     waiting.begun("a0")
-    waiting.check("a", 2)
+    with waiting.making("a", 2):
+        pass
     for client in "abc":
         for i in range(3):
             waiting.begun(client + str(i))
-    assert not len(waiting) and not waiting._counts
+    assert not len(waiting) and not waiting._counts and not waiting._made
 
 
 class Silent(FakeEngine):

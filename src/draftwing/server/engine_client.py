@@ -141,13 +141,10 @@ class AsyncEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> Stream:
         """Hands requests to the engine, all or none. Their uids are unique for ever, their names need not be.
 
-        Raises RequestError when one can never run or has stopped engines before, QueueFull when too many wait,
-        EngineDead when the engine is gone.
+        Raises RequestError when one can never run or has stopped engines before, EngineDead when the engine is gone.
         """
         self._check()
         self._deaths.check(requests)
-        if requests[0].name:  # clients' requests have one, health checks do not
-            self.waiting.check(requests[0].client, len(requests))
         admitted = [self.info.admit(request) for request in requests]
         stream = Stream(self, admitted)
         self._streams |= dict.fromkeys(stream.open, stream)

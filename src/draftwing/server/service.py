@@ -203,22 +203,26 @@ class Service:
             if key.max_priority is not None and shared["priority"] > key.max_priority:
                 found = f"for this key (max_priority); found {shared['priority']}"
                 raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
-        self.engine.waiting.check(shared.get("client", ""), count)
-        if predicted:
-            shared["prediction"] = tuple((await self.tokenize([predicted], "prediction", add_special_tokens=False))[0])
-        asked = [request._replace(name=request.name or id, **shared) for request in requests]
-        if body.length is None:
-            asked = [one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked]
-        answers: list[Answer] = []
-        try:
-            for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
-                answers.append(answer)
-                if len(answers) % _AT_ONCE == 0:
-                    await asyncio.sleep(0)  # to others
-        except RequestError as error:
-            raise body.renamed(error) from None
-        tokens = sum(len(request.prompt_ids) for request in requests)
-        return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None)
+        with self.engine.waiting.making(shared.get("client", ""), count):
+            if predicted:
+                shared["prediction"] = tuple(
+                    (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]
+                )
+            asked = [request._replace(name=request.name or id, **shared) for request in requests]
+            if body.length is None:
+                asked = [
+                    one._replace(params=one.params.fit(info.context_length - len(one.prompt_ids))) for one in asked
+                ]
+            answers: list[Answer] = []
+            try:
+                for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
+                    answers.append(answer)
+                    if len(answers) % _AT_ONCE == 0:
+                        await asyncio.sleep(0)  # to others
+            except RequestError as error:
+                raise body.renamed(error) from None
+            tokens = sum(len(request.prompt_ids) for request in requests)
+            return Generation(self.engine, self.lanes, answers, id, tokens, body.speculative is not None)
 
     def name_for(self, asked: str | None) -> str:
         """The model name of a response: what was asked for, since every name is served by the one model there is."""

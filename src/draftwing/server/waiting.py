@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from draftwing.errors import DraftwingError
 from draftwing.requests.request import GenerationRequest
@@ -28,16 +29,28 @@ class Waiting:
         self._most, self._most_of_a_key = most, most_of_a_key
         self._clients: dict[str, str] = {}  # by uid
         self._counts: Counter[str] = Counter()
+        self._made = 0
 
     def __len__(self) -> int:
         return len(self._clients)
 
-    def check(self, client: str, count: int) -> None:
-        """Raises QueueFull where so many more would be too many."""
+    @contextmanager
+    def making(self, client: str, count: int) -> Iterator[None]:
+        """While so many are made, which takes a while, they count. Raises QueueFull where they would be too many."""
+        self._check(client, count)
+        self._made += count
+        self._counts[client] += count
+        try:
+            yield
+        finally:
+            self._made -= count
+            self._less(client, count)
+
+    def _check(self, client: str, count: int) -> None:
         if client and (there := self._counts[client]) + count > self._most_of_a_key:
             limit = f"the most of a key (--max-queued-requests-per-key) are {self._most_of_a_key}"
             raise QueueFull(f"{there} answers of this key wait, {limit}; found {count} more", own=True)
-        if (there := len(self)) + count > self._most:
+        if (there := len(self) + self._made) + count > self._most:
             limit = f"the most (--max-queued-requests) are {self._most}"
             raise QueueFull(f"{there} answers wait, {limit}; found {count} more", own=False)
 
@@ -50,10 +63,13 @@ class Waiting:
         """It waits no more; nothing happens if it did not."""
         client = self._clients.pop(uid, None)
         if client is not None:
-            self._counts[client] -= 1
-            if not self._counts[client]:
-                del self._counts[client]
+            self._less(client, 1)
 
     def clear(self) -> None:
-        self._clients.clear()
-        self._counts.clear()
+        for uid in list(self._clients):
+            self.begun(uid)
+
+    def _less(self, client: str, count: int) -> None:
+        self._counts[client] -= count
+        if not self._counts[client]:
+            del self._counts[client]
