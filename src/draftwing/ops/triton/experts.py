@@ -22,23 +22,6 @@ _BLOCK, _CHUNK = 128, 32  # pairs that a program places, and those that they are
 
 
 @triton.jit
-def _logits_of(logits, lane, scatter, COUNT: tl.constexpr):
-    """One row's, float32, of the experts `lane` (any shape); at random where `scatter` says so. Past the last: -inf."""
-    value = tl.load(logits + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
-    if scatter is not None:  # noqa: SIM102 (where there is none, none is loaded)
-        if tl.load(scatter) != 0:
-            value = tl.where(lane < COUNT, tl.rand(0, tl.program_id(0) * COUNT + lane), float("-inf"))
-    return value
-
-
-@triton.jit
-def _ordered(value, lane, COUNT: tl.constexpr):
-    """float32 -> int32 in the same order, in which what is no number has its place, too; below all past the last."""
-    bits = value.to(tl.int32, bitcast=True)
-    return tl.where(lane < COUNT, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
-
-
-@triton.jit
 def _route_kernel(
     experts,
     weights,
@@ -50,27 +33,38 @@ def _route_kernel(
     TOP: tl.constexpr,
     RENORMALISE: tl.constexpr,
     LANES: tl.constexpr,
+    TOP_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row: an expert's place is the number of those that are better. Of equal logits the first counts. tiles: to be
-    filled, where there is but one row."""
+    """A row. Of equal logits the first counts. tiles: to be filled, where there is but one row."""
     row = tl.program_id(0).to(tl.int64)
-    lane, others = tl.arange(0, LANES)[:, None], tl.arange(0, LANES)[None, :]
+    lane = tl.arange(0, LANES)
+    place = tl.arange(0, TOP_LANES)
     start(PDL)
-    value = _logits_of(logits + row * stride, lane, scatter, COUNT)
-    other = _ordered(_logits_of(logits + row * stride, others, scatter, COUNT), others, COUNT)
-    own = _ordered(value, lane, COUNT)
-    place = tl.sum(((other > own) | ((other == own) & (others < lane))).to(tl.int32), 1)
-    expert, value = tl.arange(0, LANES), tl.sum(value, 1)
-    chosen = place < TOP
-    weight = tl.exp(value - tl.sum(tl.where(place == 0, value, 0.0), 0))
-    total = tl.sum(tl.where(chosen, weight, 0.0) if RENORMALISE else weight, 0)
-    tl.store(experts + row * TOP + place, expert.to(tl.int64), mask=chosen)
-    tl.store(weights + row * TOP + place, weight / total, mask=chosen)
+    value = tl.load(logits + row * stride + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
+    if scatter is not None:  # noqa: SIM102 (where there is none, none is loaded)
+        if tl.load(scatter) != 0:
+            value = tl.where(lane < COUNT, tl.rand(0, tl.program_id(0) * COUNT + lane), float("-inf"))
+    largest = tl.max(value, 0)
+    total = tl.sum(tl.exp(value - largest), 0)
+    chosen = tl.zeros([TOP_LANES], tl.int32)
+    found = tl.full([TOP_LANES], float("-inf"), tl.float32)
+    for choice in tl.static_range(TOP):
+        best = tl.max(value, 0)
+        expert = tl.min(tl.where(value == best, lane, COUNT - 1), 0)  # one that is there, if logits are not finite, too
+        chosen = tl.where(place == choice, expert, chosen)
+        found = tl.where(place == choice, best, found)
+        value = tl.where(lane == expert, float("-inf"), value)
+    weight = tl.exp(found - largest)
+    if RENORMALISE:
+        total = tl.sum(weight, 0)
+    there = place < TOP
+    tl.store(experts + row * TOP + place, chosen.to(tl.int64), mask=there)
+    tl.store(weights + row * TOP + place, weight / total, mask=there)
     if tiles is not None:
-        tl.store(tiles + place, expert, mask=chosen)
-        tl.store(tiles + TOP + place, place, mask=chosen)
-        tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=chosen)
+        tl.store(tiles + place, chosen, mask=there)
+        tl.store(tiles + TOP + place, place, mask=there)
+        tl.store(tiles + 2 * TOP + place, place * 0 + 1, mask=there)
 
 
 @triton.jit(do_not_specialize=["pairs", "tile_count", "most"])
@@ -204,7 +198,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool, exact: bool, scatter: T
     if rows:
         _route_kernel[(rows,)](
             experts, weights, logits, logits.stride(0), scatter, tiles, COUNT=count, TOP=top_k,
-            RENORMALISE=renormalise, LANES=lanes(count), num_warps=min(max(lanes(count) // 32, 1), 16),
+            RENORMALISE=renormalise, LANES=lanes(count), TOP_LANES=lanes(top_k), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
     tile = tile_rows(rows, exact)
