@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, ExpertTiles, Routed
 from draftwing.ops.triton.common import lanes, launch_options, start
 
-FEW_PAIRS = 16384  # up to so many are sorted by comparing all with all; more are sorted by torch
+FEW_PAIRS = 4096  # up to so many are sorted by comparing all with all; more are sorted by torch
 FEW_TOKENS = 128  # up to so many tiles have few rows: experts are chosen by few tokens each
 SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 _COLUMNS = 1024  # of a row, summed by one program
