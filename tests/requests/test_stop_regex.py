@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
 
@@ -100,6 +101,35 @@ def test_against_a_string_what_ends_first_counts(tokenizer: Tokenizer) -> None:
     assert cut("one two three four", "two", "thr") == ("one ", "two")
     assert cut("one two three", "two three", "o t") == ("one tw", "o t") or cut("one two three", "x", "o t")[1] == "o t"
     assert cut("one", "x", "y") == ("one", None)
+
+
+def test_the_answers_of_a_request_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as there is one: nothing is kept afterwards."""
+    compiled, compile_one = list[str](), stop_regex.compile_stop
+
+    def spy(pattern: str) -> object:
+        compiled.append(pattern)
+        return compile_one(pattern)
+
+    monkeypatch.setattr(stop_regex, "compile_stop", spy)
+    patterns = ("shared a+b", "shared [cd]{3}")
+    answers = [RegexScanner(patterns) for _ in range(128)]
+    assert compiled == [*patterns]
+    ends = [answer.push(f"shared {'a' * (1 + i % 3)}b") for i, answer in enumerate(answers)]
+    assert [found and found.end for found in ends] == [9 + i % 3 for i in range(128)], "each searches its own text"
+    del answers
+    RegexScanner(patterns)
+    assert compiled == [*patterns, *patterns]
+
+
+def test_parameters_keep_what_was_compiled_until_the_answers_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, compile_one = list[str](), stop_regex.compile_stop
+    monkeypatch.setattr(stop_regex, "compile_stop", lambda pattern: compiled.append(pattern) or compile_one(pattern))
+    params = SamplingParams(stop_regex=["kept a+b", "kept [cd]"], n=128)
+    answers = [RegexScanner(one.stop_regex) for one in params.answers(random.Random(1))]
+    assert len(answers) == 128 and compiled == ["kept a+b", "kept [cd]"]
+    sent = pickle.loads(pickle.dumps(params))  # to the engine, which compiles its own
+    assert type(sent.stop_regex) is tuple and sent.stop_regex == params.stop_regex
 
 
 def test_an_expression_is_searched_once_a_token_not_from_the_beginning() -> None:

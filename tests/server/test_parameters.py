@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from fake_engine import EOS, FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
+from draftwing.requests import stop_regex
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import SpecLimits
 from draftwing.requests.sampling_params import LogitsProcessorSpec
@@ -276,3 +278,27 @@ def test_defaults_of_the_model() -> None:
 
 def test_matched_ids_and_texts_are_told_apart(client: TestClient) -> None:
     assert ok(client, COMPLETION, prompt="abc")["choices"][0]["matched_stop"] == EOS
+
+
+def test_expressions_are_compiled_once_and_in_a_thread(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, compile_one = list[str](), stop_regex.compile_stop
+
+    def spy(pattern: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return compile_one(pattern)
+
+    monkeypatch.setattr(stop_regex, "compile_stop", spy)
+    for path in (CHAT, COMPLETION):
+        ok(client, path, **base(path), n=8, stop_regex=[f"never {path}[x]", f"no {path}[y]"])
+    ok(client, "/generate", text="a", sampling_params={"n": 8, "stop_regex": ["never [x]", "no[y]"]})
+    ours = [name for name in threads if name.startswith("draftwing-")]
+    assert len(ours) == 6
+    # The stand-in for the engine, in a thread of its own, compiles them once for each request at most.
+    assert "MainThread" not in threads and len(threads) <= 12
+
+
+def test_expressions_of_all_prompts_count(client: TestClient) -> None:
+    params = [{"stop_regex": f"{letter}{{9000}}"} for letter in "abc"]
+    response = client.post("/generate", json={"text": [*"abc"], "sampling_params": params})
+    assert response.status_code == 400 and "sampling_params.2.stop_regex has 27" in response.text
+    assert client.post("/generate", json={"text": [*"ab"], "sampling_params": params[:2]}).status_code == 200

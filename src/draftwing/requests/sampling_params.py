@@ -26,7 +26,7 @@ from pydantic_core import CoreSchema
 
 from draftwing.requests.grammar_field import GRAMMARS, Grammar, as_json, grammar_schemas, inlined, read_grammar
 from draftwing.requests.refusals import UNKNOWN, Names, bounded, refusal, show
-from draftwing.requests.stop_regex import check_together, compile_stop
+from draftwing.requests.stop_regex import Patterns
 
 MAX_ANSWERS: Final = 128
 MAX_STOPS: Final = 64
@@ -52,13 +52,7 @@ def _listed(value: Any) -> Any:
 
 
 def _compiled(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    check_together(patterns)
-    for pattern in patterns:
-        try:
-            compile_stop(pattern)
-        except ValueError as error:
-            raise ValueError(f"{show(pattern)} {error}") from None
-    return patterns
+    return Patterns.of(patterns) if patterns else patterns
 
 
 def _pairs(value: Any) -> Any:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 import time
+import weakref
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import regex
+
+from draftwing.requests.refusals import show
 
 MAX_PATTERN: Final = 1000  # characters
 MAX_UNROLLED: Final = 10_000  # parts of a pattern; the library writes out what must be repeated, about 1 KB for each
@@ -46,11 +49,11 @@ def compile_stop(pattern: str) -> Any:
         raise ValueError(f"has {len(pattern)} characters, at most {MAX_PATTERN} are allowed")
     if _VERBOSE.search(pattern):
         raise ValueError("must have neither comments nor the flag x")
-    size = _unrolled(pattern)
+    size = parts(pattern)
     if size > MAX_UNROLLED:
         raise ValueError(f"repeats up to {size} parts, at most {MAX_UNROLLED} are allowed")
     try:
-        compiled = regex.compile(pattern)
+        compiled = regex.compile(pattern, cache_pattern=False)  # else hundreds would be kept, of 10 MB each
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except Exception as error:  # beside regex.error, malformed flags and sets raise what they happen to meet
@@ -66,15 +69,59 @@ def compile_stop(pattern: str) -> Any:
     return compiled
 
 
+class Stops:
+    """Compiled expressions of a request, which all its answers share."""
+
+    # For as long as an answer has them: to compile and try thousands of parts takes milliseconds, which a request for
+    # many answers would take for each.
+    _live: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], Stops]] = weakref.WeakValueDictionary()
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self.patterns = [self._compiled(pattern) for pattern in patterns]
+
+    @staticmethod
+    def _compiled(pattern: str) -> Any:
+        try:
+            return compile_stop(pattern)
+        except ValueError as error:
+            raise ValueError(f"{show(pattern)} {error}") from None
+
+    @classmethod
+    def of(cls, patterns: Sequence[str]) -> Stops:
+        """Those of answers that have the same expressions, or new ones. Raises ValueError as `compile_stop`."""
+        key = tuple(patterns)
+        found = cls._live.get(key)
+        if found is None:
+            found = cls._live[key] = cls(key)
+        return found
+
+
+class Patterns(tuple[str, ...]):
+    """Expressions that were found fit. In the process that did so they keep what was compiled."""
+
+    stops: Stops
+
+    @classmethod
+    def of(cls, patterns: Sequence[str]) -> Patterns:
+        """Raises ValueError as `check_together` and `compile_stop`."""
+        check_together(patterns)
+        found = cls(patterns)
+        found.stops = Stops.of(patterns)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
 def check_together(patterns: Sequence[str]) -> None:
     """Raises ValueError where all patterns of a request are too much, though each may do: to compile them takes time,
     in which others wait."""
-    size = sum(map(_unrolled, patterns))
+    size = sum(map(parts, patterns))
     if size > MAX_TOGETHER:
         raise ValueError(f"has {size} parts in all expressions together, at most {MAX_TOGETHER} are allowed")
 
 
-def _unrolled(pattern: str) -> int:
+def parts(pattern: str) -> int:
     """How many parts a pattern has when each is written out as often as it must occur; too many rather than too few.
 
     Compiling takes that much memory, so it is found out before.
@@ -109,7 +156,8 @@ class RegexScanner:
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self.failed: str | None = None  # why no more is searched
-        self._patterns = [compile_stop(pattern) for pattern in patterns]
+        self._stops = Stops.of(patterns)
+        self._patterns = self._stops.patterns
         self._start = [0] * len(patterns)
         self._text = ""
         self._left = SEARCH_SECONDS  # of processor time

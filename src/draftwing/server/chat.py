@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from draftwing.config.choices import HARMONY_PARSERS
@@ -87,7 +87,8 @@ class Chats:
         size: bytes that the body came as.
         """
         service, chat = self._service, body.chat()
-        params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
+        params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
+        logprobs = body.wanted_logprobs()
         called = _CALLED | dict(body.names)
         text = await self._rendered(chat, called, size)
         style = self._message_style(chat, text, called)

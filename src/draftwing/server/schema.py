@@ -126,6 +126,13 @@ class Body(BaseModel):
         return bounded(handler(source), MOST_ENTRIES)
 
 
+def characters(value: Any) -> int:
+    """Of a text, or of the texts in a list; 0 for anything else."""
+    if isinstance(value, list):
+        return sum(map(characters, value))
+    return len(value) if isinstance(value, str) else 0
+
+
 class Asking(Body):
     """Body of a request for answers, in any dialect.
 
@@ -175,6 +182,11 @@ class Asking(Body):
             name = self.length or "max_new_tokens"
             raise RequestError(f"{name} must be at least 1; found 0", name)
         return params
+
+    @property
+    def expressions(self) -> int:
+        """Characters of the expressions that are compiled when sampling fields are checked."""
+        return characters(getattr(self, "stop_regex", None))
 
     @property
     def prompt_alone(self) -> bool:

@@ -151,6 +151,13 @@ class Service:
         # One by one, so that it ends when it is cancelled.
         return [await self.lanes.run(size, partial(decode, ids)) for ids in every]
 
+    async def sampling(self, body: Asking, check: Callable[[], T]) -> T:
+        """What `check` makes of the body's sampling fields: in a thread where it compiles expressions, which may take
+        a tenth of a second."""
+        if not body.expressions:
+            return check()
+        return await self.lanes.run(body.expressions, lambda gone: check())
+
     async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
         """Has the engine compile the grammars. Raises RequestError for one that cannot be used, GenerationError when
         the time of the current HTTP request is up, or EngineDead.

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 import uuid
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Query, Request
@@ -41,7 +42,8 @@ def _add_generate(app: FastAPI, service: Service) -> None:
         body = await read_body(request, GenerateRequest)
         every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
         info, names = service.engine.info, _names(body.rid, len(every))
-        asked = body.each_sampling(len(every), info.defaults)
+        check = partial(body.each_sampling, len(every), info.defaults)
+        asked = await unless_disconnected(request, service.sampling(body, check))
         await unless_disconnected(request, service.check_grammars([(one, _grammar_field(one)) for one, _ in asked]))
         requests = [
             GenerationRequest(

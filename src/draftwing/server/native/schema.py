@@ -11,8 +11,9 @@ from draftwing.errors import RequestError
 from draftwing.requests.refusals import check_text
 from draftwing.requests.request import LogprobParams, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, field_schemas
+from draftwing.requests.stop_regex import MAX_TOGETHER, parts
 from draftwing.server.openai.schema import Message
-from draftwing.server.schema import MAX_PROMPTS, Asking, Body, Bookkeeping, Name, NotBuilt, TokenIds
+from draftwing.server.schema import MAX_PROMPTS, Asking, Body, Bookkeeping, Name, NotBuilt, TokenIds, characters
 
 _Sampling = Annotated[
     dict[str, Any],
@@ -85,10 +86,23 @@ class GenerateRequest(Asking):
             raise RequestError(
                 f"sampling_params must hold one entry per prompt; found {len(given)} for {prompts}", "sampling_params"
             )
-        return [
-            self._checked(fields, f"sampling_params.{i}.", name, defaults)
-            for i, (fields, name) in enumerate(zip(given, processors, strict=True))
-        ]
+        found, expressions, size = [], set[str](), 0
+        for i, (fields, name) in enumerate(zip(given, processors, strict=True)):
+            found.append(self._checked(fields, f"sampling_params.{i}.", name, defaults))
+            new = {*found[-1][0].stop_regex} - expressions
+            expressions |= new
+            size += sum(map(parts, new))
+            if size > MAX_TOGETHER:
+                where = f"sampling_params.{i}.stop_regex"
+                raise RequestError(
+                    f"{where} has {size} parts with those before it, at most {MAX_TOGETHER} are allowed", where
+                )
+        return found
+
+    @property
+    def expressions(self) -> int:
+        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params or {}]
+        return sum(characters(fields.get("stop_regex")) for fields in each)
 
     def _checked(
         self, fields: dict[str, Any], where: str, processor: str | None, defaults: Mapping[str, Any]

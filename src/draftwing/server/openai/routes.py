@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -36,7 +37,9 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/v1/completions", openapi_extra=schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionRequest)
-        params, logprobs = body.sampling(service.engine.info.defaults), body.wanted_logprobs()
+        check = partial(body.sampling, service.engine.info.defaults)
+        params = await unless_disconnected(request, service.sampling(body, check))
+        logprobs = body.wanted_logprobs()
         await unless_disconnected(request, service.check_grammars([(params, body.grammar_field)]))
         specials = body.add_special_tokens is not False
         every, _ = await unless_disconnected(request, service.encode("prompt", body.prompt, specials))
