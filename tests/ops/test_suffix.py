@@ -149,11 +149,7 @@ class World:
         for row, tokens in new.items():
             self._write(row, self.text[row] + tokens)
             self.dictionary.insert(row, self.salt[row], self.text[row], len(self.text[row]) - len(tokens), shared=True)
-        # On a GPU what two rows write to one bucket at once is in no order: there one row comes after the other.
-        size = 1 if self.slots.tokens.is_cuda else len(rows)
-        for at in range(0, len(rows), size):
-            part = slice(at, at + size)
-            self.index.insert(self.slots, self.ids(rows[part]), self.ids(before[part]), self.ids(counts[part]), limit)
+        self.index.insert(self.slots, self.ids(rows), self.ids(before), self.ids(counts), limit)
         bound = max(len(text) for text in self.text)
         found = self.index.confidence(self.slots, self.ids(rows), bound).cpu()
         assert not found[len(new) :].any()  # the dummy row proposes nothing

@@ -1,8 +1,7 @@
 """The suffix drafter on the GPU, three launches a step: insert, grow, emit.
 
 The kernels work on the tensors of `ops.torch.suffix` and use its terms. What two rows write in one step may be one
-bucket's: then one of them may be lost, or come twice, which the lookup sees to. The dummy row learns and proposes
-nothing.
+bucket's: a bucket is one program's, which takes rows in turn. The dummy row learns and proposes nothing.
 """
 
 # mypy: allow-untyped-defs
@@ -16,12 +15,13 @@ from torch import Tensor
 from draftwing.core import LOOKUP, MAX_CONFIDENCE
 from draftwing.ops.torch.assign import LEVELS
 from draftwing.ops.torch.suffix import BACK, BASE, FIRST, MOST, SCORE_BITS, SECOND, WAYS, SuffixIndex, SuffixOps
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import INTERPRETED, launch_options, start
 from draftwing.ops.types import Draft, RowTensors
 
-PARTS = 16  # programs that share the buckets of one length in a prompt
+PARTS = 16  # programs that share the buckets of one length
 _POOL = 32  # places for what follows a node
-_LONG = 64  # tokens from which on an insert is shared
+_LONG = 64  # tokens of a row from which on the interpreter has several programs, too
+_LANES = 32  # tokens that a program looks at together
 
 assert BACK * WAYS <= _POOL and WAYS == 8
 
@@ -69,47 +69,58 @@ def _learn(ways_ptr, check, token):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["context", "real"])
+@triton.jit(do_not_specialize=["context", "real", "batch", "limit"])
 def _insert_kernel(
-    tokens_ptr, context, rows_ptr, real, prefix_ptr, count_ptr, owner_ptr, length_ptr, factors_ptr, table_ptr,
+    tokens_ptr, context, rows_ptr, batch, limit, real, prefix_ptr, count_ptr, owner_ptr, length_ptr, factors_ptr,
+    table_ptr,
     BUCKETS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid (lengths, PARTS): a program learns all that goes to its share of the buckets of one length, row by row, so
+    that the table is the same each time, and on each rank."""
     start(PDL)
-    b = tl.program_id(0)
-    w = tl.program_id(1)
-    part = tl.program_id(2)
-    row = tl.load(rows_ptr + b)
-    prefix = tl.load(prefix_ptr + b)
+    w = tl.program_id(0)
+    part = tl.program_id(1)
     length = tl.load(length_ptr + w)
-    own = tl.load(owner_ptr + 2 * row)
-    salt = tl.load(owner_ptr + 2 * row + 1)
-    end = tl.minimum(prefix + 1 + tl.load(count_ptr + b), context)
-    end = tl.where(row < real, end, 0)
-    text = tokens_ptr + row * context
-    table = table_ptr + w * (BUCKETS * _WAYS)
-
+    table = table_ptr + w.to(tl.int64) * (BUCKETS * _WAYS)
     k = tl.arange(0, WIDTH_BLOCK)
-    place = prefix - (WIDTH - 1) + k
-    cells = tl.load(text + place, mask=(k < WIDTH) & (place >= 0), other=-1) + 1
+    lane = tl.arange(0, LANES)
     factors = tl.load(factors_ptr + w * WIDTH + k, mask=k < WIDTH, other=0)
-    hashed = tl.sum(cells * factors, 0)  # of the context that ends before the token
-    oldest = tl.load(factors_ptr + w * WIDTH + WIDTH - length)
-    at = prefix + 1
-    while at < end:
-        token = tl.load(text + at)
-        if at >= length:
-            bucket, check = _bucket(hashed + own, BUCKETS)
-            if bucket % PARTS == part:
-                _learn(table + bucket * _WAYS, check, token)
-            if SHARED:
-                bucket, check = _bucket(hashed + salt, BUCKETS)
-                if bucket % PARTS == part:
-                    _learn(table + bucket * _WAYS, check, token)
-        gone = tl.load(text + tl.maximum(at - length, 0))
-        hashed -= tl.where(at >= length, gone + 1, 0) * oldest
-        hashed = hashed * _BASE + (token + 1)
-        at += 1
+    NONE: tl.constexpr = 2 * LANES
+    for first in range(0, batch * limit, LANES):
+        b = (first + lane) // limit
+        inside = b < batch
+        row = tl.load(rows_ptr + b, mask=inside, other=0)
+        at = tl.load(prefix_ptr + b, mask=inside, other=0) + 1 + (first + lane) % limit
+        end = tl.load(prefix_ptr + b, mask=inside, other=0) + 1 + tl.load(count_ptr + b, mask=inside, other=0)
+        known = inside & (row < real) & (at < tl.minimum(end, context)) & (at >= length)
+        text = tokens_ptr + row * context
+        token = tl.load(text + at, mask=known, other=0)
+        place = at[:, None] - WIDTH + k[None, :]  # of the context that ends before the token
+        here = known[:, None] & (k < WIDTH)[None, :] & (place >= 0)
+        cells = tl.load(text[:, None] + place, mask=here, other=-1) + 1
+        hashed = tl.sum(cells * factors[None, :], 1)
+        own, check = _bucket(hashed + tl.load(owner_ptr + 2 * row, mask=known, other=0), BUCKETS)
+        all_, all_check = _bucket(hashed + tl.load(owner_ptr + 2 * row + 1, mask=known, other=0), BUCKETS)
+        own_left = known & (own % PARTS == part)
+        all_left = known & (all_ % PARTS == part) & SHARED
+        turn = _next(own_left, all_left, lane, NONE)
+        while turn < NONE:
+            chosen = lane == turn // 2
+            to_all = chosen & (turn % 2 == 1)
+            to_own = chosen & (turn % 2 == 0)
+            bucket = tl.sum(tl.where(to_own, own, 0) + tl.where(to_all, all_, 0), 0)
+            named = tl.sum(tl.where(to_own, check, 0) + tl.where(to_all, all_check, 0), 0)
+            _learn(table + bucket * _WAYS, named, tl.sum(tl.where(chosen, token, 0), 0))
+            own_left = own_left & (to_own == 0)
+            all_left = all_left & (to_all == 0)
+            turn = _next(own_left, all_left, lane, NONE)
+
+
+@triton.jit
+def _next(own, shared, lane, NONE: tl.constexpr):
+    """The first that is left, of a token the row's own before that of its salt; NONE: nothing is."""
+    return tl.minimum(tl.min(tl.where(own, 2 * lane, NONE), 0), tl.min(tl.where(shared, 2 * lane + 1, NONE), 0))
 
 
 @triton.jit
@@ -156,11 +167,8 @@ def _open(
         known = known & (pair != best)
         ways = tl.load(table_ptr + where + way, mask=(way >= 0) & (best >= 0), other=0)
         token = ways & _TOKEN
-        name = ways & _NAME
         fresh = (ways > 0) & (((ways >> _TOKEN_BITS) & _CHECK) == wanted)
-        # A token that comes twice, because two rows brought it at once, counts where it comes first.
-        seen = (name[:, None] == name[None, :]) & (way[None, :] < way[:, None])
-        seen = seen | (token[:, None] == newer[None, :]) | (token[:, None] == older[None, :])
+        seen = (token[:, None] == newer[None, :]) | (token[:, None] == older[None, :])
         fresh = fresh & (tl.max(seen.to(tl.int32), 1) == 0)
         count = tl.where(fresh, ways >> _NAME_BITS, 0).to(tl.float32)
         escape = tl.load(escape_ptr + tl.maximum(best ^ 1, 0) * (_WAYS + 1) + tl.sum(fresh.to(tl.int32), 0))
@@ -308,12 +316,12 @@ class TritonSuffixIndex(SuffixIndex):
         self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
     ) -> None:
         tokens, lengths = table.tokens, len(self.lengths)
-        parts = PARTS if limit >= _LONG else 1
-        _insert_kernel[(rows.shape[0], lengths, parts)](
-            tokens, tokens.shape[1], rows, self.rows, prefix_len, count, self.owner, self.length, self.factors,
-            self.table,
+        parts = 1 if INTERPRETED and limit < _LONG else PARTS
+        _insert_kernel[(lengths, parts)](
+            tokens, tokens.shape[1], rows, rows.shape[0], limit, self.rows, prefix_len, count, self.owner, self.length,
+            self.factors, self.table,
             BUCKETS=self.buckets, WIDTH=self.width, WIDTH_BLOCK=triton.next_power_of_2(self.width), PARTS=parts,
-            SHARED=shared, num_warps=1, **launch_options(tokens.device),
+            SHARED=shared, LANES=_LANES, num_warps=1, **launch_options(tokens.device),
         )  # fmt: skip
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
