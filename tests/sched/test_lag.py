@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftwing.core import LAG, PLAIN, Deferral, Deferred, TreeShape
@@ -131,3 +132,42 @@ def test_who_is_released_in_its_prompt_leaves_nothing_unseen_in_the_cache() -> N
     plan: Any = catch_ups.take()
     assert not len(plan.rows) and plan.prompts == (Deferred(1, 0, 10, 30),)
     assert prefill(catch_ups, prompt(4, 40), 10) == (0, ()), "the places are free"
+
+
+def closed_loop(catch_ups: CatchUps, steps: int) -> int:
+    """128 clients with answers of 100 tokens, of which nothing is drafted -> passes of the drafter."""
+    slots = np.arange(128 * 200).reshape(128, 200)
+    reqs: list[Req] = []
+    passes = 0
+    for step in range(-1, steps):
+        for row in range(128):
+            if step >= 0 and (step + row) % 100:
+                continue
+            if step >= 0:
+                catch_ups.release(reqs[row], cached=True)
+            one = prompt(row, 100)
+            one.slots = slots[row]
+            catch_ups.prefill(one, 100, True)
+            one.sent = one.kv = one.bound = 100
+            reqs[row:] = [one, *reqs[row + 1 :]]
+        catch_ups.plan(step, PLAIN, reqs)
+        passes += (catch_ups.take() is not None) + bool(catch_ups.take_shown())
+        for one in reqs:
+            one.kv, one.bound = one.kv + 1, one.bound + 1
+    return passes
+
+
+def test_a_drafter_that_needs_tokens_alone_seldom_runs_where_nothing_is_drafted() -> None:
+    assert closed_loop(CatchUps([PLAIN]), 300) > 250, "another one does, for the cache"
+    assert closed_loop(CatchUps([PLAIN], deferral=Deferral(4096, 1024, True), slots=128 * 200), 300) < 300 / LAG * 3
+
+
+def test_who_goes_on_from_what_was_not_seen_has_it_shown() -> None:
+    catch_ups = CatchUps([PLAIN], deferral=Deferral(400, 100, True), slots=100)
+    first, then = prompt(0, 10), prompt(1, 40, sent=30)
+    first.slots = then.slots = np.arange(100)
+    catch_ups.prefill(first, 10, True)
+    first.sent, first.kv, first.behind = 10, 30, 12
+    catch_ups.release(first, cached=True)
+    assert catch_ups.take() is None
+    assert prefill(catch_ups, then, 10) == (None, (Deferred(1, 18, 12, 0),))

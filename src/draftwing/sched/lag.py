@@ -61,7 +61,7 @@ class CatchUps:
     def release(self, req: Req, cached: bool) -> None:
         """The request is about to give its row away. cached: whether others may use its KV."""
         self._prompts.release(req, cached)
-        if cached:
+        if cached and not self._prompts.sees_later:
             self._add(req)
         req.behind = 0
 
@@ -86,9 +86,12 @@ class CatchUps:
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
         some begin early, so that they do not all have to at once."""
-        near = max(commit, self._most // 4)
+        many = self._prompts.sees_later  # layers, most often: then a pass of many rows takes hardly longer than of few
+        near = max(commit, self._most // (2 if many else 4))
         must = sum(req.behind + commit > self._most for req in reqs)
         far = sorted((req for req in reqs if req.behind + near > self._most), key=lambda req: -req.behind)
+        if many:
+            return far if must else []
         return far[: max(must, ROWS)] if must or self._next or len(far) > ROWS else []
 
     def _add(self, req: Req) -> None:
@@ -99,6 +102,8 @@ class CatchUps:
 
 class Prompts(Protocol):
     """Chunks that the drafter has not seen."""
+
+    sees_later: bool = False  # whether it can be shown any text at any time
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
         """As `CatchUps.prefill`."""
@@ -174,9 +179,11 @@ class FromStates(Prompts):
 
 
 class FromTokens(Prompts):
-    """Of a drafter that makes its KV of tokens alone. It can see any part of a prompt at any time, so it need not see
-    those of `Req.skipped`, nor a prompt that ends early: which slots have its KV is noted, and a request that goes on
-    from others has it see these first."""
+    """Of a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
+    prompts of `Req.skipped`, nor one that ends early, nor the end of an answer: which slots have its KV is noted, and a
+    request that goes on from others has it see these first."""
+
+    sees_later = True
 
     def __init__(self, deferral: Deferral, slots: int) -> None:
         self._most = deferral.most
@@ -204,7 +211,8 @@ class FromTokens(Prompts):
 
     def release(self, req: Req, cached: bool) -> None:
         self._due.pop(req.row, None)
-        self._seen[req.slots[req.sent : req.kv]] = not req.skipped  # its answer, with which it catches up
+        seen = 0 if req.skipped else req.kv - req.behind  # at least
+        self._seen[req.slots[req.sent : req.kv]] = np.arange(req.sent, req.kv) < seen
 
     def take(self) -> tuple[Deferred, ...]:
         found, most = [], self._most
