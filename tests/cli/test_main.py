@@ -130,7 +130,7 @@ def test_modules_are_the_command(module: str) -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_serve_serves_the_page_at_the_address_that_it_prints(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny")
-    argv = ["make", "-n", "serve", "PORT=0", f"ARGS=--model {model} --num-threads 1"]
+    argv = ["make", "--no-print-directory", "-n", "serve", "PORT=0", f"ARGS=--model {model} --num-threads 1"]
     line = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     program, *rest = shlex.split(line)
     assert program.endswith("/draftwing") and rest[0] == "serve"
