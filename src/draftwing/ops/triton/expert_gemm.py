@@ -14,12 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftwing.ops.expert_rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import SWIGLU_ALPHA, Routed
-from draftwing.ops.triton.common import INTERPRETED, keep_cache, lanes, launch_options
+from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, start
 from draftwing.ops.triton.experts import LARGE_TILE, SMALL_TILE, clamped_swiglu_of
 from draftwing.ops.types import MX_BLOCK, MXRows
 
@@ -178,39 +177,16 @@ def _weight_tile(
         return tl.reshape(found, [FEATURES, STEP])
 
 
-@triton.jit
-def _prefetch(weight, row, end, SIZE: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr, FEATURES: tl.constexpr):
-    """Asks for rows [row, row + FEATURES) up to `end`, each of SIZE elements, LINE to a cache line."""
-    feature = tl.minimum(row + tl.arange(0, FEATURES), end - 1)
-    element = tl.minimum(LINE * tl.arange(0, LINES), SIZE - 1)
-    at = weight + feature[:, None].to(tl.int64) * SIZE + element[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=["tile_count"])
 def _expert_gemm_kernel(
     out, x, x_stride, weight, scales, zeros, bias, order, tiles, tile_count, limit, weight_rows,
     CHOICES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
-    STORED: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x. STORED:
-    elements of a row of the weight as it lies there. AHEAD: cache lines of such a row. It is asked for while the kernel
-    before still runs, if that was given the same tiles: they are there then, for it lets others come up behind its own
-    wait only. 0: it is not."""
-    if AHEAD and PDL:
-        gdc_launch_dependents()
-        number, first = tl.load(tiles + tl.program_id(1)), tl.program_id(0) * FEATURES
-        if number >= 0:
-            LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-            _prefetch(weight, number * WIDTH + first, number * WIDTH + WIDTH, STORED, LINE, AHEAD, FEATURES)
-        gdc_wait()
-    elif PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Grid (tiles of outputs, tiles of pairs). WIDTH: outputs of a pair. CHOICES: pairs that read a row of x."""
+    start(PDL)
     expert = tl.load(tiles + tl.program_id(1))
     if expert >= 0:
         begin = tl.load(tiles + tile_count + tl.program_id(1))
@@ -295,14 +271,11 @@ class ExpertGemm:
         if not routed.pairs:
             return out
         most, choices = tiles.tiles.shape[1], routed.choices(x)
-        line = 128 // codes.itemsize
-        ahead = False  # measured: what is asked for early takes half as long again
         launched = _expert_gemm_kernel[(triton.cdiv(width, features), most)](
             out, x, x.stride(0), codes, scales, zeros, bias, tiles.order, tiles.tiles, most, limit, self.rows,
             CHOICES=choices, DEPTH=depth, WIDTH=width, ACT=act, ALPHA=SWIGLU_ALPHA, ROWS=tiles.rows,
             FEATURES=features, EVEN=depth % arguments["STEP"] == 0, PRECISION="ieee" if wide else "tf32",
-            STORED=codes.shape[1], AHEAD=lanes(triton.cdiv(codes.shape[1], line)) if ahead else 0, num_warps=warps,
-            num_stages=2 if wide else stages, **arguments, **launch_options(x.device),
+            num_warps=warps, num_stages=2 if wide else stages, **arguments, **launch_options(x.device),
         )  # fmt: skip
         keep_cache(launched)
         return out
