@@ -126,6 +126,17 @@ def test_modules_are_the_command(module: str) -> None:
     assert run.returncode == 2 and run.stderr == "draftwing: error: port must be at least 0; found -1\n"
 
 
+def logged(process: subprocess.Popen[str], last: str) -> list[str]:
+    """What it logs, up to the line with `last` in it or, without one, to its end."""
+    assert process.stderr is not None
+    log = [""]
+    for line in process.stderr:
+        log.append(line)
+        if last in line:
+            break
+    return log
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_serve_serves_the_page_at_the_address_that_it_prints(tmp_path: Path) -> None:
@@ -136,12 +147,7 @@ def test_make_serve_serves_the_page_at_the_address_that_it_prints(tmp_path: Path
     assert program.endswith("/draftwing") and rest[0] == "serve"
     process = subprocess.Popen([sys.executable, "-m", "draftwing", *rest], stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
-        log = []
-        for line in process.stderr:
-            log.append(line)
-            if "a page to chat" in line:
-                break
+        log = logged(process, "a page to chat")
         url = log[-1].partition("drafts: ")[2].strip()
         assert url.startswith("http://127.0.0.1:"), "".join(log)
         page = httpx.get(url, timeout=30)
@@ -157,12 +163,8 @@ def test_serve_says_where_it_is_answers_and_ends() -> None:
     code = script()
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
-        log = []
-        for line in process.stderr:
-            log.append(line)
-            if "try: curl" in line:
-                break
+        log = logged(process, "try: curl")
+        line = log[-1]
         ready = next((line for line in log if "ready: " in line), None)
         assert ready is not None, "".join(log)
         url = ready.split("ready: ")[1].strip()

@@ -37,6 +37,8 @@ def reference(q: Tensor, text_k: Tensor, text_v: Tensor, k: Tensor, v: Tensor, l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_and_gradients(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.float32 and device.type == "cuda":
+        pytest.skip("they are given half types alone (`takes_blocks`): there products in float32 are TF32")
     given = tensors(dtype, device)
     limits = torch.tensor(ANCHORS, dtype=torch.int32, device=device).repeat_interleave(ROWS, 1)
     exact = [x.detach().double().requires_grad_() for x in given]

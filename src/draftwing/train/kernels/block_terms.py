@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwing.ops.triton.common import launch_options, start
 from draftwing.train.block_loss import RowFacts
-from draftwing.train.kernels.cross_entropy import DTYPES
+from draftwing.train.kernels.cross_entropy import DTYPES, one_pass
 
 _BLOCK = 2048  # 8 elements of a thread: one load of 16 bytes in half precision
 
@@ -32,27 +32,8 @@ def _facts_kernel(
     logits += row * logits_stride
     probs += tl.load(place + row) * probs_stride
     lane = tl.arange(0, BLOCK)
-    # Finite, so that no difference of infinities arises in lanes past the end, whose logits are lower still.
-    top = tl.full([BLOCK], -3e38, tl.float32)
-    at = tl.zeros([BLOCK], tl.int32)
-    norm, mass, dot = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
-    for first in range(0, VOCAB, BLOCK):
-        col = first + lane
-        here = col < VOCAB
-        z = tl.where(here, tl.load(logits + col, mask=here, other=0.0).to(tl.float32), -3.4e38)
-        p = tl.load(probs + col, mask=here, other=0.0).to(tl.float32)
-        more = z > top
-        by = tl.exp(-tl.abs(z - top))
-        norm = tl.where(more, norm * by + 1.0, norm + by)
-        at = tl.where(more, col, at)
-        top = tl.where(more, z, top)
-        mass += p
-        dot += p * z
-    most = tl.max(top, 0)
-    # Not a number anywhere: a place that there is, and a loss that shows it.
-    found = tl.min(tl.where(top == most, at, VOCAB - 1), 0)
-    total = most + tl.log(tl.sum(norm * tl.exp(top - most), 0))
-    mass_sum = tl.sum(mass, 0)
+    most, found, norm, mass, dot = one_pass(logits, probs, VOCAB, BLOCK)
+    total = most + tl.log(norm)
     both, inner = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
     for first in range(0, VOCAB, BLOCK):
         col = first + lane
@@ -65,8 +46,8 @@ def _facts_kernel(
     said = tl.load(logits + tl.maximum(tl.load(token + row), 0)).to(tl.float32)
     tl.store(best + row, found.to(tl.int64))
     tl.store(facts + row, total)
-    tl.store(facts + rows + row, mass_sum)
-    tl.store(facts + 2 * rows + row, total * mass_sum - tl.sum(dot, 0))
+    tl.store(facts + rows + row, mass)
+    tl.store(facts + 2 * rows + row, total * mass - dot)
     tl.store(facts + 3 * rows + row, total - said)
     tl.store(facts + 4 * rows + row, tl.sum(both, 0))
     tl.store(facts + 5 * rows + row, tl.sum(inner, 0))

@@ -20,15 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 2048  # 8 elements of a thread: one load of 16 bytes in half precision
 
 
-@triton.jit(do_not_specialize_on_alignment=["counts"])
-def _cross_entropy_kernel(
-    loss, best, logits, logits_stride, probs, probs_stride, counts,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_stride
-    probs += row * probs_stride
+@triton.jit
+def one_pass(logits, probs, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a row: its largest logit, the first place of it, sum exp(z - that), sum p, sum p z"""
     lane = tl.arange(0, BLOCK)
     # Finite, so that no difference of infinities arises in lanes past the end, whose logits are lower still.
     top = tl.full([BLOCK], -3e38, tl.float32)
@@ -51,7 +45,21 @@ def _cross_entropy_kernel(
     place = tl.min(tl.where(top == most, at, VOCAB - 1), 0)
     norm_sum = tl.sum(norm * tl.exp(top - most), 0)
     mass_sum = tl.sum(mass, 0)
-    cross = (most + tl.log(norm_sum)) * mass_sum - tl.sum(dot, 0)
+    return most, place, norm_sum, mass_sum, tl.sum(dot, 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["counts"])
+def _cross_entropy_kernel(
+    loss, best, logits, logits_stride, probs, probs_stride, counts,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    probs += row * probs_stride
+    lane = tl.arange(0, BLOCK)
+    most, place, norm_sum, mass_sum, dot = one_pass(logits, probs, VOCAB, BLOCK)
+    cross = (most + tl.log(norm_sum)) * mass_sum - dot
     counted = tl.load(counts + row) != 0
     tl.store(best + row, place.to(tl.int64))
     tl.store(loss + row, tl.where(counted, cross, 0.0))
