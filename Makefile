@@ -1,5 +1,5 @@
 # `make serve` and `make test`, which set up a virtual environment first, and again only when needed. While working on it:
-# `make check`, the same without what is slow (about four minutes on two cores), and `make lint`, which mends format.
+# `make check`, the same without what is slow (about three minutes on two cores), and `make lint`, which mends format.
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 30000
@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
-.PHONY: serve check test test-cluster static lint sanitize neon soak build setup clean
+.PHONY: serve check test test-all test-cluster static lint sanitize neon soak build setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
@@ -19,6 +19,10 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --n
   --dist loadfile --no-loadscope-reorder
 
 test: static
+	$(PYTEST) -m "not cluster and not exhaustive" $(ARGS)
+
+# The whole of each grid of cases, of which `make test` has representatives.
+test-all: static
 	$(PYTEST) -m "not cluster" $(ARGS)
 
 # Several servers behind Ray Serve and behind smg, on this machine: some minutes, and 600 MB of packages the first time.
@@ -26,7 +30,7 @@ test-cluster: $(VENV)/.installed-cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 0 tests/cluster tests/test_kubernetes.py $(ARGS)
 
 check: static
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
 static: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

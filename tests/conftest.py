@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,15 +25,27 @@ LONGEST = "tests/test_soak.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves. Files that take
-    long begin first, so that none of several processes comes to them when the others have ended."""
+    """Marks as slow what the default model or Triton's interpreter makes so; others say it themselves. Marks as
+    exhaustive the cases of which a test says that they are further ones. Files that take long begin first, so that none
+    of several processes comes to them when the others have ended."""
     interpreted = "TRITON_INTERPRET" in os.environ
     for item in items:
+        if any(has(item, **mark.kwargs) for mark in item.iter_markers("further")):
+            item.add_marker(pytest.mark.exhaustive)
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & SLOW_FIXTURES or (interpreted and "triton" in item.nodeid):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), item.path not in slow))
+
+
+def has(item: pytest.Item, **params: Any) -> bool:
+    """Whether a case has all of these parameters; a list gives several values."""
+    own = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return all(
+        name in own and (own[name] in value if isinstance(value, list) else own[name] == value)
+        for name, value in params.items()
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -65,6 +65,8 @@ OTHERS = [command for command in EVERY if not is_server(command)]
 STARTED = [configuration(command) for command, _ in test_page_commands.COMMANDS.values()]
 RIGHT, MORE = 1.5, 20  # tokens of a step with drafts; answers until it must have been so
 OWN = [command for command in SERVERS if configuration(command) not in STARTED]
+LIKE_ANOTHER = ("--model smollm2 --speculative-algorithm NGRAM", "--model smollm2 --speculative-algorithm SUFFIX",
+                "DFLASH", "NEXTN", "--speculative-aux-layer-ids")  # fmt: skip
 
 
 def typed(command: str) -> str:
@@ -89,8 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path, smollm2_path: Path) -> Iterator[dict[str, Future[float]]]:
-    """The accept length of each server command's server. Two run at a time: mostly they start."""
+def answers(folder: Path, smollm2_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[float]]]:
+    """The accept length of each server that a test asks for. Two run at a time: mostly they start."""
 
     def ask(command: str) -> float:
         with served(typed(command)) as url:
@@ -108,7 +110,9 @@ def answers(folder: Path, smollm2_path: Path) -> Iterator[dict[str, Future[float
 
     asked = next(command for command in OWN if "Qwen" in command and "NGRAM" in command)
     with ThreadPoolExecutor(2) as pool:
-        yield {command: pool.submit(ask, command) for command in OWN}
+        tests = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+        wanted = {params["command"] for params in tests if params.get("command") in OWN}
+        yield {command: pool.submit(ask, command) for command in OWN if command in wanted}
 
 
 def send_requests(url: str) -> None:
@@ -123,6 +127,7 @@ def send_requests(url: str) -> None:
                 assert '"spec_accept_length"' in done.stdout
 
 
+@pytest.mark.further(command=[command for command in OWN if any(part in command for part in LIKE_ANOTHER)])
 @pytest.mark.parametrize("command", OWN)
 def test_server(command: str, answers: dict[str, Future[float]]) -> None:
     accepted = answers[command].result()

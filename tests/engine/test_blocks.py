@@ -27,6 +27,10 @@ pytestmark = [
     pytest.mark.skipif(not make_ops(torch.device("cpu")).block_kinds, reason="needs GEMMs of weights in blocks"),
 ]
 
+FURTHER = pytest.mark.exhaustive
+FIXED = {"speculative_fixed_shape": True}
+CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5, **FIXED}
+TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16, **FIXED}
 PROBE = Path(__file__).with_name("text_probe.py")
 ASKED = [
     "What is the capital of France?", "Tell me a very short story about a fox and a crow.",
@@ -60,30 +64,17 @@ def expected(smollm2_path: Path) -> Iterator[list[list[int]]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {
-            "speculative_num_steps": 4,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 5,
-            "speculative_fixed_shape": True,
-        },
-        {
-            "speculative_num_steps": 4,
-            "speculative_eagle_topk": 4,
-            "speculative_num_draft_tokens": 16,
-            "speculative_fixed_shape": True,
-        },
-        {"chunked_prefill_size": 7},
-        {
-            "max_total_tokens": 230,
-            "speculative_num_steps": 2,
-            "speculative_eagle_topk": 2,
-            "speculative_fixed_shape": True,
-        },
-        {"enable_overlap": True},
-        {"num_threads": 1},
+        pytest.param({}, id="default"),
+        pytest.param(CHAIN, id="chain", marks=FURTHER),
+        pytest.param(TREE, id="tree"),
+        pytest.param({"chunked_prefill_size": 7}, id="chunks", marks=FURTHER),
+        pytest.param(
+            {"max_total_tokens": 230, "speculative_num_steps": 2, "speculative_eagle_topk": 2, **FIXED},
+            id="preemption",
+        ),
+        pytest.param({"enable_overlap": True}, id="overlap", marks=FURTHER),
+        pytest.param({"num_threads": 1}, id="one thread", marks=FURTHER),
     ],
-    ids=["default", "chain", "tree", "chunks", "preemption", "overlap", "one thread"],
 )
 def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, Any]) -> None:
     with engine(**options) as llm:
@@ -91,6 +82,7 @@ def test_drafts_change_no_token(expected: list[list[int]], options: dict[str, An
         assert answers(llm) == expected, "from the cache of prefixes"
 
 
+@pytest.mark.further(algorithm="DFLASH")
 @pytest.mark.parametrize(("algorithm", "topk"), [("DSPARK", 2), ("DFLASH", 1)])
 def test_heads_that_draft_blocks(
     expected: list[list[int]], smollm2_path: Path, tmp_path: Path, algorithm: str, topk: int
@@ -114,6 +106,7 @@ def test_the_types_of_blocks_have_their_own_text(expected: list[list[int]]) -> N
         assert answers(llm) != expected
 
 
+@pytest.mark.exhaustive  # test_isa.py has their bits
 def test_all_instruction_sets_write_the_same_text(smollm2_path: Path) -> None:
     """A process for each: the set is chosen when the extension is loaded."""
     texts = {}

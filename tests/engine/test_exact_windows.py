@@ -23,7 +23,10 @@ EXPERTS = ExpertConfig(4, 2, 32, router_bias=True, bias=True, limit=7.0)
 TOKENS = 24  # of an answer: four windows
 CHAIN, TREE, DEEP = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(8, 2, 16)
 
-pytestmark = pytest.mark.parametrize("harness", ["windows", RANKS, CUDA], indirect=True, scope="session")
+pytestmark = [
+    pytest.mark.parametrize("harness", ["windows", RANKS, CUDA], indirect=True, scope="session"),
+    pytest.mark.further(harness="ranks", case="sinks"),  # "gpt-oss" has them, too
+]
 
 
 SWITCHES = {
@@ -66,6 +69,7 @@ def answer(h, case, **kw):
     return rig
 
 
+@pytest.mark.further(harness="ranks", shape=[CHAIN, TREE])
 @pytest.mark.parametrize("shape", [CHAIN, TREE, DEEP], ids=["chain", "tree", "deeper than the window"])
 def test_disturbed_drafts(harness, case, shape):
     rig = answer(harness, case, shapes=(shape,), drafter="oracle", miss=2, lag=1)
@@ -73,6 +77,7 @@ def test_disturbed_drafts(harness, case, shape):
     assert shape == CHAIN or rig.stats.moved > 18, "no later child was accepted"
 
 
+@pytest.mark.further(harness="ranks", chunk=1)
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_prefill_chunks_and_the_best_nodes_of_a_batch(harness, case, chunk):
     policy = harness.Cycle(TreeShape(4, 3, 11, 4), TREE)

@@ -13,6 +13,7 @@ from reference.exact_heads import MAKERS, disturbed
 from toy_grammar import ToyGrammar
 
 from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.engine import lag as lag_module
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -22,8 +23,12 @@ from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.suffix_drafter import SuffixDrafter
 
-pytestmark = pytest.mark.slow
-
+# EAGLE3 stands for all with either lag, and 3 layers for 2.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.further(case=[kind for kind in MAKERS if kind != "EAGLE3"], lag=0),
+    pytest.mark.further(case="NEXTN 2 layers"),
+]
 CHAIN, TREE, COPIED = TreeShape(4, 1, 5), TreeShape(4, 3, 12), TreeShape(7, 3, 10)
 
 
@@ -107,6 +112,7 @@ class Turns:
         pass
 
 
+@pytest.mark.further(lookup=NGramDrafter, lag=0)
 @pytest.mark.parametrize("lookup", [NGramDrafter, SuffixDrafter])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_pair_changes_no_token(case, lag, lookup):
@@ -190,6 +196,7 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
         pytest.skip("kernels run where the GPU is")
     paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
     monkeypatch.setattr(prefill_graphs, "SIZES", (8, 16))  # the interpreter is slow
+    monkeypatch.setattr(lag_module, "COUNTS", (1,))
     case = Case("EAGLE3", tmp_path, harness.device, harness)
     attn = partial(paged.PagedAttention, exact=True)
     rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=12, lag=1)

@@ -86,6 +86,7 @@ def plans(shape, params, catch_up=False):
 
 
 DRAFTERS = "ngram", "suffix", "oracle", "STANDALONE", "EAGLE3+NGRAM", *HEADS
+FURTHER = ["oracle", "EAGLE3+NGRAM", "EAGLE", "NEXTN"]  # whose code is mostly another's
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
     "mixed": SamplingParams(temperature=0.8),
@@ -93,6 +94,8 @@ PARAMS = {
 }
 
 
+@pytest.mark.further(drafter=FURTHER, shape=[PLAIN, SHAPES[1]])
+@pytest.mark.further(drafter=["suffix", *FURTHER], sampling="mixed")
 @pytest.mark.parametrize(
     ("drafter", "shape", "sampling"),
     [

@@ -48,6 +48,8 @@ def texts() -> dict[tuple[Any, ...], Any]:
     return {}
 
 
+@pytest.mark.further(dtype=torch.float32, temperature=0.8)
+@pytest.mark.further(dtype=torch.bfloat16, temperature=0.0)
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -47,6 +47,7 @@ def all_accepted(got, depth):
     return True
 
 
+@pytest.mark.further(chunk=[1, 3], lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_own_draft_is_always_accepted(harness, case, chunk, lag):
@@ -55,6 +56,7 @@ def test_own_draft_is_always_accepted(harness, case, chunk, lag):
     assert all_accepted(got, CHAIN.depth), "a draft was rejected"
 
 
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_own_draft_across_prefix_hits(harness, case, lag):
     model, prompts, _, expected = case
@@ -70,6 +72,7 @@ def test_own_draft_across_prefix_hits(harness, case, lag):
     assert all_accepted(got, CHAIN.depth), "a draft was rejected"
 
 
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_own_draft_across_preemption(harness, case, lag):
     rig = rig_with_draft(harness, case[0], case[0], CHAIN, lag=lag, slots=110, chunk=7)
@@ -118,6 +121,7 @@ def test_a_draft_with_a_padded_vocabulary(harness, case):
     assert rig.accept_length > 2
 
 
+@pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_drafts_begin_with_what_the_grammar_allows(harness, case, shape):
     """The first draft of an own draft is the target's choice, if both choose among the same tokens."""

@@ -36,6 +36,7 @@ def interpreted(mended_interpreter):
     return Device(torch.device("cpu"), TritonOps(torch.device("cpu")))
 
 
+@pytest.mark.further(drafter="model", tree=TREE)
 @pytest.mark.parametrize(
     ("drafter", "graph_size", "tree"),
     [(None, 1, TREE), ("ngram", 0, TREE), ("model", 0, TREE), ("model", 0, PART), ("block", 0, TREE)],

@@ -45,6 +45,8 @@ def test_equals_float64(inputs: int, outputs: int, bias: bool, dtype: torch.dtyp
         assert torch.equal(residual, kept)
 
 
+@pytest.mark.further(outputs=3072, dtype=torch.bfloat16)
+@pytest.mark.further(outputs=3072, blocks=False)
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -230,6 +230,7 @@ print(before, kilobytes("VmHWM"), kilobytes("VmRSS"))
 """
 
 
+@pytest.mark.further(kind="bin")
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux's /proc")
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])

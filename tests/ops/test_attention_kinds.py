@@ -114,6 +114,8 @@ PREFIXES = [2, 41, 127, 128, 201]
 DEPTHS = [0, 1, 2, 2, 3, 4, 1, 2]
 
 
+@pytest.mark.further(ops="triton", exact=False, name=[name for name in KINDS if name != "all"])
+@pytest.mark.further(ops="triton", name="longer than all")
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
@@ -130,6 +132,8 @@ def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
         torch.testing.assert_close(text.decode(position).double(), text.expected(position), **close)
 
 
+@pytest.mark.further(ops="triton", dtype=torch.float32, name=["window 40", "all"])
+@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name="window 3, less than a path")
 @pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtype, ops: TorchOps) -> None:
@@ -155,6 +159,7 @@ TILINGS: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.further(name=["window 3, less than a path", "window 40"])
 @pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all"])
 def test_triton_tilings(name: str, mended_interpreter: None, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits in lanes and launches, which begin where the window does."""

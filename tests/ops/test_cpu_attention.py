@@ -106,6 +106,7 @@ def random_paths(nodes: int, generator: torch.Generator) -> list[list[int]]:
     return paths
 
 
+@pytest.mark.further(nodes=[2, 100])
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)

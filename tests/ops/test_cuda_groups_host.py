@@ -18,7 +18,6 @@ from draftwing.ops.cuda.gemm import Shape
 from draftwing.ops.cuda.gemm_groups import TILES, Width
 from draftwing.ops.groups import WHOLE, PackedGroups, pack, unpacked, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 PROCESSORS = 1  # so few that blocks that stay have work
 LAYOUTS = {  # groups of rows and columns, 0: all of them
     Width(4, False, 1): [(1, 128)],
@@ -34,6 +33,12 @@ LAYOUTS = {  # groups of rows and columns, 0: all of them
 }
 
 EVERY = Width(4, False, 1), Width(4, True, -1), Width(8, False, WHOLE, True)
+FURTHER = [width for width in LAYOUTS if width not in (*EVERY, Width(8, False, -1), Width(8, False, 1, True))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.further(width=FURTHER),
+]
 
 
 class Host:

@@ -16,7 +16,6 @@ from draftwing.ops.cuda.gemm_groups import Width
 from draftwing.ops.cuda.gemm_tall import TallShape, read_source
 from draftwing.ops.groups import CHUNK, WHOLE, PackedGroups, pack, unpacked
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 LAYOUTS = {  # groups of rows and columns, 0: all of them
     Width(4, False, 1): (1, 128),
     Width(4, True, -1): (1, 32),
@@ -32,6 +31,11 @@ CUTS = (
 )
 SHAPES = {(kind, most): shape for most, shape in enumerate(CUTS) for kind in ("plain", "add", "silu")}
 EVERY = [width for width in LAYOUTS if width in (Width(4, True, -1), Width(8, False, WHOLE, True))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.further(run=[width for width in LAYOUTS if width not in EVERY]),
+]
 LATE, EARLY, COPIES_EARLY = 0, 1, 2  # copies and instructions, as gemm_host.cpp has them
 
 

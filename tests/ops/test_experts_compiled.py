@@ -34,6 +34,7 @@ for tokens in (8, 512):
 """
 
 
+@pytest.mark.further(capability=86)
 # Compute capability and bytes of a block there; 8.6 has the least of those that Triton kernels run on.
 @pytest.mark.parametrize(("capability", "limit"), [(90, 227 << 10), (86, 99 << 10)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")

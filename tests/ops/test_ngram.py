@@ -150,6 +150,7 @@ def live(pair: Pair, seed: int, steps: int, vocab: int, limit: int, copies: floa
     return drafts / steps
 
 
+@pytest.mark.further(ops="triton", high=[5, 7, 12])
 @pytest.mark.parametrize("low, high", WINDOWS)
 def test_lives_agree(ops: TorchOps, few: int, small_chunks: None, low: int, high: int) -> None:
     pair = Pair(ops, 5 if few == 1 else 3, 300, min_window=low, max_window=high, branch_length=9, capacity=10_000)
@@ -206,6 +207,7 @@ def histories(rng: random.Random, rows: int, longest: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.further(ops="triton", high=[1, 5, 7])
 @pytest.mark.parametrize("low, high", WINDOWS)
 @pytest.mark.parametrize("longest", [14, 99, 400])
 def test_search(ops: TorchOps, few: int, small_chunks: None, low: int, high: int, longest: int) -> None:
@@ -258,6 +260,7 @@ def random_candidates(rng: random.Random, rows: int, depth: int, window: int) ->
     return candidates, match
 
 
+@pytest.mark.further(ops="triton", nodes=[2, 8, 16, 64, 130])
 @pytest.mark.parametrize("depth, nodes", [(1, 2), (1, 20), (4, 6), (5, 8), (8, 16), (9, 64), (7, 130), (9, 200)])
 def test_build(ops: TorchOps, few: int, depth: int, nodes: int) -> None:
     rng, rows = random.Random(nodes), 200 // few

@@ -98,6 +98,7 @@ def results(
     return every[query], alone
 
 
+@pytest.mark.further(ops="triton", told=False)
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (16, 1)])
 def test_a_part_of_each_tree(ops: TorchOps, heads: tuple[int, int], told: bool) -> None:
@@ -133,6 +134,8 @@ TILINGS: dict[str, dict[str, int]] = {  # of an interpreter's time: few keys rea
 }
 
 
+@pytest.mark.further(name=["lanes", "one lane"])
+@pytest.mark.further(name="two launches, one lane", exact=False)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", TILINGS)
 def test_triton_tilings(

@@ -42,6 +42,8 @@ for exact in (True, False):  # 16 trees of 4 nodes on average
 """
 
 
+@pytest.mark.further(pool="float8_e4m3fn")
+@pytest.mark.further(capability=86)
 @pytest.mark.parametrize(("tiling", "pool", "capability", "limit"), TARGETS)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit: int) -> None:

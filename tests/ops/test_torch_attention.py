@@ -250,6 +250,8 @@ def sums_in_order(kv_heads: int, group: int, dim: int) -> bool:
     return all(torch.equal(x, y[:1].expand_as(x)) for some in found for x, y in zip(some, found[0], strict=True))
 
 
+@pytest.mark.further(shape=(4, 2, 128))
+@pytest.mark.further(shape=(9, 3, 64), dtype=torch.float32)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 2, 128), (4, 2, 16)])

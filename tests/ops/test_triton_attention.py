@@ -59,6 +59,7 @@ def test_trees_against_brute_force(heads: tuple[int, int], nodes: int, exact: bo
     torch.testing.assert_close(case.run(exact).double(), case.expected(), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.further(length=[16, 31, 64, 101])
 @pytest.mark.parametrize("length", [0, 15, 16, 31, 64, 101, 127, 128, 239])
 def test_around_the_edges(length: int, device: torch.device) -> None:
     """In one lane and several, in one launch and two, nodes gathered at once or not: the same bits."""

@@ -361,6 +361,8 @@ def run_head(exact: exact_heads.Exact, kind: str, tokens: list[int], dtype: torc
     return getattr(draft_heads, kind)(*exact.target, *exact.head, tokens, dtype=dtype)
 
 
+@pytest.mark.further(dtype=torch.float32)
+@pytest.mark.further(name=["eagle2 bias", "eagle3 layers"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_heads_are_always_accepted(name, dtype):

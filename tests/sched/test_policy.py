@@ -38,6 +38,7 @@ from draftwing.sched.policy import (
 from draftwing.sched.prices import PricedSteps, Prices
 
 
+@pytest.mark.further(batch=64, hit=[0.05, 0.5])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("batch", [1, 4, 16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hit", [0.05, 0.5, 0.95])

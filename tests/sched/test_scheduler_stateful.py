@@ -449,15 +449,20 @@ def stale_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 BROKEN: list[Patch] = [
-    *(any_admission, match_everything, narrow_windows, no_permutation, cache_too_early, moves_untold),
+    *(any_admission, match_everything, narrow_windows, cache_too_early, moves_untold),
     *(one_slot_forgotten, locks_kept, slots_given_twice, nobody_retracted),
-    *(never_caught_up, drafting_behind, released_behind, caught_up_late, stale_counts),
-    *(prompts_never_seen, released_unseen, places_given_twice, skipped_as_seen),
+    *(prompts_never_seen, released_unseen),
+]
+# Which need much to come together: it is a matter of luck how many examples that takes.
+LATE: list[Patch] = [
+    *(no_permutation, never_caught_up, drafting_behind, released_behind, caught_up_late, stale_counts),
+    *(places_given_twice, skipped_as_seen),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.further(broken=LATE)
+@pytest.mark.parametrize("broken", [*BROKEN, *LATE])
 def test_a_broken_rule_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     once = settings(RANDOM, max_examples=1000, phases=(Phase.generate,), report_multiple_bugs=False)

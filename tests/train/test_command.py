@@ -74,6 +74,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
             tensors[name] = make.matrix(*value.shape, 0.4)
     write_tokenizer(Checkpoint(tensors, exact.target.config).write(folder / "target"))
     write_prompts(folder / "p.jsonl", "prompt", [f"{i} prompt {i * i}" for i in range(80)])
+    write_prompts(folder / "few.jsonl", "prompt", [f"{i} prompt {i * i}" for i in range(24)])
     write_prompts(folder / "e.jsonl", "question", [f"ask {i} {i**3}" for i in range(6)])
     return Bench(folder, str(folder / "target"))
 
@@ -82,6 +83,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def run(bench: Bench) -> Path:
     """A whole run of EAGLE-3, whose answers and features other tests use."""
     return bench.train("run")
+
+
+@pytest.fixture(scope="module")
+def short(bench: Bench) -> list[str]:
+    """Options of a run that learns little, soon."""
+    return ["--prompts", str(bench.folder / "few.jsonl"), "--steps", "30"]
+
+
+@pytest.fixture(scope="module")
+def short_run(bench: Bench, short: list[str]) -> Path:
+    return bench.train("short", *short)
 
 
 def accept(out: Path, shape: tuple[int, int, int] = (3, 1, 4), temperature: float = 0.0) -> float:
@@ -103,6 +115,7 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # ---- it learns -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.further(algorithm="MTP")
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "MTP"])
 def test_acceptance_rises(bench: Bench, run: Path, algorithm: str) -> None:
     short = ("--data", str(run), "--shapes", "3,1,4", "--eval-temperatures", "0")
@@ -258,13 +271,13 @@ def test_conversations_as_they_are(bench: Bench, capsys: pytest.CaptureFixture[s
 # ---- it goes on ------------------------------------------------------------------------------------------------------
 
 
-def test_stage_after_stage_is_the_whole(bench: Bench, run: Path) -> None:
+def test_stage_after_stage_is_the_whole(bench: Bench, short: list[str], short_run: Path) -> None:
     out = bench.folder / "stages"
-    first = bench.args("stages", stage="generate")
+    first = bench.args("stages", *short, stage="generate")
     assert main(first) == 0 and not (out / "head").exists()
     for stage in ("capture", "fit", "eval"):  # what is not said again is remembered
         assert main(["train", stage, "--out", str(out)]) == 0
-    same_run(out, run)
+    same_run(out, short_run)
 
 
 def same_run(out: Path, expected: Path) -> None:
@@ -279,10 +292,10 @@ def same_run(out: Path, expected: Path) -> None:
         assert accept(out, (3, 1, 4), temperature) == accept(expected, (3, 1, 4), temperature)
 
 
-def test_killed_again_and_again_it_is_the_same(bench: Bench, run: Path) -> None:
+def test_killed_again_and_again_it_is_the_same(bench: Bench, short: list[str], short_run: Path) -> None:
     """SIGKILL while answers are written, while the head is trained, and while it is measured."""
     out = bench.folder / "killed"
-    words = [sys.executable, "-m", "draftwing", *bench.args("killed", "--save-every", "7")]
+    words = [sys.executable, "-m", "draftwing", *bench.args("killed", *short, "--save-every", "7")]
 
     def lines() -> int:
         file = out / "responses.jsonl"
@@ -293,7 +306,7 @@ def test_killed_again_and_again_it_is_the_same(bench: Bench, run: Path) -> None:
         return len(json.loads(file.read_text())["records"]) if file.exists() else 0
 
     moments: list[Callable[[], bool]] = [
-        lambda: lines() > 20,
+        lambda: lines() > 5,
         lambda: (out / "fit" / "state.pt").exists(),
         lambda: records() > 0,
     ]
@@ -305,7 +318,7 @@ def test_killed_again_and_again_it_is_the_same(bench: Bench, run: Path) -> None:
         assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
     assert (out / "fit" / "state.pt").exists() and records() < 4
     assert main(["train", "--out", str(out)]) == 0
-    same_run(out, run)
+    same_run(out, short_run)
 
 
 def test_nothing_is_done_twice(bench: Bench, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,27 +424,25 @@ def test_a_full_disk_is_seen_before_it_is_full(
     assert "give --online" in refused(args, capsys)
 
 
-def test_processes_share_the_prompts(bench: Bench, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_prompts(
+    bench: Bench, short: list[str], short_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As torchrun would start them, one after the other."""
     for name in ("TQDM_DISABLE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
     for rank in ("1", "0"):
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
             monkeypatch.setenv(name, value)
-        out = bench.train("shared", "--gpus", "2", stage="generate")
+        out = bench.train("shared", *short, "--gpus", "2", stage="generate")
         assert os.environ["CUDA_VISIBLE_DEVICES"] == rank
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     parts = [(out / f"responses-{rank}.jsonl").read_text().splitlines() for rank in range(2)]
-    assert all(len(part) > 20 for part in parts)
-    assert sorted(parts[0] + parts[1]) == sorted((run / "responses.jsonl").read_text().splitlines())
+    assert all(len(part) > 5 for part in parts)
+    assert sorted(parts[0] + parts[1]) == sorted((short_run / "responses.jsonl").read_text().splitlines())
 
 
 def test_two_processes_train_together(bench: Bench, run: Path) -> None:
     """By torchrun, whose processes know what to do from the folder alone."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    args = bench.args("two", "--data", str(run), "--steps", "3", "--gpus", "2", stage="fit")
-    words = [sys.executable, "-m", "draftwing", *args]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((bench.folder / "two" / "fit.json").read_text())["steps"] == 3
-    assert weights(bench.folder / "two").keys() == weights(run).keys()
+    two = bench.train("two", "--data", str(run), "--steps", "3", "--gpus", "2", stage="fit")
+    assert json.loads((two / "fit.json").read_text())["steps"] == 3
+    assert weights(two).keys() == weights(run).keys()

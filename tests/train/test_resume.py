@@ -48,6 +48,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.further(accumulate=1)
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "DSPARK"])  # EAGLE: with noise; DSPARK: with anchors
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(algorithm, accumulate, target, tmp_path, monkeypatch):

@@ -181,6 +181,7 @@ def heard(folder: Path) -> Iterator[Heard]:
     assert all(gone(pid) for pid in found.ranks)
 
 
+@pytest.mark.further(number=signal.SIGSTOP)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, number: signal.Signals) -> None:
     assert heard.info.capability["ranks"] == 2 and len(heard.ranks) == 1

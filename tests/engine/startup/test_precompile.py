@@ -46,6 +46,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> precompile.Job:
     return precompile.Job(engine, tmp_path, None, None, half, half, (9, 0))
 
 
+@pytest.mark.further(pool="*fp8e4nv")
 @pytest.mark.parametrize(("kv_dtype", "pool"), [(torch.bfloat16, "*bf16"), (torch.float8_e4m3fn, "*fp8e4nv")])
 def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompile.Job, tmp_path: Path) -> None:
     import pickle
@@ -76,6 +77,7 @@ for launch in collect(pickle.load(sys.stdin.buffer)):
 """
 
 
+@pytest.mark.further(quantization="none")
 @pytest.mark.parametrize(("quantization", "weight"), [("fp8", "*i32"), ("none", "*bf16")])
 def test_kernels_of_experts_are_those_of_their_format(
     quantization: str, weight: str, job: precompile.Job, tmp_path: Path

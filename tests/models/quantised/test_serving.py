@@ -69,6 +69,7 @@ def test_dense_it_is_the_model_of_the_same_weights(tmp_path: Path, name: str, ca
     torch.testing.assert_close(logits(models[0]), logits(models[1]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.further(name=["compressed fp8 channel", "compressed int4", "gptq"])
 @pytest.mark.parametrize("name", SOME)
 def test_the_text_of_the_same_weights(tmp_path: Path, name: str) -> None:
     quantised, wide = pair(tmp_path, name)
@@ -77,6 +78,7 @@ def test_the_text_of_the_same_weights(tmp_path: Path, name: str) -> None:
     assert all(len(set(ids)) > 4 for ids in found[0])  # texts that could differ
 
 
+@pytest.mark.further(name=["compressed fp8 channel", "compressed int4 zeros", "awq", "gptq"])
 @needs_blocks
 @pytest.mark.parametrize("name", SOME)
 def test_drafts_change_no_token_in_blocks(tmp_path: Path, name: str) -> None:
