@@ -61,14 +61,14 @@ class Case:
         queries = self.q.expand(length, -1, -1).contiguous()
         return prefill(queries, self.kv, self.table, 0, start, tiling)[-1]
 
-    def run(self, exact: bool = True, tiling: object = None, workspace: object = None) -> Tensor:
+    def run(self, exact: bool = True, tiling: object = None, workspace: object = None, settled: bool = False) -> Tensor:
         heads, dim = self.q.shape[1:]
         out = self.q.new_full((self.q.shape[0], heads * dim), torch.nan)
         workspace = workspace or attention.Workspace(self.q.device)
         tiling = tiling or (TINY if exact else ONE_LANE)
         attention.tree_attention(
             self.q, self.kv, self.table, self.rows, self.prefix, self.path, self.path_len, out, workspace, exact, 0,
-            tiling,
+            tiling, settled=settled,
         )  # fmt: skip
         assert not workspace.take("tickets", 1, torch.int32).any(), "tickets are left behind"
         return out

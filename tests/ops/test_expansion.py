@@ -343,7 +343,7 @@ class PathHead:
 
 
 class BatchAttention:
-    def bind(self, batch: Batch, first_layer: int) -> Batch:
+    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Batch:
         return batch
 
 

@@ -277,7 +277,8 @@ class Executor:
         return Verified(*self._target(drafted.batch))
 
     def _target(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        return self.model(batch.ids, batch.positions, self.attn.bind(batch, 0), self.aux_layers)
+        attend = self.attn.bind(batch, 0, settled=True)  # stages before this one made the batch
+        return self.model(batch.ids, batch.positions, attend, self.aux_layers)
 
     def propose(self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor) -> Draft:
         if self.drafter is None:  # there is nothing in the tree yet, see `SpecialRows.adjust`

@@ -204,8 +204,10 @@ class AttnBackend(Protocol):
     capturable: bool
     takes_tiles: bool
 
-    def bind(self, batch: Batch, first_layer: int) -> Attend:
-        """first_layer: pool layer of the model's layer 0 (the drafter's layers follow the target's)."""
+    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
+        """first_layer: pool layer of the model's layer 0 (the drafter's layers follow the target's).  settled: all of
+        the batch, and the keys and values below `prefix_len`, were there before the forward's first operation, which
+        on a GPU is one of torch's; attention may then read them before the operation in front of it has ended."""
         ...
 
 

@@ -31,7 +31,7 @@ class NativeAttention:
         self._outgrown: list[Tensor] = []
         self._pools = torch.tensor([kv.data_ptr() for kv in pool.kv])
 
-    def bind(self, batch: Batch, first_layer: int) -> Attend:
+    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
         return Bound(self, batch, first_layer)
 
     def scratch(self, size: int) -> Tensor:

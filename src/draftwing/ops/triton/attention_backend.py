@@ -26,8 +26,8 @@ class PagedAttention:
         self.exact = exact
         self.workspace = Workspace(pool.kv[0].device)
 
-    def bind(self, batch: Batch, first_layer: int) -> Attend:
-        return Bound(self, batch, first_layer)
+    def bind(self, batch: Batch, first_layer: int, settled: bool = False) -> Attend:
+        return Bound(self, batch, first_layer, settled)
 
     def chunk_tiles(self, spans: Sequence[ChunkSpan], heads: int, layer: int = 0) -> Tensor:
         """What `Batch.tiles` is of these chunks, on the CPU; heads: of the model; layer: one of its pool layers."""
@@ -50,8 +50,8 @@ class Bound(Attend):
 
     norms_heads = True
 
-    def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int) -> None:
-        self._backend = backend
+    def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int, settled: bool = False) -> None:
+        self._backend, self._settled = backend, settled
         self._batch = batch
         self._first_layer = first_layer
         self._tiles: dict[int, Tensor] = {}  # of the batch's chunks, by heads
@@ -98,7 +98,7 @@ class Bound(Attend):
             assert batch.path is not None and batch.path_len is not None
             tree_attention(
                 q, kv, batch.table, batch.rows, batch.prefix_len, batch.path, batch.path_len, out, backend.workspace,
-                backend.exact, batch.window, ragged=batch.ragged, scales=scales, kind=kind,
+                backend.exact, batch.window, ragged=batch.ragged, scales=scales, kind=kind, settled=self._settled,
             )  # fmt: skip
         return out
 

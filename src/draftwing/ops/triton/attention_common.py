@@ -143,6 +143,22 @@ def load_kv(kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, 
 
 
 @triton.jit
+def ask_for_kv(
+    kv, table_row, head, first, stop, KV_HEADS: tl.constexpr, DIM: tl.constexpr, COUNT: tl.constexpr, ON: tl.constexpr
+):
+    """Lets keys and values of positions [first, stop), of the first COUNT of them, come into the L2 cache; of the dummy
+    slot for those past `stop`."""
+    if ON:
+        place = first + tl.arange(0, COUNT)
+        slot = tl.load(table_row + place, mask=place < stop, other=0, cache_modifier=".cg")
+        values: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+        line = tl.minimum(tl.arange(0, triton.next_power_of_2(triton.cdiv(2 * DIM, values))) * values, 2 * DIM - 1)
+        at = kv + (slot * (KV_HEADS * 2 * DIM) + head * (2 * DIM))[:, None] + line[None, :]
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _widened(x, DTYPE: tl.constexpr):
     """Where the compiler sees that a factor of a product was loaded in 8 bits, it gives a lane four neighbours and so
     spreads 32 keys over two instructions: a chunk of 16 would not be summed alone any more. It sees as far as this."""

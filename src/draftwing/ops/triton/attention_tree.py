@@ -14,6 +14,7 @@ import triton.language as tl
 from draftwing.ops.triton.attention_common import (
     ANY_ALIGNMENT,
     added,
+    ask_for_kv,
     begins_split,
     column,
     load_kv,
@@ -26,7 +27,7 @@ from draftwing.ops.triton.attention_common import (
     store_mean,
     with_unit,
 )
-from draftwing.ops.triton.common import start
+from draftwing.ops.triton.common import let_next_come, wait
 
 # -- partial results: a state with den [ROWS]; at [ROWS]: rows of parts and stats -------------------------------------
 
@@ -262,10 +263,14 @@ def tree_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr,
     SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, FRONT: tl.constexpr, STEP: tl.constexpr,
     STEPS: tl.constexpr, EXACT: tl.constexpr, PHASE: tl.constexpr, ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr, STAGES: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
     programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
+
+    SETTLED: as `AttnBackend.bind` has it. A program then finds its splits, and asks for the first one's keys, while the
+    kernel before still runs. Most lanes of a short context have none, and end: the next kernel, whose blocks come up
+    when all of these have, need not wait for their turns on the multiprocessors.
 
     starts: None where every batch row has QUERIES queries. Else there are `trees` rows, row b has the queries from
     starts[b] up to starts[b + 1], QUERIES at most, and the grid is (lanes, KV_HEADS, `ragged_tiles`).
@@ -278,7 +283,9 @@ def tree_kernel(
     EXACT: FRONT, STEP, STEPS say how a node's own chunks are gathered. Else FRONT is the window, padded, whose keys
     all rows read under a mask, as part of the unit that the committed positions end in.
     """
-    start(PDL)
+    let_next_come(PDL)
+    if not SETTLED:
+        wait(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SINGLE: tl.constexpr = QUERIES == 1 and DEPTH == 1  # no unit has keys that rows do not share
     KEEP: tl.constexpr = ONE_LANE or PHASE == 2
@@ -293,8 +300,8 @@ def tree_kernel(
         tile, b, first_query, queries = _ragged_tile(starts, trees, tl.program_id(2), GROUP, ROWS)
         if tile * ROWS >= queries * GROUP:  # before it has touched anything
             return
-    prefix = tl.load(prefix_len + b).to(tl.int32)
-    table_row = table + tl.load(rows + b) * table_stride
+    prefix = tl.load(prefix_len + b, cache_modifier=".cg").to(tl.int32)
+    table_row = table + tl.load(rows + b, cache_modifier=".cg") * table_stride
     path += first_query * DEPTH
     path_len += first_query
 
@@ -302,8 +309,6 @@ def tree_kernel(
     node = flat // GROUP
     valid = node < queries
     dim = tl.arange(0, DIM_PAD)
-    query = (first_query + node) * q_stride + (head * GROUP + flat % GROUP) * DIM
-    q_tile = tl.load(q + query[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
     own_head = head * GROUP + flat % GROUP
     out_row = (first_query + node) * HEADS + own_head
     stride = queries * GROUP  # parts of a split
@@ -314,7 +319,7 @@ def tree_kernel(
         shared = prefix // UNIT * UNIT
         end = shared
     elif EXACT:
-        length = prefix + tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
+        length = prefix + tl.load(path_len + node, mask=valid, other=0, cache_modifier=".cg").to(tl.int32)
         end = tl.max(tl.where(valid, length, 0), 0)
         shared = prefix // 16 * 16  # whole chunks that every row reads
     else:
@@ -322,7 +327,7 @@ def tree_kernel(
         shared = prefix
     low, begin = node * 0, prefix * 0  # the first position that each row sees, and the first unit that some row does
     if WINDOW > 0:
-        own_length = prefix + tl.load(path_len + node, mask=valid, other=0).to(tl.int32)
+        own_length = prefix + tl.load(path_len + node, mask=valid, other=0, cache_modifier=".cg").to(tl.int32)
         low = tl.maximum(own_length - WINDOW, 0)
         begin = tl.minimum(tl.min(tl.where(valid, low, shared), 0), shared) // UNIT * UNIT
     first_split = splits_of(begin + 1, SHORT, TIER, LONG) - 1
@@ -335,9 +340,22 @@ def tree_kernel(
     span = (end - origin).to(tl.int64)
     split = splits_of(origin + (span * lane // lanes).to(tl.int32), SHORT, TIER, LONG)
     next_lane = splits_of(origin + (span * (lane + 1) // lanes).to(tl.int32), SHORT, TIER, LONG)
+    own_splits = next_lane - split
+    if not KEEP:  # noqa: SIM102 (known when this is compiled)
+        if own_splits == 0:
+            if SETTLED and PHASE == 1:  # perhaps no program of this launch has a split, and then nobody waits
+                wait(PDL)
+            return
     start_at = tl.maximum(split_start(split, SHORT, TIER, LONG), begin)
     high = tl.minimum(split_start(next_lane, SHORT, TIER, LONG), end)
-    own_slot = tl.load(table_row + prefix + tl.load(path)) if SINGLE else 0
+    own_entry = tl.load(path, cache_modifier=".cg") if SINGLE else 0
+    own_slot = tl.load(table_row + prefix + own_entry, cache_modifier=".cg") if SINGLE else 0
+    if SETTLED:
+        if not KEEP:
+            ask_for_kv(kv, table_row, head, start_at, tl.minimum(high, prefix), KV_HEADS, DIM, SHORT, PDL)
+        wait(PDL)
+    query = (first_query + node) * q_stride + own_head * DIM
+    q_tile = tl.load(q + query[:, None] + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
     whole = high if SINGLE else tl.minimum(shared // UNIT * UNIT, high)
 
     if PHASE == 2:
@@ -399,15 +417,13 @@ def tree_kernel(
         all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
         store_mean(out, out_row, all_top, all_den, all_acc, sinks, own_head, v_scale, valid, dim, DIM)
     else:
-        if start_at < high:
-            if splits == first_split + 1:
-                store_mean(out, out_row, top, column(den), acc, sinks, own_head, v_scale, valid, dim, DIM)
-            else:
-                _store_part(parts, stats, part + split * stride, top, column(den), acc, valid, dim, DIM)
-        if splits > first_split + 1:
+        if splits == first_split + 1:
+            store_mean(out, out_row, top, column(den), acc, sinks, own_head, v_scale, valid, dim, DIM)
+        else:
+            _store_part(parts, stats, part + split * stride, top, column(den), acc, valid, dim, DIM)
             tl.debug_barrier()  # all threads have stored before one of them takes the ticket
             ticket = tickets + tl.program_id(2) * (KV_HEADS * TILES) + tl.program_id(1)
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == lanes - 1:
+            if tl.atomic_add(ticket, own_splits, sem="acq_rel") + own_splits == splits - first_split:
                 _merge_rows(
                     out, parts, stats, sinks, first_part, first_split, splits, first_query, queries, head, tile, dim,
                     v_scale, QUERIES, HEADS, GROUP, DIM, DIM_PAD, ROWS, MERGE_ROWS, MERGE,

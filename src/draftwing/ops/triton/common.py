@@ -1,8 +1,9 @@
 """What Triton kernels here share: integers packed into one tensor, launch options, and programmatic dependent launch.
 
 With it (Hopper and later) a kernel's blocks come up while the kernel before still runs, which hides the cost of a
-launch. Each kernel calls `start` before it touches anything that an earlier kernel wrote, and every kernel does, so
-that when one has finished all before it have.
+launch. Each kernel calls `start`, or `let_next_come` and then `wait`, before it touches anything that an earlier kernel
+wrote, and every kernel does, so that when one has finished all before it have. Before that it may read what a kernel of
+torch's came after, since those are launched when all before them have finished.
 """
 
 # mypy: allow-untyped-defs
@@ -28,8 +29,20 @@ FEATURE_COLUMNS = 1024  # of a feature, copied by one program
 @triton.jit
 def start(PDL: tl.constexpr) -> None:
     """Lets the next kernel come up, then waits for the kernels before this one."""
+    let_next_come(PDL)
+    wait(PDL)
+
+
+@triton.jit
+def let_next_come(PDL: tl.constexpr) -> None:
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr) -> None:
+    """For the kernels before this one."""
+    if PDL:
         gdc_wait()
 
 
