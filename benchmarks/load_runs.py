@@ -125,9 +125,11 @@ def sampling(temperature: float, tokens: int, seed: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def jobs_of(prompts: Sequence[list[int]], temperature: float, tokens: int, spread: float = 0.0) -> list[Job]:
+def jobs_of(
+    prompts: Sequence[list[int]], temperature: float, tokens: int, spread: float = 0.0, seed: int = 0
+) -> list[Job]:
     """tokens: of an answer, more or less by a random share up to `spread`."""
-    rng = random.Random(len(prompts))
+    rng = random.Random(f"{len(prompts)} {seed}")
     sizes = [max(1, round(tokens * (1 + spread * rng.uniform(-1, 1)))) for _ in prompts]
     return [
         Job(prompt, sampling(temperature, size, index))

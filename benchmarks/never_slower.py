@@ -5,7 +5,9 @@
 A cell is a number of requests, a length of prompt, a temperature, a kind of text and a drafter. Cells are chosen so
 that every pair of values occurs, as far as it fits into the pool and the time. In a cell both engines do the same work
 in turn, now one first and now the other, after one run of prompts like these that is not timed, so that the policy has
-met the load. Times are those of whole runs, prompts included.
+met the load. Times are those of whole runs, prompts included. Each round has other requests: where prompts take most of
+the time, as few as run in a second differ by some hundredths in how they meet. So there are more rounds until the mean
+of their ratios is known to `--error`, at most `--most-repeats`.
 
 `--fixed` also pins each shape of the drafter's menu in turn. `--tokens` sets lengths of answers, else `--seconds` for a
 run decides. `enable_deterministic_inference=true` makes `same` the number of answers that must be equal.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -50,6 +53,9 @@ DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair
 LONG = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
+MANY_WAVES = (
+    10  # where prompts take a third of the time: in few, how prompts and answers meet counts for some hundredths
+)
 SETTLING = (
     32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to that
 )
@@ -109,7 +115,8 @@ class Costs:
         step, begin = self.step[cell.requests], self.prompt * cell.prompt * cell.requests
         longest = ANSWER[1] // (2 if cell.prompt > LONG else 1)
         tokens = int(min(max((seconds / WAVES - begin) / step, ANSWER[0]), longest))
-        rounds = max(WAVES, round(seconds / (begin + tokens * step)))
+        waves = MANY_WAVES if begin > tokens * step / 2 else WAVES
+        rounds = max(waves, round(seconds / (begin + tokens * step)))
         return cell.requests * rounds, tokens
 
 
@@ -164,17 +171,30 @@ def timed(engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[
     return written / seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
 
 
+def error(ratios: Sequence[float]) -> float:
+    """Standard error of their mean; infinite of one."""
+    return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.inf
+
+
+def enough(ratios: Sequence[float], args: argparse.Namespace) -> bool:
+    if len(ratios) < args.repeats:
+        return False
+    return len(ratios) >= args.most_repeats or error(ratios) <= args.error
+
+
 def run_cell(
     cell: Cell, none: Any, engine: Any, texts: Texts, costs: Costs, args: argparse.Namespace
 ) -> dict[str, Any]:
     count, tokens = costs.work(cell, args.seconds)
     tokens = args.tokens or tokens
-    jobs = jobs_of(texts.prompts(cell.text, cell.prompt, count), cell.temperature, tokens, SPREAD)
     settle = texts.prompts(cell.text, min(cell.prompt, max(100, SETTLING // cell.requests)), cell.requests, 5000)
     for each in (none, engine):
         timed(each, jobs_of(settle, cell.temperature, tokens), cell.requests)
     rounds: list[tuple[float, float]] = []
-    for turn in range(args.repeats):
+    while not enough([drafted / plain for plain, drafted in rounds], args):
+        turn = len(rounds)
+        prompts = texts.prompts(cell.text, cell.prompt, count, turn * count)
+        jobs = jobs_of(prompts, cell.temperature, tokens, SPREAD, turn)
         runs = {id(each): timed(each, jobs, cell.requests) for each in ((none, engine), (engine, none))[turn % 2]}
         (plain, expected, _), (drafted, found, told) = runs[id(none)], runs[id(engine)]
         rounds.append((plain, drafted))
@@ -187,6 +207,7 @@ def run_cell(
         "drafts": drafted,
         "ratio": drafted / plain,
         "ratios": [other / one for one, other in rounds],
+        "error": error([other / one for one, other in rounds]),
         "same": sum(a.tokens == b.tokens for a, b in zip(expected, found, strict=True)),
         **told,
     }
@@ -212,16 +233,15 @@ def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any]) -> dict[str, float
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """In Markdown, the worst cell first."""
-    head = (
-        "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | accept length"
-    )
-    lines = [head + " | shapes |", "|" + "---|" * 10]
+    head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error | accept length"
+    lines = [head + " | shapes |", "|" + "---|" * 11]
     for one in sorted(records, key=lambda record: record["ratio"]):
         steps = sum(one["shapes"].values())
         shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
         lines.append(
             f"| {one['requests']} | {one['prompt']} | {one['temperature']:g} | {one['text']} | {one['drafter']} | "
-            f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {one['accept_length']:.2f} | {shapes} |"
+            f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {one['error']:.3f} | "
+            f"{one['accept_length']:.2f} | {shapes} |"
         )
     return "\n".join(lines)
 
@@ -265,7 +285,11 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of cells")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
     parser.add_argument("--tokens", type=int, help="of each answer")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="rounds of a cell, at least")
+    parser.add_argument("--most-repeats", type=int, default=6)
+    parser.add_argument(
+        "--error", type=float, default=0.01, help="of the mean ratio, with which it is known well enough"
+    )
     parser.add_argument("--fixed", action="store_true", help="also pin each shape of the menu")
     parser.add_argument("--most-seconds", type=float, default=1e9, help="no cell begins later")
     parser.add_argument("--list", action="store_true", help="print the cells that would run, and end")

@@ -82,18 +82,27 @@ def test_work(modules: dict[str, ModuleType]) -> None:
     costs = grid.Costs(prompt=1e-4, step={1: 0.005, 128: 0.01})
     cell = grid.Cell(1, 100, 0.0, "chat", "NGRAM")
     assert costs.work(cell, 2.6) == (4, 128)
-    assert costs.work(cell._replace(requests=128), 1.5) == (512, 96)
-    assert costs.work(cell._replace(prompt=4000), 5.0) == (5, 128)
+    assert costs.work(cell._replace(requests=128, prompt=10), 1.5) == (512, 96)
+    assert costs.work(cell._replace(prompt=4000), 5.0) == (10, 128)
+    assert costs.work(cell._replace(prompt=3000), 5.0) == (5, 128)
+
+
+def test_rounds(modules: dict[str, ModuleType]) -> None:
+    grid = modules["never_slower"]
+    args = grid.parsed(["--repeats", "2", "--most-repeats", "4", "--error", "0.01"])
+    assert grid.error([1.0, 1.02, 0.98]) == pytest.approx(0.02 / 3**0.5)
+    assert not grid.enough([1.0], args) and grid.enough([1.0, 1.0], args)
+    assert not grid.enough([1.0, 1.1], args) and grid.enough([1.0, 1.1, 1.0, 1.1], args)
 
 
 def test_summary(modules: dict[str, ModuleType]) -> None:
     grid = modules["never_slower"]
     cell = grid.Cell(4, 100, 0.0, "chat", "NGRAM")._asdict()
     rest = {"none": 100.0, "drafts": 97.0, "accept_length": 1.5, "shapes": {"0-1-1": 3, "2-1-3": 1}}
-    records = [{**cell, **rest, "ratio": ratio} for ratio in (1.5, 0.97, 1.0)]
+    records = [{**cell, **rest, "ratio": ratio, "error": 0.004} for ratio in (1.5, 0.97, 1.0)]
     found = grid.summary(records)
     assert found["all"] == found["NGRAM"] == {"cells": 3, "below": 1, "worst": 0.97, "median": 1.0}
-    assert "| 0.970 | 1.50 | 0-1-1 75%, 2-1-3 25% |" in grid.table(records).splitlines()[2]
+    assert "| 0.970 | 0.004 | 1.50 | 0-1-1 75%, 2-1-3 25% |" in grid.table(records).splitlines()[2]
     assert grid.summary([]) == {}
 
 

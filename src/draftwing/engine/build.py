@@ -215,7 +215,7 @@ def assemble(
     if graph_size:
         capture(executor, pool, policy.menu, None if known else prices)
         if not options.drafter_spec.own:
-            try_prompts(executor, policy.menu)
+            try_prompts(executor, policy.menu, chunk if chunk > 0 else pool_tokens)
     elif not options.drafter_spec.own:  # a user's drafter sees requests alone
         warm_up(executor, pool, policy.menu, None if known else prices)
     if prices is not None and isinstance(policy, MostTokens):

@@ -68,14 +68,19 @@ def test_the_text_is_that_of_a_cold_engine(
 
 
 @pytest.mark.parametrize("options", [{"speculative_algorithm": "none"}, NGRAM], ids=["none", "ngram"])
-def test_prompts_at_once_leave_no_trace(checkpoint: Path, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an engine with graphs runs them, whose kernels are made for one row, for two and for sixteen, and for a row
-    that asks for all there is."""
+def test_prompts_at_once_leave_no_trace(
+    checkpoint: Path, options: dict, unhurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine with graphs runs them, whose kernels are made for one row, for two and for sixteen, for longer
+    prompts, and for a row that asks for all there is."""
     params = [GREEDY, GREEDY | {"temperature": 0.7, "top_p": 0.8, "sampling_seed": 3}]
-    texts, ran = [], list[tuple[int | TreeShape, int]]()
+    texts, ran, lengths = [], list[tuple[int | TreeShape, int]](), list[int]()
 
     def launched(executor: Executor, plan: Plan) -> Pending:
-        ran.append((plan.shape if plan.special else len(plan.rows), len(plan.filtered)))
+        if len(plan.rows) == 1 and plan.max_kv_len > warming.PROMPT:
+            lengths.append(plan.max_kv_len)
+        else:
+            ran.append((plan.shape if plan.special else len(plan.rows), len(plan.filtered)))
         return Executor.launch(executor, plan)
 
     for some in (False, True):
@@ -86,11 +91,12 @@ def test_prompts_at_once_leave_no_trace(checkpoint: Path, options: dict, monkeyp
             if some:
                 with monkeypatch.context() as patch:
                     patch.setattr(executor, "launch", partial(launched, executor))
-                    warming.try_prompts(executor, menu)
+                    warming.try_prompts(executor, menu, 100)
             texts.append([one.token_ids for one in llm.generate([PROMPT, PROMPT], params)])
     assert texts[0] == texts[1]
     asking = [(PLAIN, 1), *((shape, 1) for shape in menu)]  # a prompt, and a step of each shape
     assert ran == [(1, 0), (1, 1), (2, 0), (2, 2), (16, 0), (16, 16), *asking]
+    assert lengths == [48, 64, 80, 96]
 
 
 def test_every_shape_has_a_price(checkpoint: Path, unhurried: None) -> None:
