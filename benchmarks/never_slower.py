@@ -233,8 +233,8 @@ def fixed_rates(cell: Cell, engine: Any, jobs: Sequence[Any]) -> dict[str, float
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """In Markdown, the worst cell first."""
-    head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error | accept length"
-    lines = [head + " | shapes |", "|" + "---|" * 11]
+    head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error |"
+    lines = [head + " accept length | shapes |", "|" + "---|" * 11]
     for one in sorted(records, key=lambda record: record["ratio"]):
         steps = sum(one["shapes"].values())
         shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
