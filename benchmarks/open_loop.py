@@ -2,9 +2,9 @@
 
     python benchmarks/open_loop.py --out open_loop.json [--rates 12,30,45] [--drafters EAGLE3,NGRAM]
 
-Requests of mixed length and text arrive as a Poisson process, the same ones for every engine. Milliseconds: `tpot` is
-the time of an answer after its first token over its further tokens, a gap is the time between two outputs of an
-answer, as a client sees them.
+Requests of mixed length and text arrive as a Poisson process, the same ones for every engine, several times.
+Milliseconds: `tpot` is the time of an answer after its first token over its further tokens, a gap is the time between
+two outputs of an answer, as a client sees them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MOST = {"tpot_p50": 1.05, "tpot_p99": 1.05, "gap_p99": 1.1}  # times what it is 
 
 
 def arrivals(texts: Texts, rate: float, seconds: float, tokens: int, seed: int = 1) -> list[Job]:
-    """`rate * seconds` requests of `MIX`."""
-    rng, jobs, at = random.Random(seed), list[Job](), 0.0
-    for number in range(max(1, round(rate * seconds))):
+    """`rate * seconds` requests of `MIX`, others for another seed."""
+    rng, jobs, at, count = random.Random(seed), list[Job](), 0.0, max(1, round(rate * seconds))
+    for number in range(count):
         text, length = MIX[number % len(MIX)]
-        (prompt,) = texts.prompts(text, length, 1, number)
+        (prompt,) = texts.prompts(text, length, 1, (seed - 1) * count + number)
         jobs.append(Job(prompt, sampling(TEMPERATURE, tokens, number), at))
         at += rng.expovariate(rate)
     return jobs
@@ -63,7 +63,7 @@ def times(answers: Sequence[Answered], seconds: float) -> dict[str, float]:
     return {"requests": len(answers), "tokens_per_s": sum(len(one.tokens) for one in answers) / seconds, **spread}
 
 
-def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """results: of each rate, of each drafter. In Markdown, with what is more than it may be marked."""
     names = ("tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "gap_p50", "gap_p99")
     lines = ["| requests/s | drafter | " + " | ".join(names) + " |", "|" + "---|" * (2 + len(names))]
@@ -84,9 +84,10 @@ def main() -> None:
     parser.add_argument("--rates", type=listed(float), default=(12, 30, 45), help="requests per second")
     parser.add_argument("--seconds", type=float, default=8, help="in which requests arrive")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--repeats", type=int, default=3, help="runs with other arrivals, whose times are joined")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    results: dict[str, dict[str, dict[str, float]]] = {f"{rate:g}": {} for rate in args.rates}
+    results: dict[str, dict[str, dict[str, Any]]] = {f"{rate:g}": {} for rate in args.rates}
     for drafter in ("none", *args.drafters):
         engine = make_engine(args, drafter)
         if engine is None:
@@ -94,9 +95,13 @@ def main() -> None:
         texts = Texts(engine.tokenizer, engine.info.vocab_size)
         for rate in args.rates:
             drive(engine, jobs_of(texts.prompts("chat", 100, 8, 9000), TEMPERATURE, 64), 8)
-            assert engine.flush_cache()
-            answers, seconds, _ = drive(engine, arrivals(texts, rate, args.seconds, args.tokens))
-            results[f"{rate:g}"][drafter] = times(answers, seconds)
+            runs = []
+            for seed in range(1, args.repeats + 1):
+                assert engine.flush_cache()
+                runs.append(drive(engine, arrivals(texts, rate, args.seconds, args.tokens, seed)))
+            answers = [answer for run in runs for answer in run.answers]
+            results[f"{rate:g}"][drafter] = times(answers, sum(run.seconds for run in runs))
+            results[f"{rate:g}"][drafter]["gap_p99_of_runs"] = [times(*run[:2])["gap_p99"] for run in runs]
             print(table({f"{rate:g}": results[f"{rate:g}"]}).splitlines()[-1], flush=True)
             if args.out:
                 about: dict[str, Any] = {
