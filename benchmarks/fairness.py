@@ -2,26 +2,32 @@
 
     python benchmarks/fairness.py [--heavy 4] [--peers 0] [--kinds ebnf,stop,...] [--out result.json]
 
-Starts `draftwing serve`. One client streams short answers, one after the other: first alone, or beside `--peers`
-clients like it, then with `--heavy` clients of one kind in addition, which ask again as soon as they are answered or
-refused. The rounds of the kinds alternate with those without, so that what else the machine does is the same for all.
+Starts `draftwing serve` with a key for each client. One client streams short answers, one after the other: first
+alone, or beside `--peers` clients like it, then with `--heavy` clients of one kind in addition, which ask again as soon
+as they are answered or refused; those that are there to be refused ask on eight connections. Clients are processes; the
+heavy ones have a lower priority, so that what they take of this machine's processors is not measured as the server's.
+The rounds of the kinds alternate with those without, so that what else the machine does is the same for all.
 Prints the median and the 99th percentile of gaps and of times to first tokens, and their ratios to those without heavy
-clients.
+clients (`_ratio`) and to those with as many that send what the others do (`_to_plain`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import itertools
 import json
+import multiprocessing
+import os
 import random
 import shlex
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftwing.utils import launch_server_cmd, terminate_process, wait_for_server
 
@@ -75,65 +81,140 @@ def logprobs(rng: random.Random) -> Body:
     return body(words(rng, 12), 48, rng, ignore_eos=True) | {"return_logprob": True, "top_logprobs_num": 128}
 
 
-KINDS: dict[str, Callable[[random.Random], Body]] = {
-    "plain": small, "ebnf": ambiguous, "stop": polynomial, "enum": enumeration, "prompt": long_prompt,
-    "edits": edits, "logprobs": logprobs,
+def thousands(rng: random.Random) -> Body:
+    """More answers than a key may have waiting, again and again."""
+    sampling = {"n": 128, "max_new_tokens": 900, "ignore_eos": True}
+    return {"text": [words(rng, 2) for _ in range(16)], "sampling_params": sampling, "stream": True}
+
+
+def wrong(rng: random.Random) -> Body:
+    return body(words(rng, 12), 48, rng, temperature="warm")
+
+
+class Kind(NamedTuple):
+    """connections: of one client.  seconds: after which it leaves, whatever it got.  key: None: its own."""
+
+    make: Callable[[random.Random], Body]
+    connections: int = 1
+    seconds: float = 600
+    key: str | None = None
+
+
+KINDS = {
+    "plain": Kind(small), "ebnf": Kind(ambiguous), "stop": Kind(polynomial), "enum": Kind(enumeration),
+    "prompt": Kind(long_prompt), "edits": Kind(edits), "logprobs": Kind(logprobs),
+    "thousands": Kind(thousands, 8, 0.3), "wrong": Kind(wrong, 8), "stranger": Kind(small, 8, key="no-key-of-the-file"),
 }  # fmt: skip
+CLIENTS = ("watched", "peer", "heavy")
+MOST_CLIENTS = 16
 
 
-def events(port: int, one: Body) -> Iterator[float]:
-    """When each event of an answer came; nothing more when it is refused."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=600)
-    try:
-        connection.request("POST", "/generate", json.dumps(one), {"content-type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            print(response.status, response.read()[:200].decode())
-            return
-        for line in response:
-            if line.startswith(b"data: {"):
-                yield time.monotonic()
-    finally:
-        connection.close()
+def key_file(folder: Path) -> Path:
+    """A key for every client; a client's key is its name."""
+    file = folder / "keys.toml"
+    file.touch(0o600)
+    file.write_text("".join(f'[{name}{i}]\nkey = "{name}{i}"\n' for name in CLIENTS for i in range(MOST_CLIENTS)))
+    return file
+
+
+class Client:
+    """A connection, which is kept as long as the server keeps it."""
+
+    def __init__(self, port: int, key: str, seconds: float = 600) -> None:
+        self._connection = http.client.HTTPConnection(HOST, port, timeout=seconds)
+        self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        self.refusals = 0
+
+    def events(self, one: Body) -> Generator[float, None, None]:
+        """When each event of an answer came; nothing more when it is refused. Who closes it leaves."""
+        complete = False
+        try:
+            self._connection.request("POST", "/generate", json.dumps(one), self._headers)
+            response = self._connection.getresponse()
+            if response.status != 200:
+                response.read()
+                self.refusals += 1
+            else:
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        yield time.monotonic()
+            complete = True
+        except (TimeoutError, ConnectionError, http.client.HTTPException):
+            pass
+        finally:
+            if not complete:
+                self._connection.close()
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class Crowd:
     """Clients that ask again and again until they are told to go."""
 
-    def __init__(self, port: int, makers: list[Callable[[random.Random], Body]], seed: int) -> None:
-        self._gone = threading.Event()
-        self.answers = 0
-        self._threads = [
-            threading.Thread(target=self._ask, args=(port, make, random.Random(f"{seed} {i}")))
-            for i, make in enumerate(makers)
+    def __init__(self, port: int, kinds: list[tuple[str, str]], seed: int) -> None:
+        """kinds: name and kind of each client."""
+        context = multiprocessing.get_context("spawn")
+        self._gone, self._there = context.Event(), context.Barrier(len(kinds) + 1)
+        self._counts = context.Array("q", 2)  # answers, refusals
+        self._processes = [
+            context.Process(target=_ask, args=(port, name, kind, seed, self._gone, self._there, self._counts))
+            for name, kind in kinds
         ]
-        for thread in self._threads:
-            thread.start()
+        for process in self._processes:
+            process.start()
+        self._there.wait(60)
 
-    def _ask(self, port: int, make: Callable[[random.Random], Body], rng: random.Random) -> None:
-        while not self._gone.is_set():
-            for _ in events(port, make(rng)):
-                if self._gone.is_set():
-                    return
-            self.answers += 1
-            time.sleep(0.02)
-
-    def leave(self) -> None:
+    def leave(self) -> tuple[int, int]:
+        """Answers and refusals that they had."""
         self._gone.set()
-        for thread in self._threads:
-            thread.join()
+        for process in self._processes:
+            process.join()
+        return int(self._counts[0]), int(self._counts[1])
+
+
+def _ask(port: int, name: str, kind: str, seed: int, gone: Any, there: Any, counts: Any) -> None:
+    """One client, in a process of its own."""
+    make, connections, seconds, key = KINDS[kind]
+    if name.startswith("heavy"):
+        os.nice(10)
+    there.wait(60)
+
+    def work(number: int) -> None:
+        rng = random.Random(f"{seed} {name} {number}")
+        client, answers = Client(port, key or name, seconds), 0
+        while not gone.is_set():
+            refused, end = client.refusals, time.monotonic() + seconds
+            with contextlib.closing(client.events(make(rng))) as times:
+                for now in times:
+                    if gone.is_set() or now > end:
+                        break
+            answers += 1
+            if client.refusals == refused:
+                time.sleep(0.02)
+        client.close()
+        with counts.get_lock():
+            counts[0] += answers - client.refusals
+            counts[1] += client.refusals
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(connections)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def watch(port: int, seconds: float, rng: random.Random) -> tuple[list[float], list[float]]:
     """The small client's gaps and times to first events."""
-    gaps, first = [], []
+    gaps, first, client = [], [], Client(port, "watched0")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         asked = time.monotonic()
-        times = list(events(port, small(rng)))
+        times = list(client.events(small(rng)))
         if times:
             first.append(times[0] - asked)
             gaps += [after - before for before, after in itertools.pairwise(times)]
+    client.close()
     return gaps, first
 
 
@@ -145,28 +226,35 @@ def percentile(values: list[float], share: float) -> float:
 def run(port: int, args: argparse.Namespace) -> dict[str, Any]:
     kinds = ["without", *args.kinds.split(",")]
     found: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in kinds}
-    answers = dict.fromkeys(kinds, 0)
+    others = {kind: [0, 0] for kind in kinds}
     watch(port, 4, random.Random(0))
     for number in range(args.rounds):
         for kind in kinds:
-            makers = [small] * args.peers + ([] if kind == "without" else [KINDS[kind]] * args.heavy)
-            crowd = Crowd(port, makers, number)
+            names = [(f"peer{i}", "plain") for i in range(args.peers)]
+            names += [(f"heavy{i}", kind) for i in range(0 if kind == "without" else args.heavy)]
+            crowd = Crowd(port, names, number)
             time.sleep(1)
             gaps, first = watch(port, args.seconds, random.Random(number))
             found[kind][0].extend(gaps)
             found[kind][1].extend(first)
+            others[kind] = [before + more for before, more in zip(others[kind], crowd.leave(), strict=True)]
             print(f"round {number}, {kind}: gap p99 {percentile(gaps, 0.99)} ms of {len(gaps)}", flush=True)
-            crowd.leave()
-            answers[kind] += crowd.answers
-    return {kind: told(*found[kind], *found["without"]) | {"answers": answers[kind]} for kind in kinds}
+    result: dict[str, Any] = {}
+    for kind in kinds:
+        result[kind] = told(*found[kind]) | {"answers": others[kind][0], "refusals": others[kind][1]}
+    for kind, figures in result.items():
+        for name in [name for name in figures if name.endswith("_ms")]:
+            for base, of in (("without", "ratio"), ("plain", "to_plain")):
+                if base in result and kind != base:
+                    figures[f"{name[:-3]}_{of}"] = round(figures[name] / result[base][name], 2)
+    return result
 
 
-def told(gaps: list[float], first: list[float], gaps_before: list[float], first_before: list[float]) -> dict[str, Any]:
+def told(gaps: list[float], first: list[float]) -> dict[str, Any]:
     out: dict[str, Any] = {"gaps": len(gaps)}
-    for name, values, before in (("gap", gaps, gaps_before), ("ttft", first, first_before)):
+    for name, values in (("gap", gaps), ("ttft", first)):
         for share, of in ((0.5, "median"), (0.99, "p99")):
             out[f"{name}_{of}_ms"] = percentile(values, share)
-            out[f"{name}_{of}_ratio"] = round(percentile(values, share) / percentile(before, share), 2)
     return out
 
 
@@ -179,13 +267,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15, help="of each kind in each round")
     parser.add_argument("--serve", default="", help="more options of the server, as one string")
-    parser.add_argument("--port", type=int, help="of a server that runs; without it one is started")
+    parser.add_argument("--port", type=int, help="of a server that runs, without keys; without it one is started")
     parser.add_argument("--out", type=Path, help="write the JSON to a file, too")
     args = parser.parse_args()
-    server, port = None, args.port
+    if max(args.peers, args.heavy) > MOST_CLIENTS:
+        parser.error(f"--peers and --heavy are at most {MOST_CLIENTS}")
+    server, port, folder = None, args.port, tempfile.TemporaryDirectory()
     if port is None:
         command = f"python -m draftwing.launch_server --model {shlex.quote(args.model)} --log-level warning"
-        server, port = launch_server_cmd(f"{command} {args.serve}", HOST)
+        keys = shlex.quote(str(key_file(Path(folder.name))))
+        server, port = launch_server_cmd(f"{command} --api-key-file {keys} {args.serve}", HOST)
     try:
         if server is not None:
             wait_for_server(f"http://{HOST}:{port}", process=server)
@@ -193,6 +284,7 @@ def main() -> None:
     finally:
         if server is not None:
             terminate_process(server)
+        folder.cleanup()
     for kind, figures in result.items():
         print(kind, json.dumps(figures))
     if args.out is not None:

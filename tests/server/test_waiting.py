@@ -93,6 +93,18 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert "--max-queued-requests-per-key" in refused.json()["message"]
         assert (await ask("bob", 8)).status_code == 200
+
+        async def asked_wrongly() -> set[int]:
+            headers = {"authorization": "Bearer sk-alice", "content-type": "application/json"}
+            paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
+            return {(await client.post(path, content=b"no JSON", headers=headers)).status_code for path in paths}
+
+        assert await asked_wrongly() == {400}
+        more = ask("alice", 2)
+        await waits(8)
+        assert await asked_wrongly() == {429}, "without room for one more, nobody looks at what is asked"
+        more.cancel()
+        await waits(6)
         others = [ask("alice", 2), ask("carol", 8)]
         await waits(16)
         refused = await ask("bob", 6)
@@ -116,7 +128,7 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
         await waits(0)
 
     asyncio.run(asyncio.wait_for(run(), 20))
-    assert len(engine.aborted) == 6 + 2 + 8 + 1  # with that of the health check
+    assert len(engine.aborted) == 6 + 2 + 2 + 8 + 1  # with that of the health check
 
 
 def test_answers_by_the_thousand_are_made_and_left_in_small_parts() -> None:

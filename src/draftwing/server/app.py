@@ -14,6 +14,7 @@ from draftwing.config.options import Options
 from draftwing.server.anthropic.routes import add_anthropic_routes
 from draftwing.server.border.bodies import BodyLimit
 from draftwing.server.border.keys import DOCS_PATHS, FREE_PATHS, METRICS_PATHS, Allowances, KeyCheck
+from draftwing.server.border.pace import RefusalPace
 from draftwing.server.chat import Chats
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.http import install_error_handlers
@@ -67,6 +68,7 @@ def create_app(
     if keys:
         closed = service.options.api_key is not None or service.options.api_key_file is not None
         app.add_middleware(KeyCheck, keys=keys, closed=closed, allowances=allowances, free=_free(service.options))
+    app.add_middleware(RefusalPace)
     app.add_middleware(observer.middleware)
     return app
 

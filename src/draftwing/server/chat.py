@@ -88,6 +88,7 @@ class Chats:
         """
         service, chat = self._service, body.chat()
         params = await service.sampling(body, partial(body.sampling, service.engine.info.defaults))
+        service.check_room(params.n)
         logprobs = body.wanted_logprobs()
         called = _CALLED | dict(body.names)
         text = await self._rendered(chat, called, size)

@@ -22,6 +22,7 @@ from draftwing.engine.process.link import EngineDead
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import inlined
 from draftwing.server.encoding import encode
+from draftwing.server.schema import Asking
 from draftwing.server.waiting import RETRY_SECONDS, QueueFull
 
 if TYPE_CHECKING:
@@ -174,13 +175,16 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """The body as `model`. Raises RequestError, naming the field, for anything that is not one."""
+    """The body as `model`. Raises RequestError, naming the field, for anything that is not one, and QueueFull, before
+    it is looked at, where it asks for answers and there is no room for one."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise RequestError(f"the content type must be application/json; found {kind[:80]!r}", "content-type")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise HTTPException(415, "the body must not be compressed")
+    if issubclass(model, Asking):
+        request.app.state.service.check_room()
     body = await request.body()
     _check_parts(body, 2 * request.app.state.service.countable)
     try:

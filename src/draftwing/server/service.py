@@ -19,7 +19,7 @@ from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.border.keys import client
+from draftwing.server.border.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.lanes import Lanes
 from draftwing.server.schema import Asking, split_prompts
@@ -165,14 +165,13 @@ class Service:
         asked: parameters, and the field that holds their grammar, where it has another name than its kind.
         """
         different = {params.grammar: field for params, field in asked if params.grammar is not None}
-        key = client.get()
         for grammar, field in different.items():
             if grammar not in self._compiled:
                 async with self._in_time():
                     # In a thread: it may take long.
                     translate = partial(self._translated, grammar, field)
                     text = await self.lanes.run(len(grammar.text), translate)
-                    await self.engine.compile(grammar, text, field, "" if key is None else key.name)
+                    await self.engine.compile(grammar, text, field, client_name())
             self._compiled[grammar] = None
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > MOST_COMPILED:
@@ -192,6 +191,14 @@ class Service:
     def _translated(self, grammar: Grammar, field: str | None, gone: Callable[[], bool]) -> str:
         return self._translator.translate(grammar, field)
 
+    def check_room(self, count: int = 1) -> None:
+        """Refuses so many answers, before anything is done for them that takes longer. Raises QueueFull where too many
+        wait, and RequestError where it is too many for one request."""
+        most = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
+        if count > most:
+            raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
+        self.engine.waiting.check(client_name(), count)
+
     async def submit(self, requests: Sequence[GenerationRequest], body: Asking) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.
 
@@ -199,9 +206,7 @@ class Service:
         """
         info, predicted = self.engine.info, body.predicted
         count = sum(request.params.n for request in requests)
-        most = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
-        if count > most:
-            raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
+        self.check_room(count)
         id = body.asked_id if isinstance(body.asked_id, str) else body.id_prefix + uuid.uuid4().hex
         shared: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt, "traced": body.traced}
         shared["arrived"] = self.engine.observer.arrived
@@ -210,7 +215,7 @@ class Service:
             if key.max_priority is not None and shared["priority"] > key.max_priority:
                 found = f"for this key (max_priority); found {shared['priority']}"
                 raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
-        with self.engine.waiting.making(shared.get("client", ""), count):
+        with self.engine.waiting.making(client_name(), count):
             if predicted:
                 shared["prediction"] = tuple(
                     (await self.tokenize([predicted], "prediction", add_special_tokens=False))[0]

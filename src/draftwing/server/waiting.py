@@ -37,7 +37,7 @@ class Waiting:
     @contextmanager
     def making(self, client: str, count: int) -> Iterator[None]:
         """While so many are made, which takes a while, they count. Raises QueueFull where they would be too many."""
-        self._check(client, count)
+        self.check(client, count)
         self._made += count
         self._counts[client] += count
         try:
@@ -46,7 +46,8 @@ class Waiting:
             self._made -= count
             self._less(client, count)
 
-    def _check(self, client: str, count: int) -> None:
+    def check(self, client: str, count: int) -> None:
+        """Raises QueueFull where so many more would be too many."""
         if client and (there := self._counts[client]) + count > self._most_of_a_key:
             limit = f"the most of a key (--max-queued-requests-per-key) are {self._most_of_a_key}"
             raise QueueFull(f"{there} answers of this key wait, {limit}; found {count} more", own=True)

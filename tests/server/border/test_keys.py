@@ -19,6 +19,7 @@ from draftwing.config.options import Options
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.app import create_app
+from draftwing.server.border import pace
 from draftwing.server.border.keys import Allowances, Bucket
 from draftwing.server.telemetry.observer import AnswerRecord
 
@@ -67,7 +68,8 @@ def paths(client: TestClient) -> set[str]:
 
 
 @pytest.mark.slow
-def test_every_route_and_method_needs_the_key() -> None:
+def test_every_route_and_method_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "AT_ONCE", 10_000)
     with serving(api_key="secret") as (client, engine):
         for path, method in itertools.product(sorted(paths(client)), METHODS):
             for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": ""}):

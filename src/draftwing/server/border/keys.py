@@ -25,6 +25,12 @@ client: ContextVar[ApiKey | None] = ContextVar("draftwing_client", default=None)
 """The key of the current HTTP request; None where none was needed."""
 
 
+def client_name() -> str:
+    """Of the key of the current HTTP request; empty where none was needed, or none was right."""
+    key = client.get()
+    return "" if key is None else key.name
+
+
 class Bucket:
     """What is left of an allowance that comes back evenly, and of which a minute's worth may be kept."""
 
@@ -101,6 +107,7 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         path, key = scope["path"], self._find(scope)
+        client.set(key)
         guarded = path in ADMIN_PATHS
         if scope["method"] == "GET" and self._free(path) and not guarded:
             await self._app(scope, receive, send)
@@ -115,7 +122,6 @@ class KeyCheck:
             if key is not None and scope["method"] != "GET":
                 seconds, what = self._allowances.ask(key.name)
             if seconds == 0:
-                client.set(key)
                 await self._app(scope, receive, send)
                 return
             response = error_response(Request(scope), 429, f"the key's {what} of this minute are used up")

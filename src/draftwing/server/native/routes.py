@@ -26,6 +26,7 @@ from draftwing.server.native.probes import add_probes
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from draftwing.server.openai.schema import conversation
+from draftwing.server.schema import split_prompts
 from draftwing.server.service import Service
 
 
@@ -40,10 +41,12 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     @app.post("/generate", openapi_extra=schema(GenerateRequest))
     async def generate(request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
-        every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
-        info, names = service.engine.info, _names(body.rid, len(every))
-        check = partial(body.each_sampling, len(every), info.defaults)
+        info, count = service.engine.info, len(split_prompts(*body.prompt())[0])
+        names = _names(body.rid, count)
+        check = partial(body.each_sampling, count, info.defaults)
         asked = await unless_disconnected(request, service.sampling(body, check))
+        service.check_room(sum(params.n for params, _ in asked))
+        every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
         await unless_disconnected(request, service.check_grammars([(one, _grammar_field(one)) for one, _ in asked]))
         requests = [
             GenerationRequest(

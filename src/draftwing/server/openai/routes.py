@@ -15,6 +15,7 @@ from draftwing.server.http import error_response, json_response, read_body, resp
 from draftwing.server.openai.rendering import ChatCompletion, Completion, model_card
 from draftwing.server.openai.responses.routes import add_responses_routes
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
+from draftwing.server.schema import split_prompts
 from draftwing.server.service import Service
 
 
@@ -39,6 +40,7 @@ def _add_completions(app: FastAPI, service: Service, chats: Chats) -> None:
         body = await read_body(request, CompletionRequest)
         check = partial(body.sampling, service.engine.info.defaults)
         params = await unless_disconnected(request, service.sampling(body, check))
+        service.check_room(params.n * len(split_prompts("prompt", body.prompt)[0]))
         logprobs = body.wanted_logprobs()
         await unless_disconnected(request, service.check_grammars([(params, body.grammar_field)]))
         specials = body.add_special_tokens is not False

@@ -1,0 +1,54 @@
+"""How fast a client is refused: who goes on all the same waits for each refusal, so that others do not feel it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftwing.server.border.keys import client_name
+
+A_SECOND = 50  # refusals of a client
+AT_ONCE = 100  # of them that do not wait, after a time without any
+MOST_SECONDS = 1.0  # that one waits
+
+
+class RefusalPace:
+    """Sends responses of status 4xx and 503 to a client, by the name of its key, no faster than so many a second.
+
+    A refusal costs the event loop about what a token of a stream does, and whoever is refused may ask again at once, on
+    as many connections as it likes. One that would wait for longer than `MOST_SECONDS` is sent at once and ends its
+    connection, so few connections are held. Everybody without a key is one client.
+    """
+
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._clock = app, clock
+        self._due: dict[str, float] = {}  # when the next refusal of a client would come, were none let through at once
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def paced(message: Message) -> None:
+            if message["type"] == "http.response.start" and _refuses(message["status"]):
+                seconds = self.wait(client_name())
+                if seconds is None:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                elif seconds:
+                    await asyncio.sleep(seconds)
+            await send(message)
+
+        await self._app(scope, receive, paced if scope["type"] == "http" else send)
+
+    def wait(self, name: str) -> float | None:
+        """Seconds until this client may be refused once more; None: it would be too long."""
+        now = self._clock()
+        due = max(self._due.get(name, -math.inf), now - AT_ONCE / A_SECOND)
+        if due - now > MOST_SECONDS:
+            return None
+        self._due[name] = due + 1 / A_SECOND
+        return max(due - now, 0.0)
+
+
+def _refuses(status: int) -> bool:
+    return 400 <= status < 500 or status == 503

@@ -1,0 +1,71 @@
+"""How fast a client may be refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from draftwing.config.api_keys import ApiKey
+from draftwing.server.border import pace
+from draftwing.server.border.keys import client
+from draftwing.server.border.pace import RefusalPace
+
+
+async def nothing(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that are added without an error: up to eight at once, then each a 64th of a second after the other, and at
+    most half a second."""
+    monkeypatch.setattr(pace, "A_SECOND", 64)
+    monkeypatch.setattr(pace, "AT_ONCE", 8)
+    monkeypatch.setattr(pace, "MOST_SECONDS", 0.5)
+
+
+def test_a_client_is_refused_so_often_in_a_second() -> None:
+    now = [0.0]
+    refusals = RefusalPace(nothing, lambda: now[0])
+    waits = [refusals.wait("a") for _ in range(8 + 33)]
+    assert waits == [0.0] * 8 + [i / 64 for i in range(33)]
+    assert refusals.wait("a") is None and refusals.wait("a") is None, "so many wait already"
+    assert refusals.wait("b") == 0, "others do not feel it"
+    now[0] += 1 / 8
+    assert [refusals.wait("a") for _ in range(9)] == [(25 + i) / 64 for i in range(8)] + [None]
+    now[0] += 1000
+    assert [refusals.wait("a") for _ in range(10)] == [0.0] * 9 + [1 / 64]
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 403, 404, 413, 429, 500, 503])
+def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    sent: list[Any] = []
+
+    async def sleep(seconds: float) -> None:
+        assert len(sent) == 2 * (9 + len(slept)), "nothing of a refusal is sent before its time"
+        slept.append(seconds)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        client.set(ApiKey(scope["key"], "k"))
+        await send({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        refusals = RefusalPace(app, lambda: 0.0)
+        for key in ["a"] * (8 + 35) + ["b"]:
+            await refusals({"type": "http", "key": key}, None, send)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pace.asyncio, "sleep", sleep)
+    asyncio.run(run())
+    closed = [(b"connection", b"close") in message["headers"] for message in sent[::2]]
+    if 400 <= status < 500 or status == 503:
+        assert slept == [i / 64 for i in range(1, 33)]
+        assert closed == [False] * (8 + 33) + [True] * 2 + [False]
+    else:
+        assert not slept and not any(closed)
