@@ -209,6 +209,43 @@ def test_many_expressions_have_one_allowance(tokenizer: Tokenizer, monkeypatch: 
     assert "takes too long" in str(many.failed) and "63 others" in str(many.failed)
 
 
+def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, their searches take a request's time together; others' are not touched."""
+    now, cost = [0.0], [0.0]
+
+    class Slow:
+        pattern = "slow"
+
+        def search(self, *_: object, **__: object) -> None:
+            now[0] += cost[0]
+
+    monkeypatch.setattr(stop_regex, "compile_stop", lambda _: Slow())
+    monkeypatch.setattr(stop_regex.time, "thread_time", lambda: now[0])
+
+    def taken(count: int, seconds: float) -> tuple[float, bool]:
+        """What the searches of so many answers take until they fail, at most 1,000 tokens; an answer of another
+        request beside them never does."""
+        cost[0], now[0] = seconds, 0.0
+        answers = [RegexScanner(["a"], ("client", 1.0)) for _ in range(count)]
+        other = RegexScanner(["a"], ("client", 2.0))
+        for _ in range(1000):
+            for answer in answers:
+                answer.push("x")
+            cost[0], before = 0.001, now[0]
+            other.push("x")
+            cost[0], now[0] = seconds, before
+        assert not other.failed
+        assert len({answer.failed for answer in answers}) == 1
+        return now[0], bool(answers[0].failed)
+
+    assert taken(1, 0.0019) == (pytest.approx(1.9), False)
+    for count in (1, 2, 8, 64):
+        seconds, failed = taken(count, 0.004)
+        assert failed and seconds < 0.25
+    assert taken(64, 0.0001)[1] is False, "short searches of many answers go on"
+    assert not stop_regex.Allowance._live
+
+
 def test_all_expressions_of_a_request_are_bounded_together() -> None:
     SamplingParams(stop_regex=tuple(f"{'a' * 200}{i}" for i in range(64)))
     with pytest.raises(RequestError, match="together"):

@@ -224,7 +224,7 @@ class Engine:
             stop_ids=terms.stop_ids,
             salt=self._salts.of(request),
             draft_salt=self._salts.of_drafts(request, self.options.ui_show_texts),
-            scanner=StopStringScanner.of(self.tokenizer, params),
+            scanner=StopStringScanner.of(self.tokenizer, params, request.together),
             deadline=self.info.deadline(request.arrived),
             bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
             grammar=self.grammars.compile(params.grammar) if params.grammar is not None else None,

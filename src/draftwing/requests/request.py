@@ -93,6 +93,11 @@ class GenerationRequest(NamedTuple):
     client: str = ""
     arrived: float | None = None
 
+    @property
+    def together(self) -> tuple[str, float] | None:
+        """What all answers that a client asked for at once have in common; None where that is not known."""
+        return None if self.arrived is None else (self.client, self.arrived)
+
 
 class Speculation(NamedTuple):
     """What a request gets of the wish in its field `speculative`. limits: None drafts as the engine does."""

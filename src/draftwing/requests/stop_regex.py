@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import regex
@@ -20,8 +20,9 @@ from draftwing.requests.refusals import show
 MAX_PATTERN: Final = 1000  # characters
 MAX_UNROLLED: Final = 10_000  # parts of a pattern; the library writes out what must be repeated, about 1 KB for each
 MAX_TOGETHER: Final = 20_000  # parts of all patterns of a request
-SEARCH_SECONDS: Final = 0.1  # of processor time, for one search, and for all of an answer beyond `TOKEN_SECONDS`
+SEARCH_SECONDS: Final = 0.1  # of processor time, for one search, and for all of a request beyond `TOKEN_SECONDS`
 TOKEN_SECONDS: Final = 0.002  # of it, for all searches after one token: the other answers wait for them
+MOST_SHARES: Final = 16  # answers that divide this among them; further ones get as much as the last of these
 
 _VERBOSE = re.compile(r"\(\?(?:#|[a-zA-Z0-9-]*x)")
 _PARTS = re.compile(
@@ -96,6 +97,32 @@ class Stops:
         return found
 
 
+class Allowance:
+    """Processor time for the searches of all answers that were asked for together: they have it together, so that many
+    answers hold up others no longer than one."""
+
+    _live: ClassVar[weakref.WeakValueDictionary[Hashable, Allowance]] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.left = SEARCH_SECONDS  # less than nothing: no more is searched
+        self._answers = 0
+
+    @classmethod
+    def of(cls, together: Hashable | None) -> Allowance:
+        """Of one more answer. together: what its request's others have, too, and nobody else's; None: it is alone."""
+        found = cls._live.get(together) if together is not None else None
+        if found is None:
+            found = cls()
+            if together is not None:
+                cls._live[together] = found
+        found._answers += 1
+        return found
+
+    def token(self) -> None:
+        """One of the answers has one more."""
+        self.left = min(self.left + TOKEN_SECONDS / min(self._answers, MOST_SHARES), SEARCH_SECONDS)
+
+
 class Patterns(tuple[str, ...]):
     """Expressions that were found fit. In the process that did so they keep what was compiled."""
 
@@ -151,16 +178,17 @@ class RegexScanner:
     After a search no match can begin before `_start[i]`: the library tells where the earliest match may still be
     under way. So the work of a token does not grow with the text, unless an expression is never done with its
     beginning. All expressions together may take `TOKEN_SECONDS` for each token and, once,
-    `SEARCH_SECONDS` more.
+    `SEARCH_SECONDS` more; the answers of a request share that.
     """
 
-    def __init__(self, patterns: Sequence[str]) -> None:
+    def __init__(self, patterns: Sequence[str], together: Hashable | None = None) -> None:
+        """together: see `Allowance.of`."""
         self.failed: str | None = None  # why no more is searched
         self._stops = Stops.of(patterns)
         self._patterns = self._stops.patterns
         self._start = [0] * len(patterns)
         self._text = ""
-        self._left = SEARCH_SECONDS  # of processor time
+        self._allowance, self._last = Allowance.of(together), 0  # the expression that was searched when it was used up
 
     @property
     def hold(self) -> int:
@@ -172,22 +200,29 @@ class RegexScanner:
         if self.failed:
             return None
         self._text += new
-        self._left = min(self._left + TOKEN_SECONDS, SEARCH_SECONDS)
-        return self._search()
+        if self._allowance.left >= 0:
+            self._allowance.token()
+            best = self._search()
+            if self._allowance.left >= 0:
+                return best
+        pattern = self._patterns[self._last].pattern
+        self.failed = f"stop_regex {pattern!r} takes too long to search"
+        if len(self._patterns) > 1:
+            self.failed += f", with the {len(self._patterns) - 1} others"
+        return None
 
     def _search(self) -> Match | None:
         best: Match | None = None
+        allowance = self._allowance
         for i, pattern in enumerate(self._patterns):
             begun = time.thread_time()
             try:
                 found = pattern.search(self._text, self._start[i], partial=True, timeout=SEARCH_SECONDS)
             except TimeoutError:
-                found, self._left = None, -1.0
-            self._left -= time.thread_time() - begun
-            if self._left < 0:
-                self.failed = f"stop_regex {pattern.pattern!r} takes too long to search"
-                if len(self._patterns) > 1:
-                    self.failed += f", with the {len(self._patterns) - 1} others"
+                found, allowance.left = None, -1.0
+            allowance.left -= time.thread_time() - begun
+            if allowance.left < 0:
+                self._last = i
                 return None
             if found is None:
                 self._start[i] = len(self._text)

@@ -67,6 +67,7 @@ class Answer:
             params.stop,
             params.no_stop_trim,
             params.stop_regex,
+            request.together,
             track=self.wanted is not None,
         )
 

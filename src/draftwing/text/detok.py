@@ -5,7 +5,7 @@ There is one implementation for the stream and for the scheduler's stop rule, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.requests.stop_regex import RegexScanner
@@ -86,6 +86,7 @@ class IncrementalDetokenizer:
     character, the longest. stop_regex: expressions that end it, see `draftwing.requests.stop_regex`; against a string,
     what ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing after it. Which is
     found, and where, does not depend on how the tokens are split over calls.
+    together: what answers of one request have in common: they share the time for expressions.
     track: keep `starts`, to tell which tokens a text is made of.
     """
 
@@ -96,6 +97,7 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         no_stop_trim: bool = False,
         stop_regex: Sequence[str] = (),
+        together: Hashable | None = None,
         track: bool = False,
     ) -> None:
         self.stopped: str | None = None  # the text that met a stop
@@ -103,7 +105,7 @@ class IncrementalDetokenizer:
         self.starts: list[int] | None = [] if track else None  # characters of certain text before each token
         self._source = _TokenText(tokenizer, skip_special_tokens)
         self._stop = tuple(s for s in stop if s)
-        self._regex = RegexScanner(stop_regex) if stop_regex else None
+        self._regex = RegexScanner(stop_regex, together) if stop_regex else None
         self._no_stop_trim = no_stop_trim
         self._longest = max((len(s) for s in self._stop), default=0)
         self._certain = 0  # characters of text that no later token can change
@@ -225,15 +227,21 @@ class StopStringScanner:
         stop: Sequence[str],
         skip_special_tokens: bool = True,
         stop_regex: Sequence[str] = (),
+        together: Hashable | None = None,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, stop=stop, stop_regex=stop_regex)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens, stop=stop, stop_regex=stop_regex, together=together
+        )
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> StopStringScanner | None:
-        """Returns what watches an answer with these parameters; None where its text ends nothing."""
+    def of(
+        cls, tokenizer: Tokenizer, params: SamplingParams, together: Hashable | None = None
+    ) -> StopStringScanner | None:
+        """Returns what watches an answer with these parameters; None where its text ends nothing. together: as
+        `GenerationRequest.together`."""
         if not params.stop and not params.stop_regex:
             return None
-        return cls(tokenizer, params.stop, params.skip_special_tokens, params.stop_regex)
+        return cls(tokenizer, params.stop, params.skip_special_tokens, params.stop_regex, together)
 
     @property
     def failed(self) -> str | None:
