@@ -68,7 +68,8 @@ PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, wher
 SOURCES = ("other", "model", "lookup", "both")
 OTHER, MODEL, LOOKUP = range(3)
 MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
-LAG = 32  # most committed positions of a row that a drafter's KV may lack
+LAG = 32  # most committed positions of a row that a drafter with KV sees in one pass over rows
+TEXT_LAG = 512  # most that the KV of a drafter may lack which is made of tokens alone; others may lack `LAG`
 
 
 class TokenLogprobs(NamedTuple):
@@ -122,21 +123,22 @@ class Deferral(NamedTuple):
     """How much of prompts a drafter with KV may see later than the target, in one pass over several chunks.
 
     places: positions of all prompts of which the target's auxiliary hidden states are kept; 0: it sees every chunk at
-    once.  most: positions of one pass.  from_tokens: the drafter needs a prompt's tokens alone, so nothing is kept, and
-    there may be prompts that it does not see.
+    once.  most: positions of one pass.  from_tokens: the drafter needs a text's tokens alone, so nothing is kept, and
+    there may be prompts that it does not see.  lag: about as many positions of an answer it may lack then.
     """
 
     places: int = 0
     most: int = 0
     from_tokens: bool = False
+    lag: int = TEXT_LAG
 
 
 AT_ONCE = Deferral()
 
 
 class Deferred(NamedTuple):
-    """Positions `[start, start + length)` of a row's prompt that a drafter has not seen. What it needs of them is kept
-    in the places `[at, at + length)`."""
+    """Positions `[start, start + length)` of a row's text that a drafter has not seen, though it has seen all before.
+    What it needs of them beside tokens is kept in the places `[at, at + length)`."""
 
     row: int
     start: int
@@ -145,12 +147,14 @@ class Deferred(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """What a drafter with KV has not seen yet, and is to see now: of prompts, and then committed positions of rows."""
+    """What a drafter with KV has not seen yet, and is to see now: text that the host knows, and then committed
+    positions of rows, as far as the device has come."""
 
     rows: IntArray  # [C] distinct; some may have been released
     behind: int  # upper bound of the positions that it has not seen, of any of them
     max_kv_len: int  # upper bound of their kv_len
-    prompts: tuple[Deferred, ...] = ()  # of rows that have been released
+    texts: tuple[Deferred, ...] = ()  # of prompts of rows that have been released, and of answers
+    passes: int = 1  # in which it sees all this
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ WIDTH = 6
 class Scripted:
     """Plain steps, and from time to time one that drafts."""
 
-    sees_predictions = True
+    sees_predictions, adapts = True, False
 
     def __init__(self) -> None:
         self.menu = (TREE, PLAIN)
@@ -40,17 +40,21 @@ class Scripted:
         pass
 
 
-def drafts_of(harness: Any, kind: str, lagging: bool, lag: int) -> list[torch.Tensor]:
+def drafts_of(
+    harness: Any, kind: str, lagging: bool, lag: int, deferral: Deferral = AT_ONCE, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
     """Every draft of a run, with the state that it was made from."""
-    ops, model = make_ops(torch.device("cpu")), harness.tiny_model(dtype=torch.bfloat16)
+    ops, model = make_ops(torch.device("cpu")), harness.tiny_model(dtype=dtype)
     model.pack(ops)
-    head = new_eagle_head(model, 96, seed=3) if kind == "EAGLE" else new_eagle3_head(model, None, (1, 2), 96, 3)
-    head = head.to(torch.bfloat16).eval().requires_grad_(False)
-    head.pack(ops)
-    drafter = make_model_drafter(head, 7, TREE.topk, torch.bfloat16, ops)
+    head: Any = DraftLM(harness.tiny_model(seed=1), harness.VOCAB)
+    if kind != "STANDALONE":
+        head = new_eagle_head(model, 96, seed=3) if kind == "EAGLE" else new_eagle3_head(model, None, (1, 2), 96, 3)
+        head = head.to(dtype).eval().requires_grad_(False)
+        head.pack(ops)
+    drafter = make_model_drafter(head, 7, TREE.topk, dtype, ops)
     if not lagging:
         drafter.lags = lambda shape: False
-    rig = harness.Rig(model, drafter=drafter, policy=Scripted(), lag=lag, attn=ops.attention)
+    rig = harness.Rig(model, drafter=drafter, policy=Scripted(), lag=lag, attn=ops.attention, deferral=deferral)
     found, propose = [], drafter.propose
     layer = model.config.num_layers
 
@@ -79,6 +83,26 @@ def test_the_same_bits(harness: Any, kind: str, lag: int) -> None:
     expected, found = (drafts_of(harness, kind, lagging, lag) for lagging in (False, True))
     assert len(found) == len(expected) >= 40
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("deferral", [Deferral(0, 100, True), Deferral(0, 50, True, 20)], ids=["late", "at rest"])
+def test_text_that_the_host_knows_is_seen_as_a_prompt_is(harness: Any, lag: int, deferral: Deferral) -> None:
+    """Of several rows in a pass, and by a drafter that needs tokens alone further behind than a pass over rows goes."""
+    if harness.device != "cpu":
+        pytest.skip("for the CPU")
+    expected = drafts_of(harness, "STANDALONE", False, lag, dtype=torch.float32)
+    passes, see = [], Lag._see
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Lag, "_see", lambda self, parts: (passes.append([part.length for part in parts]), see(self, parts))
+        )
+        found = drafts_of(harness, "STANDALONE", True, lag, deferral, torch.float32)
+    assert len(found) == len(expected) >= 40
+    for pair in zip(found, expected, strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
+    assert max(map(len, passes)) >= 2 and max(map(max, passes)) >= deferral.lag // 16, "rows together"
+    assert max(map(sum, passes)) <= deferral.most
 
 
 class Watcher:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftwing.core import LAG, PLAIN, Deferral, Deferred, TreeShape
+from draftwing.core import LAG, PLAIN, TEXT_LAG, Deferral, Deferred, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.lag import ROWS, CatchUps
@@ -130,18 +130,19 @@ def test_who_is_released_in_its_prompt_leaves_nothing_unseen_in_the_cache() -> N
         one.kv = 10 if one.row else 0  # the result of the second chunk has not come, of the first request none
         catch_ups.release(one, cached=one.row < 2)
     plan: Any = catch_ups.take()
-    assert not len(plan.rows) and plan.prompts == (Deferred(1, 0, 10, 30),)
+    assert not len(plan.rows) and plan.texts == (Deferred(1, 0, 10, 30),)
     assert prefill(catch_ups, prompt(4, 40), 10) == (0, ()), "the places are free"
 
 
-def closed_loop(catch_ups: CatchUps, steps: int) -> int:
-    """128 clients with answers of 100 tokens, of which nothing is drafted -> passes of the drafter."""
-    slots = np.arange(128 * 200).reshape(128, 200)
+def closed_loop(catch_ups: CatchUps, steps: int, tokens: int) -> list[list[int]]:
+    """128 clients with answers of so many tokens, of which nothing is drafted -> positions of the drafter's passes in
+    each step."""
+    slots = np.arange(128 * 3000).reshape(128, 3000)
     reqs: list[Req] = []
-    passes = 0
+    passes = []
     for step in range(-1, steps):
         for row in range(128):
-            if step >= 0 and (step + row) % 100:
+            if step >= 0 and (step + 7 * row) % tokens:
                 continue
             if step >= 0:
                 catch_ups.release(reqs[row], cached=True)
@@ -151,15 +152,51 @@ def closed_loop(catch_ups: CatchUps, steps: int) -> int:
             one.sent = one.kv = one.bound = 100
             reqs[row:] = [one, *reqs[row + 1 :]]
         catch_ups.plan(step, PLAIN, reqs)
-        passes += (catch_ups.take() is not None) + bool(catch_ups.take_shown())
+        due, shown = catch_ups.take(), catch_ups.take_shown()
+        passes.append([part.length for part in (*(due.texts if due is not None else ()), *shown)])
+        passes[-1] += [] if due is None else [due.behind] * len(due.rows)
         for one in reqs:
             one.kv, one.bound = one.kv + 1, one.bound + 1
     return passes
 
 
-def test_a_drafter_that_needs_tokens_alone_seldom_runs_where_nothing_is_drafted() -> None:
-    assert closed_loop(CatchUps([PLAIN]), 300) > 250, "another one does, for the cache"
-    assert closed_loop(CatchUps([PLAIN], deferral=Deferral(4096, 1024, True), slots=128 * 200), 300) < 300 / LAG * 3
+def text_alone() -> CatchUps:
+    return CatchUps([PLAIN], deferral=Deferral(0, 8192, True), slots=128 * 3000)
+
+
+@pytest.mark.parametrize("tokens", [100, 256, TEXT_LAG])
+def test_a_drafter_that_needs_tokens_alone_does_not_run_where_nothing_is_drafted(tokens: int) -> None:
+    assert not any(closed_loop(text_alone(), 2 * tokens, tokens)), "answers end before"
+
+
+def test_one_that_needs_more_does_for_the_cache() -> None:
+    assert sum(map(bool, closed_loop(CatchUps([PLAIN]), 300, 100))) > 250
+
+
+def test_long_answers_are_seen_late_and_in_one_pass_before_a_step() -> None:
+    catch_ups, steps = text_alone(), 1500
+    passes = [one for one in closed_loop(catch_ups, steps, 2000) if one]
+    assert all(sum(one) <= 8192 for one in passes), "a step waits for one pass at most"
+    assert len(passes) <= 1.2 * 128 * steps / 8192 and sum(map(sum, passes)) <= 128 * steps
+    assert max(map(max, passes)) < TEXT_LAG + 10, "nobody is much further behind"
+
+
+def test_before_a_step_that_drafts_all_is_seen_and_what_is_in_flight_last() -> None:
+    catch_ups, reqs = CatchUps([PLAIN], deferral=Deferral(0, 90, True), slots=1000), [req(row) for row in range(3)]
+    run_lag = 40
+    for one in reqs[:2]:
+        one.sent = one.kv = one.bound
+    reqs[2].sent = reqs[2].kv = reqs[2].bound
+    for step in range(run_lag):
+        catch_ups.plan(step, PLAIN, reqs[: 2 if step < 35 else 3])
+        for one in reqs[: 2 if step < 35 else 3]:
+            one.bound += 1
+            one.kv += step < run_lag - 1  # the last one's result has not come
+    assert catch_ups.take() is None and catch_ups.passes(reqs) == 2 and catch_ups.passes(reqs[2:]) == 1
+    catch_ups.plan(run_lag, TREE, reqs)
+    plan = catch_ups.take()
+    assert plan is not None and plan.texts == (Deferred(0, 10, 38, 0), Deferred(1, 11, 38, 0)) and plan.passes == 2
+    assert plan.rows.tolist() == [0, 1, 2] and plan.behind == 5 and not any(one.behind for one in reqs)
 
 
 def test_who_goes_on_from_what_was_not_seen_has_it_shown() -> None:

@@ -359,6 +359,28 @@ def test_to_begin_costs_a_step_or_two() -> None:
     assert tries[1] < 0.7 * tries[0]
 
 
+@pytest.mark.parametrize("rows", [1, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_drafter_that_is_far_behind_is_tried_seldom_but_tried(rows: int) -> None:
+    """Each pass that it needs costs what one took: it is not drawn into drafts that bring nothing, and begins what
+    brings much."""
+    menu = (TreeShape(2, 1, 3), PLAIN)
+    world = World(menu, 15.0, 0.02, 0.1)
+    policy = MostTokens(menu, world.prices((rows,)))
+    a_pass, share = 0.02, {}
+    for hit in (0.02, 0.98):
+        seconds = tokens = rest = 0
+        for _ in range(2000):
+            load = Load([MAX_CONFIDENCE] * rows, passes=1 + -(-rest * rows // 8192))
+            shape = policy.choose(load)
+            late = a_pass * load.passes if shape.depth and rest else 0.0
+            rest = 0 if shape.depth else min(rest + 1, 512)
+            step = world.step(shape, [hit] * rows)
+            policy.record(shape, load, replace(step, seconds=step.seconds + late, catching_up=late))
+            seconds, tokens = seconds + step.seconds + late, tokens + step.count.sum()
+        share[hit] = tokens / seconds / world.rate(PLAIN, [hit] * rows)
+    assert share[0.02] > 0.98 and share[0.98] > 1.2
+
+
 def test_requests_that_cannot_be_drafted_for() -> None:
     menu = tree_menu(TREE)
     policy = MostTokens(menu, World(menu, 4.0, 0.01, 0.1).prices())

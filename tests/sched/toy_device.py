@@ -157,13 +157,18 @@ class ToyDevice:
                 assert len(old) < len(window) and old == window[: len(old)], "a complete window is written again"
             self._draft_kv[self._slot(row, p)] = window
 
+    def _leave_unseen(self, row: int, start: int, end: int) -> None:
+        """What stood there before is nothing that the drafter may read."""
+        for p in range(start, end):
+            self._draft_kv[self._slot(row, p)] = (-2,)
+
     def _check_drafter(self, row: int, length: int) -> None:
         for p in range(length):
             whole = tuple(self._tokens[row][p : p + 1 + self.lookahead])
             assert self._draft_kv[self._slot(row, p)] == whole, "the drafter reads another's KV"
 
     def _catch_up(self, who: CatchUp) -> None:
-        for part in who.prompts:
+        for part in who.texts:
             self._see(part)
         rows = who.rows.tolist()
         assert len(set(rows)) == len(rows), "a row catches up twice"
@@ -171,7 +176,8 @@ class ToyDevice:
             n, behind = self._kv_len[row], self._behind[row]
             assert 0 < behind <= who.behind <= self.lag and n <= who.max_kv_len, "further behind than the host believes"
             start = n - behind
-            assert [self._kept[row][p % self.lag] for p in range(start, n)] == [*range(start, n)], "kept for too long"
+            if not self._from_tokens:
+                assert [self._kept[row][p % self.lag] for p in range(start, n)] == [*range(start, n)], "kept too long"
             self._check_drafter(row, max(min(start, start + 1 - self.lookahead), 0))
             self._observe(row, start, n, start + 1)
             self._behind[row] = 0
@@ -185,6 +191,9 @@ class ToyDevice:
         assert start + length <= self._kv_len[row], "the target has not run over it"
         self._check_drafter(row, start)
         self._observe(row, start, start + length, len(self._tokens[row]))
+        left = self._kv_len[row] - (start + length)
+        self.seen["answer shown"] += self._behind[row] > left
+        self._behind[row] = min(self._behind[row], left)
         self.seen["deferred"] += 1
         self.seen["deferred chunks"] += length > self.kept_of_one[row]
 
@@ -197,6 +206,8 @@ class ToyDevice:
         self._kv_len[row] = end
         self._read(row, end)
         self._behind[row] = 0
+        if self._from_tokens and chunk.kept is not None:
+            self._leave_unseen(row, chunk.start, end)
         self._skipped[row] = chunk.final and chunk.kept is not None
         self.seen["skipped"] += self._skipped[row]
         if self._skipped[row]:
@@ -242,6 +253,8 @@ class ToyDevice:
             pass
         elif lags:
             self._behind[row] += len(path)
+            if self._from_tokens:
+                self._leave_unseen(row, n, n + len(path))
             for p in range(n, n + plan.shape.max_commit):
                 self._kept[row][p % self.lag] = p if p < n + len(path) else -1
         else:

@@ -6,7 +6,8 @@ seen of several rows, as over an accepted path (`catch_up`). The host knows boun
 (`sched.lag`).
 
 Of the chunks of a prompt the same is kept (`defer`), of as many positions as there are places for, which the host gives
-out. Their lengths the host knows: they are shown as a prefill is.
+out. Their lengths the host knows: they are shown as a prefill is. So is any text that the host knows to a drafter which
+needs tokens alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import AT_ONCE, LAG, NOBODY, CatchUp, Chunk, Deferral, Deferred, IntArray, TreeShape
+from draftwing.core import AT_ONCE, LAG, CatchUp, Chunk, Deferral, Deferred, IntArray, TreeShape
 from draftwing.engine.device import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import zeros_as_written
@@ -33,7 +34,8 @@ WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are co
 MOST_QUERIES = 4096  # of one pass
 PROMPTS = 4  # of which parts may be deferred to a pass as long as any
 DEFERRED = 2048  # positions of a pass over a prompt through one layer, for which requests that decode wait
-LEAST = 1024  # the same through many: fewer are not worth what a pass takes at least
+LEAST = 1024  # the same through several: fewer are not worth what a pass takes at least
+PARTS = (1, 2, 16)  # of a pass over texts, as `COUNTS`
 
 
 class Lag:
@@ -73,7 +75,8 @@ class Lag:
         caches."""
         if drafter is None or not drafter.kv_layers or not device.has_own_memory:
             return AT_ONCE
-        most = min(most, max(DEFERRED // len(drafter.kv_layers), LEAST))
+        if not drafter.from_tokens:  # a small model is launched for longer than it needs for a thousand positions
+            most = min(most, max(DEFERRED // len(drafter.kv_layers), LEAST))
         return Deferral(PROMPTS * most, most, drafter.from_tokens)
 
     @staticmethod
@@ -101,7 +104,7 @@ class Lag:
 
     def catch_up(self, who: CatchUp, noisy: IntArray, drafts: bool) -> None:
         """Shows the drafter what it has not seen. noisy: rows with a temperature.  drafts: whether it proposes next."""
-        self.see(who.prompts)
+        self.see(who.texts)
         if not len(who.rows):
             return
         width = who.behind if self._ops.records_calls else next(width for width in WIDTHS if width >= who.behind)
@@ -114,29 +117,42 @@ class Lag:
         """Runs everything that `catch_up` may run, on the dummy row."""
         if self._deferral.places:
             most = min(self._deferral.most, self._table.length - 1)
-            self.catch_up(CatchUp(NOBODY, 0, 0, (Deferred(self._table.rows, 0, most, 0),)), NOBODY, False)
+            for parts in PARTS if self._deferral.from_tokens else PARTS[:1]:
+                self.see([Deferred(self._table.rows, 0, most // parts, 0)] * parts)
         for count, width in product(COUNTS, WIDTHS):
             self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
 
     def see(self, parts: Sequence[Deferred]) -> None:
-        """Shows the drafter what was deferred of prompts."""
+        """Shows the drafter texts, of each row in order, and several parts in one pass where they fit into one."""
+        together: list[Deferred] = []
         for part in parts:
-            self._see(part)
+            if together and sum(one.length for one in together) + part.length > self._deferral.most:
+                self._see(together)
+                together = []
+            together.append(part)
+        if together:
+            self._see(together)
 
-    def _see(self, part: Deferred) -> None:
-        """A part of a prompt that is not the last, as `Drafter.extend` sees a chunk. Nothing here is a view of the row
+    def _see(self, parts: Sequence[Deferred]) -> None:
+        """Parts that are not the last of a prompt, as `Drafter.extend` sees chunks. Nothing here is a view of the row
         table: Triton compiles a kernel once more for addresses that are no multiple of 16 bytes."""
-        table, (row, start, length, at) = self._table, part
-        here, end = slice(start, start + length), start + length
-        rows = self._table.device.upload(np.asarray([row]))
+        table, upload, kept = self._table, self._table.device.upload, self._prompts
+        starts = np.asarray([part.start for part in parts])
+        lengths = np.asarray([part.length for part in parts])
+        rows, prefix_len = upload(np.asarray([part.row for part in parts])), upload(starts)  # [P]
+        row_of = upload(np.repeat([part.row for part in parts], lengths))  # [M]
+        at = upload(np.concatenate([np.arange(part.start, part.start + part.length) for part in parts]))  # [M]
         batch = Batch(
-            rows, table.tokens[row, here].clone(), table.steps[here].clone(), table.page_table[row, here].clone(),
-            table.page_table, table.steps[start : start + 1].clone(),
-            chunks=spans_of([Chunk(row, start, length, False)]), bound=end,
+            rows, table.tokens[row_of, at], at, table.page_table[row_of, at], table.page_table, prefix_len,
+            chunks=spans_of([Chunk(part.row, part.start, part.length, False) for part in parts]),
+            bound=int((starts + lengths).max()),
         )  # fmt: skip
-        aux_hidden = None if self._prompts is None else self._prompts[at : at + length]
-        next_ids = table.tokens[row, start + 1 : end + 1].clone()
-        self._drafter.catch_up(table, batch, aux_hidden, next_ids, None, rows[:0], False)
+        aux_hidden = None if kept is None else torch.cat([kept[part.at : part.at + part.length] for part in parts])
+        self._drafter.catch_up(table, batch, aux_hidden, table.tokens[row_of, at + 1], None, rows[:0], False)
+        # What comes after the parts is all that it has not seen of these rows.
+        after = table.kv_len.index_select(0, rows) - (prefix_len + upload(lengths))
+        behind = self._unseen.behind
+        behind.index_copy_(0, rows, torch.minimum(behind.index_select(0, rows), after.clamp(min=0)))
 
     def _extend(self, rows: Tensor, noisy: Tensor, width: int, bound: int, drafts: bool) -> None:
         table, drafter, (behind, hidden) = self._table, self._drafter, self._unseen

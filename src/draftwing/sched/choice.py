@@ -37,19 +37,20 @@ class ShapeChoice:
         """Whether a drafter need not see prompts, because of which hardly anything will be drafted: they decide."""
         return self.policy.adapts and self._pace.pressed
 
-    def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool) -> TreeShape:
+    def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, passes: int = 1) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts of prompts
-        wait for the step."""
+        wait for the step. passes: as of `Load`."""
         if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose(self.load(ready, self._pace.longer(prefilled, waiting)))
+        return self.policy.choose(self.load(ready, self._pace.longer(prefilled, waiting), passes))
 
-    def load(self, ready: Sequence[Req], longer: float = math.inf) -> Load:
-        """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one."""
+    def load(self, ready: Sequence[Req], longer: float = math.inf, passes: int = 1) -> Load:
+        """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one. passes: as
+        of `Load`."""
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
-        return Load(confidences, _context(ready), longer, whole, newest)
+        return Load(confidences, _context(ready), longer, whole, newest, passes)
 
     def planned(self, step: int, behind_prefill: bool) -> None:
         """The tree step of this number is planned, right behind a prefill or not."""
@@ -61,7 +62,8 @@ class ShapeChoice:
             self._pace.record(plan.chunks, result.seconds - result.catching_up)
         else:
             self._pace.record_step(result.seconds)
-            self.policy.record(plan.shape, self._load_before(live), result, self._priced.take(plan))
+            load = self._load_before(live)._replace(passes=1 if plan.catch_up is None else plan.catch_up.passes)
+            self.policy.record(plan.shape, load, result, self._priced.take(plan))
 
     def _load_before(self, live: Sequence[Req | None]) -> Load:
         """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""

@@ -5,13 +5,16 @@ with others that are nearly as far, and when it is released: what it gave to the
 uses it first, and that is a plan to come. A plan's catch-up runs before its uploads, so slots and page tables are those
 of the plan before.
 
+A drafter that needs tokens alone may be much further behind, and needs not see how an answer ends. It sees what the
+host knows of a text as it sees prompts, many rows in one pass, and what steps in flight commit after it.
+
 Of a prompt that is prefilled in chunks it sees all but the last in few passes, at the latest right before the last. A
 pass takes a GPU hardly longer for a thousand positions than for a hundred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -26,10 +29,10 @@ class CatchUps:
     def __init__(
         self, lagging: Collection[TreeShape], most: int = LAG, deferral: Deferral = AT_ONCE, slots: int = 0
     ) -> None:
-        """lagging: shapes whose steps the drafter does not see; most: positions that it may lack of a row.  slots: of
-        the pool."""
+        """lagging: shapes whose steps the drafter does not see; most: positions of a row that it may see in a pass over
+        rows, and lack if it needs more than tokens.  slots: of the pool."""
         assert all(shape.max_commit <= most for shape in lagging)
-        self._lagging, self._most = frozenset(lagging), most
+        self._lagging, self._most, self._pass = frozenset(lagging), most, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
         self._prompts: Prompts = FromTokens(deferral, slots) if deferral.from_tokens else FromStates(deferral)
 
@@ -38,12 +41,19 @@ class CatchUps:
         if not self._lagging:
             return
         lags, reqs = shape in self._lagging, [req for req in reqs if not req.skipped]
+        if lags:
+            for req in self._prompts.far(reqs, shape.max_commit):
+                self._prompts.show(req)
         for req in self._due(reqs, shape.max_commit) if lags else reqs:
             self._add(req)
             req.caught_up = step
         if lags:
             for req in reqs:
                 req.behind += shape.max_commit
+
+    def passes(self, reqs: Sequence[Req]) -> int:
+        """In how many the drafter would catch up with these requests now, but for one where only one is needed."""
+        return 1 + self._passes(req.behind for req in reqs if req.behind > self._most and not req.skipped)
 
     def prefill(self, req: Req, length: int, final: bool) -> int | None:
         """A chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
@@ -71,31 +81,38 @@ class CatchUps:
 
     def take(self) -> CatchUp | None:
         """Those of the next plan."""
-        prompts = self._prompts.take_released()
-        if not self._next and not prompts:
+        texts = self._prompts.take_texts()
+        if not self._next and not texts:
             return None
         rows, behind, bound = np.asarray(self._next, np.int64).reshape(-1, 3).T.copy()
         self._next = []
-        return CatchUp(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), prompts)
+        passes = self._passes(part.length for part in texts) + (len(rows) > 0)
+        return CatchUp(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes)
 
     def clear(self) -> None:
         """Nobody will use what has been released."""
         self._next = []
-        self._prompts.take_released()
+        self._prompts.take_texts()
+
+    def _passes(self, lengths: Iterable[int]) -> int:
+        """In how many it sees texts of these lengths."""
+        return -(-sum(lengths) // max(self._pass, 1))
 
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Who must catch up before a step that commits so many tokens at most, and who joins. Where many are far behind
         some begin early, so that they do not all have to at once."""
-        many = self._prompts.sees_later  # layers, most often: then a pass of many rows takes hardly longer than of few
-        near = max(commit, self._most // (2 if many else 4))
+        if self._prompts.sees_later:  # it can be shown all but what steps in flight commit
+            return [req for req in reqs if min(req.behind, req.bound - req.kv + 1) + commit > self._most]
+        near = max(commit, self._most // 4)
         must = sum(req.behind + commit > self._most for req in reqs)
         far = sorted((req for req in reqs if req.behind + near > self._most), key=lambda req: -req.behind)
-        if many:
-            return far if must else []
         return far[: max(must, ROWS)] if must or self._next or len(far) > ROWS else []
 
     def _add(self, req: Req) -> None:
+        if req.behind > self._most:
+            self._prompts.show(req)
         if req.behind:
+            assert req.behind <= self._most
             self._next.append((req.row, req.behind, req.bound))
             req.behind = 0
 
@@ -117,13 +134,22 @@ class Prompts(Protocol):
         """As `CatchUps.release`."""
         ...
 
+    def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
+        """Who is shown its answer before a step that the drafter does not see, which commits so many tokens at most."""
+        return []
+
+    def show(self, req: Req) -> None:
+        """The drafter sees its answer as far as the host knows it, but for a position: it drafts from what it made of
+        the newest one when it caught up with the row."""
+        raise AssertionError("it needs hidden states, which only the device knows where to find")
+
     def take(self) -> tuple[Deferred, ...]:
-        """What the drafter sees with the next plan, of rows that run."""
+        """What the drafter sees of prompts with the next plan, of rows that run."""
         ...
 
-    def take_released(self) -> tuple[Deferred, ...]:
-        """The same of rows that have been released."""
-        return ()
+    def take_texts(self) -> tuple[Deferred, ...]:
+        """`CatchUp.texts` of the next plan."""
+        ...
 
 
 class FromStates(Prompts):
@@ -131,7 +157,7 @@ class FromStates(Prompts):
     there are none for it, or no room for a chunk, the drafter sees the chunk at once."""
 
     def __init__(self, deferral: Deferral) -> None:
-        self._places, self._most, _ = deferral
+        self._places, self._most = deferral.places, deferral.most
         self._kept: dict[int, tuple[Deferred, int]] = {}  # by row: what is deferred, and its places
         self._due: list[Deferred] = []  # with the next plan
         self._released: list[Deferred] = []
@@ -157,7 +183,7 @@ class FromStates(Prompts):
         due, self._due = tuple(self._due), []
         return due
 
-    def take_released(self) -> tuple[Deferred, ...]:
+    def take_texts(self) -> tuple[Deferred, ...]:
         due, self._released = tuple(self._released), []
         return due
 
@@ -181,12 +207,16 @@ class FromStates(Prompts):
 class FromTokens(Prompts):
     """Of a drafter that makes its KV of tokens alone. It can see any part of a text at any time, so it need not see
     prompts of `Req.skipped`, nor one that ends early, nor the end of an answer: which slots have its KV is noted, and a
-    request that goes on from others has it see these first."""
+    request that goes on from others has it see these first.
+
+    At rest it sees answers at about `Deferral.lag` tokens, of several rows in one pass, and one pass before a step: the
+    device does not need it, and a step takes longer with it. Most answers end before."""
 
     sees_later = True
 
     def __init__(self, deferral: Deferral, slots: int) -> None:
-        self._most = deferral.most
+        self._most, self._lag = deferral.most, deferral.lag
+        self._texts: list[Deferred] = []  # of answers, with the next plan
         self._seen = np.zeros(slots + 1, bool)  # by slot
         self._due: dict[int, tuple[IntArray, int]] = {}  # by row: slots of its first positions, and which are due
 
@@ -214,10 +244,32 @@ class FromTokens(Prompts):
         seen = 0 if req.skipped else req.kv - req.behind  # at least
         self._seen[req.slots[req.sent : req.kv]] = np.arange(req.sent, req.kv) < seen
 
+    def far(self, reqs: Sequence[Req], commit: int) -> list[Req]:
+        """As many as fit into a pass, those first that are furthest behind."""
+        if all(req.behind + commit <= self._lag for req in reqs):
+            return []
+        far = sorted((req for req in reqs if 2 * req.behind > self._lag), key=lambda req: -req.behind)
+        together = np.cumsum([req.behind for req in far]) <= self._most
+        return far[: max(int(together.sum()), 1)]
+
+    def show(self, req: Req) -> None:
+        start, end = max(req.kv - req.behind, req.sent), req.kv - 1  # what comes before `start` it has seen
+        if start < end:
+            self._texts += self._parts(req.row, start, end)
+            req.behind = min(req.behind, req.bound - end)
+
     def take(self) -> tuple[Deferred, ...]:
-        found, most = [], self._most
+        found = []
         for row, (slots, first) in self._due.items():
             self._seen[slots[first:]] = True
-            found += [Deferred(row, at, min(most, len(slots) - at), 0) for at in range(first, len(slots), most)]
+            found += self._parts(row, first, len(slots))
         self._due = {}
         return tuple(found)
+
+    def take_texts(self) -> tuple[Deferred, ...]:
+        texts, self._texts = tuple(self._texts), []
+        return texts
+
+    def _parts(self, row: int, start: int, end: int) -> list[Deferred]:
+        """Positions [start, end), as many at once as a pass has."""
+        return [Deferred(row, at, min(self._most, end - at), 0) for at in range(start, end, self._most)]

@@ -24,6 +24,7 @@ class Load(NamedTuple):
     longer: seconds that the step may take beyond one without drafts, because of what kept these rows waiting before it.
     whole: whether trees are verified whole, as those of rows are that ask for more than drafts and sampling.
     newest: number of the last admission among the rows; larger than before where a request is new.
+    passes: of a drafter over what it has not seen of these rows, before it can draft.
     """
 
     confidences: Sequence[int]
@@ -31,6 +32,7 @@ class Load(NamedTuple):
     longer: float = math.inf
     whole: bool = False
     newest: int = 0
+    passes: int = 1
 
 
 class ShapePolicy(Protocol):
@@ -158,7 +160,7 @@ class MostTokens:
     MARGIN = 1.02  # by which drafting has to be better: the host does more for it, which no step's seconds tell
     MOST = 1024  # queries of a step; more never pay
     KEPT = 4  # most steps that a choice of drafts is kept for
-    REST = LAG - 2  # the same where nothing is drafted. A drafter that lags has to catch up about as often in any case
+    REST = LAG - 2  # the same where nothing is drafted. Most drafters that lag have to catch up about as often anyway
     LATE = 4  # steps after which the result of a try that has not come never will
     ENTRY = 8  # steps that drafting is taken to go on for once it has begun: they share what it costs to begin
     NEWS = 0.1  # drafts of a row: a try that raises what an option is expected to bring by more is followed by another
@@ -179,7 +181,7 @@ class MostTokens:
         self._promising: int | None = None  # one that brought more than was expected when it was tried
         self._best_before = self._plain
         self._pause = 1  # steps that the next choice is kept for
-        self._catch_up: dict[int, float] = {}  # seconds that the drafter takes at least, with about so many rows
+        self._catch_up: dict[int, float] = {}  # seconds of the drafter's shortest pass, with about so many rows
 
     def choose(self, load: Load) -> TreeShape:
         if not any(load.confidences):
@@ -212,7 +214,8 @@ class MostTokens:
             return once
         best, since = self._best(rates), self._steps - self._looked
         self._looked = self._steps
-        self._allowance = min(self._allowance + self.PROBING * prices[best] * since, 4 * prices[best])
+        most = 4 * prices[best] + self._entry(load)  # a drafter that is far behind is tried, but seldom
+        self._allowance = min(self._allowance + self.PROBING * prices[best] * since, most)
         self._tries = {i: step for i, step in self._tries.items() if self._steps - step <= self.LATE}
         tried = self._to_try(load, best, rates, prices, tokens)
         chosen = best if tried is None else tried
@@ -225,12 +228,11 @@ class MostTokens:
         return once._replace(option=chosen, until=self._steps + self._pause - 1)
 
     def _entry(self, load: Load) -> float:
-        """Seconds that it costs to begin to draft, where the drafter has to catch up first. What it takes for each
-        token is not counted: it is only put off."""
+        """Seconds that it costs to begin to draft, where the drafter has to catch up first."""
         if not self._lags(self._kept.option):
             return 0.0
         known = self._catch_up
-        return known.get(len(load.confidences).bit_length()) or min(known.values(), default=0.0)
+        return load.passes * (known.get(len(load.confidences).bit_length()) or min(known.values(), default=0.0))
 
     def _lags(self, index: int) -> bool:
         """Whether a drafter with a model may not see the steps of an option."""
@@ -300,7 +302,7 @@ class MostTokens:
         index, bucket = self.menu.index(shape), len(load.confidences).bit_length()
         if result.catching_up and not self._lags(index):  # others are of rows that are released, or far behind
             known = self._catch_up.get(bucket, math.inf)
-            self._catch_up[bucket] = min(self.DRIFT * known, result.catching_up)
+            self._catch_up[bucket] = min(self.DRIFT * known, result.catching_up / load.passes)
         if plain:
             seconds = result.seconds - result.catching_up
             self.prices.record(shape, len(load.confidences), load.context, seconds)

@@ -59,7 +59,7 @@ class SchedulerConfig:
     ahead: int = 0  # page-table entries to hand out beyond what a tree step needs, so that most steps upload none
     vocab: int = 0  # width of the target's logits
     lagging: frozenset[TreeShape] = frozenset()  # shapes whose steps the drafter does not see until it catches up
-    lag: int = LAG  # most positions of a row that it may lack then
+    lag: int = LAG  # most positions of a row in one pass then, and that it may lack where `deferral` says nothing else
     deferral: Deferral = AT_ONCE  # of prompts
     credited: tuple[tuple[str, ...], ...] = ()  # whom a draft counts for, by its source
     draws_alike: bool = False  # whether a step of which nodes are picked can only draw greedily
@@ -242,7 +242,7 @@ class Scheduler:
         if not ready:
             return None
         waiting = any(req.state is ReqState.PREFILL for req in self.running)
-        shape = self.choice.choose(ready, self._prefilled, waiting)
+        shape = self.choice.choose(ready, self._prefilled, waiting, self._catch_ups.passes(ready))
         span = self.spans[shape]
         ahead = self.kv.ahead(ready, span, self.config.ahead)
         chosen = []
@@ -264,7 +264,7 @@ class Scheduler:
     def load(self) -> Load:
         """Of a step that ran now; for whoever explains."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        return self.choice.load(ready)
+        return self.choice.load(ready, passes=self._catch_ups.passes(ready))
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(

@@ -31,6 +31,16 @@ def options(**kw):
     return Options(model="x", max_running_requests=6, chunked_prefill_size=20, **kw).resolve()
 
 
+@pytest.mark.parametrize(("layers", "from_tokens", "most"), [(1, False, 2048), (4, False, 1024), (30, True, 100_000)])
+def test_a_pass_over_a_prompt_is_no_longer_than_a_prefill(rig, layers, from_tokens, most):
+    """A trial step measures what that takes; a draft model's launches take longer than its positions."""
+    rig.drafter.kv_layers, rig.drafter.from_tokens = [LayerSpec(2, 16)] * layers, from_tokens
+    rig.device.has_own_memory = True
+    for chunk in (20, 8192, 100_000):
+        chosen = sizing.deferral_of(Options(model="x", chunked_prefill_size=chunk), rig)
+        assert chosen.most == min(chunk, most) and chosen.from_tokens == from_tokens
+
+
 def test_the_trial_runs_the_largest_steps(rig, monkeypatch):
     ran = []
 
