@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: (not item.nodeid.startswith(LONGEST), item.path not in slow))
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests import makes each collection of an engine's garbage take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def has(item: pytest.Item, **params: Any) -> bool:

@@ -84,7 +84,7 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
-@pytest.mark.further(name=["EAGLE-2", "STANDALONE"])  # torch.compile and SpecV2 are like them
+@pytest.mark.further(name=["EAGLE-2", "FR-Spec", "STANDALONE", "NGRAM"])  # as others, and as commands of test_docs.py
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, most = COMMANDS[name]

@@ -100,6 +100,7 @@ def test_heads_that_draft_blocks(
         assert isinstance(stages, RecordedStages) and not stages.refused and stages.replays > 50
 
 
+@pytest.mark.exhaustive
 def test_the_types_of_blocks_have_their_own_text(expected: list[list[int]]) -> None:
     """So that the test above is one of blocks."""
     with engine(speculative_algorithm="none", quantization="none") as llm:

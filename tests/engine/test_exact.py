@@ -31,6 +31,8 @@ COPIES = ["blocks", "ranks"]  # of what "cpu" shows
 pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=COPIES, lag=0),
+    pytest.mark.further(harness=COPIES, drafter="ngram"),
+    pytest.mark.further(harness=COPIES, shape=CHAIN),
 ]
 
 
@@ -153,7 +155,7 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
     assert rig.accept_length > 1.3
 
 
-@pytest.mark.further(chunk=[2, 17], harness=COPIES)
+@pytest.mark.further(chunk=[2, 17])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_prefill_chunks_of_any_size(harness, case, chunk, lag):
@@ -228,7 +230,7 @@ def test_stop_ids_end_a_request_in_the_middle_of_an_accepted_path(harness, case,
     assert rig.run().tokens == expected.tokens
 
 
-@pytest.mark.further(seed=[2, 3])
+@pytest.mark.further(seed=[1, 2, 3])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_with_aborts_and_preemption(harness, case, lag, seed):

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize("harness", ["ranks"], indirect=True, scope="session"),
-    pytest.mark.further(case=["EAGLE", "NEXTN"]),  # as EAGLE3, and as NEXTN of more layers
+    pytest.mark.further(case=["EAGLE", "EAGLE3", "NEXTN"]),  # as EAGLE3 of a pair, and as NEXTN of more layers
 ]
 
 
@@ -93,7 +93,6 @@ def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Ca
     assert rig.sched.retractions > 0
 
 
-@pytest.mark.further(case="EAGLE3+NGRAM")
 def test_a_large_head_is_spread(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "SPREAD", 0)
     rig = case.answer(lag=1)
@@ -101,7 +100,7 @@ def test_a_large_head_is_spread(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     assert own == (2 if case.kind == "STANDALONE" else 1), "of two key/value heads"
 
 
-@pytest.mark.further(case=["EAGLE3", "NEXTN 3 layers", "STANDALONE"])
+@pytest.mark.further(case=["NEXTN 3 layers", "STANDALONE"])
 def test_grammars_and_log_probabilities(case: Case) -> None:
     """The host's answers reach both ranks, in the order in which they are asked for."""
     found = []

@@ -120,13 +120,13 @@ def test_an_engine_whose_step_does_not_end_is_replaced(
 def test_a_killed_engine_is_noticed_and_restarted_until_it_dies_too_often(
     spawned: list[EngineLink], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "DEATHS", 2)
+    monkeypatch.setattr(supervision, "DEATHS", 1)
     lost: list[int] = []
 
     async def scenario() -> None:
         async with running(spawned) as engine:
             engine.lost = lambda: lost.append(len(spawned))
-            for deaths in (1, 2, 3):
+            for deaths in (1, 2):
                 waiting = [asyncio.ensure_future(text_of(engine, FOREVER(f"{deaths}{i}"))) for i in range(3)]
                 await asyncio.sleep(0.05)
                 question = asyncio.ensure_future(engine.stats())
@@ -140,12 +140,12 @@ def test_a_killed_engine_is_noticed_and_restarted_until_it_dies_too_often(
                     await question
                 with pytest.raises(EngineDead):
                     engine.submit([request("late")])
-                if deaths < 3:
+                if deaths < 2:
                     await until(lambda: engine.healthy, 20)
                     assert await text_of(engine, request("again")) == [1, 2, 3, 256]
                     assert not lost
             await asyncio.sleep(0.3)
-            assert not engine.healthy and lost == [3] and len(spawned) == 3
+            assert not engine.healthy and lost == [2] and len(spawned) == 2
             with pytest.raises(EngineDead, match=r"stopped too often: killed by SIGKILL.*; it is not restarted"):
                 engine.submit([request("too late")])
 

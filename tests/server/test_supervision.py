@@ -268,6 +268,7 @@ def test_a_stopped_engine_is_replaced(tmp_path: Path) -> None:
         asyncio.run(scenario(process, url))
 
 
+@pytest.mark.exhaustive  # test_soak.py stops one for a while, too
 @pytest.mark.slow
 def test_streams_go_on_with_an_engine_that_was_stopped_for_a_while(tmp_path: Path) -> None:
     """What was running before ends, and what comes meanwhile and afterwards too."""

@@ -151,6 +151,7 @@ def texts(count: int) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (2 + 7 * i,), generator=g).tolist() for i in range(count)]
 
 
+@pytest.mark.further(shape=TreeShape(1, 3, 4))
 @pytest.mark.parametrize("ops", [TorchOps(CPU), make_ops(CPU)], ids=["torch", "native"])
 @pytest.mark.parametrize("shape", [TreeShape(4, 1, 5), TreeShape(4, 3, 14), TreeShape(1, 3, 4)], ids=str)
 @pytest.mark.parametrize("name", CASES)

@@ -292,6 +292,7 @@ def same_run(out: Path, expected: Path) -> None:
         assert accept(out, (3, 1, 4), temperature) == accept(expected, (3, 1, 4), temperature)
 
 
+@pytest.mark.exhaustive  # the tests of generate, resume and evaluate kill each stage
 def test_killed_again_and_again_it_is_the_same(bench: Bench, short: list[str], short_run: Path) -> None:
     """SIGKILL while answers are written, while the head is trained, and while it is measured."""
     out = bench.folder / "killed"

@@ -64,7 +64,9 @@ def expected(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), tp_size=2, speculative_algorithm="NGRAM", chunked_prefill_size=16, **SETTINGS) as llm:
+        (pid,) = processes(llm).pids
         yield llm
+    assert gone(pid), "a process is left behind"
 
 
 def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: list[Any]) -> None:
@@ -198,12 +200,6 @@ def test_a_stopped_rank_does_not_outlive_a_killed_engine(heard: Heard) -> None:
     os.kill(heard.link.process.pid, signal.SIGKILL)
     assert heard.over.wait(10)
     assert "SIGKILL" in heard.why
-
-
-def test_no_process_is_left_behind(folder: Path) -> None:
-    with LLM(str(folder), tp_size=2, **SETTINGS) as llm:
-        (pid,) = processes(llm).pids
-    assert gone(pid)
 
 
 class FailsElsewhere(Drafter):

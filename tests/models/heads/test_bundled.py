@@ -154,7 +154,7 @@ def expected(smollm2_path: Path, questions: list[list[dict[str, str]]]) -> Itera
         yield [answer.token_ids for answer in llm.chat(questions, PARAMS)]
 
 
-@pytest.mark.further(algorithm="EAGLE")
+@pytest.mark.further(algorithm=["EAGLE", "NEXTN"])
 @every_head
 def test_nothing_is_changed_and_much_is_accepted(
     algorithm: str, questions: list[list[dict[str, str]]], expected: list[list[int]]
