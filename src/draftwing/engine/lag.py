@@ -118,7 +118,7 @@ class Lag:
         if self._deferral.places:
             most = min(self._deferral.most, self._table.length - 1)
             for parts in PARTS if self._deferral.from_tokens else PARTS[:1]:
-                self.see([Deferred(self._table.rows, 0, most // parts, 0)] * parts)
+                self.see([Deferred(self._table.rows, 0, max(most // parts, 1), 0)] * parts)
         for count, width in product(COUNTS, WIDTHS):
             self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
 

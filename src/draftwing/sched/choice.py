@@ -10,15 +10,18 @@ from draftwing.core import Chunk, Plan, StepResult, TreeShape
 from draftwing.sched.pace import Pace
 from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.prices import PricedSteps
+from draftwing.sched.prompts import PromptWorth
 from draftwing.sched.req import Req
 
 
 class ShapeChoice:
     """Asks the policy for what the requests of a step and the pace of others allow, and tells it of results."""
 
-    def __init__(self, policy: ShapePolicy, pace: Pace, draws_alike: bool) -> None:
-        """draws_alike: see `SchedulerConfig`."""
+    def __init__(self, policy: ShapePolicy, pace: Pace, draws_alike: bool, text_pass: int = 0) -> None:
+        """draws_alike: see `SchedulerConfig`.  text_pass: positions of a pass over prompts, 0 for a drafter that sees
+        all of them."""
         self.policy, self._pace, self._draws_alike = policy, pace, draws_alike
+        self._worth = PromptWorth(text_pass) if text_pass else None
         self._priced = PricedSteps()
 
     @contextmanager
@@ -32,10 +35,22 @@ class ShapeChoice:
         finally:
             self.policy = before
 
-    @property
-    def skips_prompts(self) -> bool:
-        """Whether a drafter need not see prompts, because of which hardly anything will be drafted: they decide."""
-        return self.policy.adapts and self._pace.pressed
+    def skip_prompts(self, admitted: Sequence[Req], running: Sequence[Req], confidence: int) -> None:
+        """Decides which of those who have been admitted a drafter need not see the prompts of. running: all who are.
+        confidence: of a request of which nothing is known."""
+        if not admitted or self._worth is None or not self.policy.adapts:
+            return
+        saving = self.policy.saving(Load([confidence] * len(running), _context(running)))
+        for req in admitted:
+            # Where prompts wait all the time hardly anything will be drafted, because they decide.
+            req.skipped = self._pace.pressed or not self._worth.is_worth(
+                req.unsent, len(admitted), req.max_total - len(req.tokens), saving
+            )
+
+    def answered(self, req: Req) -> None:
+        """A request has its whole answer."""
+        if self._worth is not None:
+            self._worth.ended(req.completion_tokens)
 
     def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, passes: int = 1) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts of prompts
@@ -58,11 +73,15 @@ class ShapeChoice:
 
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
         """A step has ended. live: the request of each of its rows that still has it."""
+        passes = 0 if plan.catch_up is None else plan.catch_up.passes
+        if self._worth is not None:
+            shown = sum(part.length for part in plan.shown)
+            self._worth.record(result.seconds, result.catching_up, passes, shown)
         if plan.kind == "prefill":
             self._pace.record(plan.chunks, result.seconds - result.catching_up)
         else:
             self._pace.record_step(result.seconds)
-            load = self._load_before(live)._replace(passes=1 if plan.catch_up is None else plan.catch_up.passes)
+            load = self._load_before(live)._replace(passes=max(passes, 1))
             self.policy.record(plan.shape, load, result, self._priced.take(plan))
 
     def _load_before(self, live: Sequence[Req | None]) -> Load:

@@ -59,6 +59,11 @@ class Gains:
         self._learnt = [0] * len(self._menu)  # steps that each option told something in
         self._last = [0] * len(self._menu)  # the last of them
 
+    @property
+    def known(self) -> bool:
+        """Whether any step has told of them."""
+        return any(self._learnt)
+
     def expected(self, index: int, counts: Mapping[int, int]) -> float:
         """Returns the drafts that an option will have accepted; counts: rows by confidence. What was chosen because it
         looked best is a little less good than it looked, so that its promises are held against what came of them."""

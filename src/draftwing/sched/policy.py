@@ -56,13 +56,17 @@ class ShapePolicy(Protocol):
         """
         ...
 
+    def saving(self, load: Load) -> float | None:
+        """Returns the seconds that drafts save for each token of such rows, all together; None where it is unknown."""
+        return None
+
     def explain(self, load: Load) -> list[dict[str, Any]]:
         """Returns for each option: `shape`, `price_ms`, `gain` (expected accepted drafts of the batch), `rate`
         (expected tokens per second) and whether it is `chosen`: runs next, tries aside."""
         ...
 
 
-class FixedShape:
+class FixedShape(ShapePolicy):
     """Chooses always the same shape; plain decoding when no row has anything to propose."""
 
     sees_predictions, adapts = True, False
@@ -226,6 +230,12 @@ class MostTokens:
         self._pause = min(2 * self._pause, most) if best == self._best_before else 1
         self._best_before = best
         return once._replace(option=chosen, until=self._steps + self._pause - 1)
+
+    def saving(self, load: Load) -> float | None:
+        rates, *_ = self._rates(load)
+        if self._plain not in rates or not self._gains.known:
+            return None
+        return 1 / rates[self._plain] - 1 / rates[self._best(rates)]
 
     def _entry(self, load: Load) -> float:
         """Seconds that it costs to begin to draft, where the drafter has to catch up first."""

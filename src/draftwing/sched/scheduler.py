@@ -87,7 +87,8 @@ class Scheduler:
         self._steps = 0
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._pace = Pace()
-        self.choice = ShapeChoice(policy, self._pace, config.draws_alike)
+        text_pass = config.deferral.most if config.deferral.from_tokens else 0
+        self.choice = ShapeChoice(policy, self._pace, config.draws_alike, text_pass)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral, config.slots)
         self._news: list[Output] = []
@@ -178,21 +179,23 @@ class Scheduler:
     def _admit(self) -> None:
         if not self.waiting:
             return
+        admitted: list[Req] = []
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
         for req in self.waiting.in_turn(shares.served):
             if not self.kv.has_row and shares.who_yields(self.running, req) is None:
-                return
+                break
             tokens = np.asarray(req.tokens, np.int64)
             if self.kv.on_its_way(req, tokens):
                 continue  # computed once for all who ask alike
             if not self._give_row(req, tokens, shares):
-                return  # whoever needs less must not pass for ever whoever needs more
+                break  # whoever needs less must not pass for ever whoever needs more
             self.waiting.admit(req)
             req.state = ReqState.PREFILL
             req.admitted = req.admitted or time.monotonic()
             req.inflight, req.confidence = 0, self.config.initial_confidence
-            req.skipped = self.config.deferral.from_tokens and self.choice.skips_prompts
             self.running.append(req)
+            admitted.append(req)
+        self.choice.skip_prompts(admitted, self.running, self.config.initial_confidence)
 
     def _give_row(self, req: Req, tokens: IntArray, shares: RowShares) -> bool:
         """Retracts requests of clients with more than their share for one that has less, where it must."""
@@ -411,6 +414,8 @@ class Scheduler:
         req.state = ReqState.DONE
         del self._by_uid[req.uid]
         output = Output(req.uid, new) if output is None else output
+        if reason["type"] != "abort":
+            self.choice.answered(req)
         self._news.append(replace(output, finish_reason=reason, meta=told(req, self.config.credited)))
 
     # -- small things -------------------------------------------------------------------------------------------

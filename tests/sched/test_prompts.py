@@ -1,0 +1,97 @@
+"""Whether a draft model sees a prompt: where its drafts of the answer are known not to be worth it, it does not."""
+
+from __future__ import annotations
+
+import pytest
+from world import World
+
+from draftwing.core import MAX_CONFIDENCE, PLAIN, Deferral, TreeShape
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy import FixedShape, Load, MostTokens
+from draftwing.sched.prompts import TRIED, PromptWorth
+from draftwing.sched.req import Req
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+
+TREE = TreeShape(3, 1, 4)
+A_PASS = 0.02
+
+
+def known(answer: int = 128) -> PromptWorth:
+    worth = PromptWorth(8192)
+    worth.record(0.0, 2 * A_PASS, 1, 8000)
+    worth.ended(answer)
+    return worth
+
+
+def test_what_is_not_known_is_found_out() -> None:
+    worth = PromptWorth(8192)
+    assert worth.is_worth(7500, 1, 128, 0.0), "what a pass takes"
+    worth.record(0.0, A_PASS, 1, 0)
+    assert worth.is_worth(7500, 1, 128, 0.0), "how long answers are"
+    worth.ended(128)
+    assert worth.is_worth(7500, 1, 128, None), "what drafts save"
+    assert not worth.is_worth(7500, 1, 128, 0.0)
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(7500, 2), (100, 1), (20_000, 4)])
+def test_an_answer_brings_back_what_the_prompt_took(tokens: int, passes: int) -> None:
+    least = passes * A_PASS / 128  # seconds that a token has to save
+    assert known().is_worth(tokens, 1, 1000, 1.01 * least) and not known().is_worth(tokens, 1, 1000, 0.99 * least)
+    assert not known().is_worth(tokens, 1, 64, 1.9 * least), "a limited answer is no longer"
+    assert known(64).is_worth(tokens, 1, 1000, 2.1 * least) and not known(64).is_worth(tokens, 1, 1000, 1.9 * least)
+
+
+def test_prompts_that_are_prefilled_together_share_a_pass() -> None:
+    assert known().is_worth(100, 8, 1000, A_PASS / 800) and not known().is_worth(100, 1, 1000, A_PASS / 800)
+
+
+def test_a_small_share_of_the_time_goes_into_what_does_not_seem_worth_it() -> None:
+    worth, shown, seconds = known(), 0, 0.0
+    for _ in range(5000):
+        seconds += 0.02
+        worth.record(0.02, 0.0, 0, 0)
+        shown += worth.is_worth(100, 1, 1000, 0.0)
+    assert shown * A_PASS == pytest.approx(TRIED * seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("hit", [0.02, 0.9])
+def test_a_policy_tells_what_drafts_save(hit: float) -> None:
+    world = World((TREE, PLAIN), 4.0, 0.02, 0.1)
+    policy = MostTokens(world.menu, world.prices((4,)))
+    hits, load = [hit] * 4, Load([MAX_CONFIDENCE] * 4)
+    assert policy.saving(load) is None, "nothing has run"
+    world.run(policy, hits, 300)
+    expected = 1 / world.rate(PLAIN, hits) - 1 / max(world.rate(shape, hits) for shape in world.menu)
+    assert policy.saving(load) == pytest.approx(expected, abs=0.1e-3), "0 where nothing is worth drafting"
+
+
+class Saving(FixedShape):
+    adapts, worth = True, 0.0
+
+    def saving(self, load: Load) -> float | None:
+        assert load.confidences == [7] * 2
+        return self.worth
+
+
+@pytest.mark.parametrize("from_tokens", [True, False])
+def test_who_is_admitted_may_not_be_seen(from_tokens: bool) -> None:
+    policy = Saving(TREE)
+    config = SchedulerConfig(
+        4000, 2, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=Deferral(100, 50, from_tokens)
+    )
+    sched = Scheduler(config, policy, {shape: shape.nodes for shape in policy.menu})
+    if from_tokens:
+        sched.choice._worth = known()
+    for worth in (0.0, 1.0):
+        policy.worth = worth
+        reqs = [
+            Req(GenerationRequest(f"{i} {worth}", [i] * 30, SamplingParams(max_new_tokens=9)), 0, 39, frozenset())
+            for i in range(2)
+        ]
+        for req in reqs:
+            sched.submit(req)
+        plan = sched.plan()
+        assert plan is not None and [chunk.kept is not None for chunk in plan.chunks] == [from_tokens and not worth] * 2
+        for req in reqs:
+            sched.abort(req.uid)
