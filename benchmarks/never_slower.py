@@ -9,7 +9,7 @@ met the load. Times are those of whole runs, prompts included. Each round has ot
 the time, as few as run in a second differ by some hundredths in how they meet. So there are more rounds until the mean
 of their ratios is known to `--error`, at most `--most-repeats`.
 
-`--fixed` also pins each shape of the drafter's menu in turn. `--tokens` sets lengths of answers, else `--seconds` for a
+`--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of answers, else `--seconds` for a
 run decides. `enable_deterministic_inference=true` makes `same` the number of answers that must be equal.
 """
 
@@ -214,7 +214,7 @@ def run_cell(
     if args.fixed:
         record["fixed"] = fixed_rates(cell, engine, jobs)
         best = max(record["fixed"].values())
-        record |= {"best_fixed": best, "of_best_fixed": record["drafts"] / best}
+        record |= {"best_fixed": best, "of_best_fixed": rounds[-1][1] / best}  # with the same requests
     return record
 
 
