@@ -9,8 +9,9 @@ met the load. Times are those of whole runs, prompts included. Each round has ot
 the time, as few as run in a second differ by some hundredths in how they meet. So there are more rounds until the mean
 of their ratios is known to `--error`, at most `--most-repeats`.
 
-`--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of answers, else `--seconds` for a
-run decides. `enable_deterministic_inference=true` makes `same` the number of answers that must be equal.
+`--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
+answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
+that must be equal.
 """
 
 from __future__ import annotations
