@@ -7,7 +7,7 @@ that every pair of values occurs, as far as it fits into the pool and the time. 
 in turn, now one first and now the other, after one run of prompts like these that is not timed, so that the policy has
 met the load. Times are those of whole runs, prompts included. Each round has other requests: where prompts take most of
 the time, as few as run in a second differ by some hundredths in how they meet. So there are more rounds until the mean
-of their ratios is known to `--error`, at most `--most-repeats`.
+of their ratios is known to `--error`, at most `--most-repeats`; one of many requests where prompts take a third.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import random
 import statistics
 import time
@@ -54,9 +53,9 @@ DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair
 LONG = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
-MANY_WAVES = (
-    10  # where prompts take a third of the time: in few, how prompts and answers meet counts for some hundredths
-)
+# Where prompts take a third of the time, how they meet answers counts for hundredths in few waves: then there are so
+# many requests, or as many waves.
+MANY, MOST_WAVES = 160, 16
 SETTLING = (
     32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to that
 )
@@ -116,7 +115,7 @@ class Costs:
         step, begin = self.step[cell.requests], self.prompt * cell.prompt * cell.requests
         longest = ANSWER[1] // (2 if cell.prompt > LONG else 1)
         tokens = int(min(max((seconds / WAVES - begin) / step, ANSWER[0]), longest))
-        waves = MANY_WAVES if begin > tokens * step / 2 else WAVES
+        waves = min(max(MANY // cell.requests, WAVES), MOST_WAVES) if begin > tokens * step / 2 else WAVES
         rounds = max(waves, round(seconds / (begin + tokens * step)))
         return cell.requests * rounds, tokens
 
@@ -172,15 +171,16 @@ def timed(engine: Any, jobs: Sequence[Any], requests: int) -> tuple[float, list[
     return written / seconds, answers, {"shapes": dict(shapes.most_common()), "accept_length": length}
 
 
-def error(ratios: Sequence[float]) -> float:
-    """Standard error of their mean; infinite of one."""
-    return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.inf
+def error(ratios: Sequence[float]) -> float | None:
+    """Standard error of their mean; of one nothing is known."""
+    return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
 
 
 def enough(ratios: Sequence[float], args: argparse.Namespace) -> bool:
     if len(ratios) < args.repeats:
         return False
-    return len(ratios) >= args.most_repeats or error(ratios) <= args.error
+    known = error(ratios)
+    return len(ratios) >= args.most_repeats or (known is not None and known <= args.error)
 
 
 def run_cell(
@@ -192,7 +192,10 @@ def run_cell(
     for each in (none, engine):
         timed(each, jobs_of(settle, cell.temperature, tokens), cell.requests)
     rounds: list[tuple[float, float]] = []
-    while not enough([drafted / plain for plain, drafted in rounds], args):
+    while not rounds or not (
+        (count >= MOST_WAVES * WAVES and cell.prompt > LONG)
+        or enough([drafted / plain for plain, drafted in rounds], args)
+    ):
         turn = len(rounds)
         prompts = texts.prompts(cell.text, cell.prompt, count, turn * count)
         jobs = jobs_of(prompts, cell.temperature, tokens, SPREAD, turn)
@@ -237,11 +240,11 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     head = "| requests | prompt | temperature | text | drafter | none, tokens/s | drafts, tokens/s | ratio | error |"
     lines = [head + " accept length | shapes |", "|" + "---|" * 11]
     for one in sorted(records, key=lambda record: record["ratio"]):
-        steps = sum(one["shapes"].values())
+        steps, known = sum(one["shapes"].values()), "" if one["error"] is None else f"{one['error']:.3f}"
         shapes = ", ".join(f"{name} {count / steps:.0%}" for name, count in list(one["shapes"].items())[:3])
         lines.append(
             f"| {one['requests']} | {one['prompt']} | {one['temperature']:g} | {one['text']} | {one['drafter']} | "
-            f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {one['error']:.3f} | "
+            f"{one['none']:.0f} | {one['drafts']:.0f} | {one['ratio']:.3f} | {known} | "
             f"{one['accept_length']:.2f} | {shapes} |"
         )
     return "\n".join(lines)

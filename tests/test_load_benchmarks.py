@@ -83,7 +83,7 @@ def test_work(modules: dict[str, ModuleType]) -> None:
     cell = grid.Cell(1, 100, 0.0, "chat", "NGRAM")
     assert costs.work(cell, 2.6) == (4, 128)
     assert costs.work(cell._replace(requests=128, prompt=10), 1.5) == (512, 96)
-    assert costs.work(cell._replace(prompt=4000), 5.0) == (10, 128)
+    assert costs.work(cell._replace(prompt=4000), 5.0) == (16, 128)
     assert costs.work(cell._replace(prompt=3000), 5.0) == (5, 128)
 
 
