@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-pydantic_ai = pytest.importorskip("pydantic_ai", reason="draftwing[clients] is not installed")
+pydantic_ai = pytest.importorskip("pydantic_ai", reason="draftwing[pydantic-ai] is not installed")
 
 
 class City(BaseModel):

@@ -7,7 +7,7 @@ from pathlib import Path
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
-from draftwing.engine.engine import RECEIVED, Engine
+from draftwing.engine.engine import ENDED, RECEIVED, Engine
 from draftwing.engine.inbox import Inbox
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -61,13 +61,17 @@ def test_running_answers_go_on_beside_thousands(tmp_path: Path) -> None:
             seen += [out.uid for out in engine.step()]
             assert len(sched.waiting) + len(sched.running) <= 1 + turn * RECEIVED
         assert seen.count("bob") >= 2 and "carol" in seen
-        for i in range(1000):
+        begun = {*seen}
+        for i in reversed(range(1000)):
             engine.abort(f"a{i}")
         ended: list[str] = []
         while len(ended) < 1000:
-            news = [out.uid for out in engine.step() if out.finish_reason is not None]
-            assert len(news) <= RECEIVED + 3
+            outputs = engine.step()
+            begun |= {out.uid for out in outputs if out.token_ids}
+            news = [out.uid for out in outputs if out.finish_reason is not None]
+            assert len(news) <= ENDED + 3
             ended += [uid for uid in news if uid[0] == "a"]
+        assert len(begun) < 40, "those that wait end without a row"
         assert len(set(ended)) == 1000
         while not engine.idle():
             engine.step()

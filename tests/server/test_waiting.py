@@ -166,4 +166,5 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts() -> None:
     requests = [message for message in sent if isinstance(message, list)]
     assert sum(map(len, requests)) == 2048 and max(map(len, requests)) <= SENT
     (abort,) = [message for message in sent if isinstance(message, Abort)]
+    assert abort.uids == tuple(request.uid for message in requests for request in message)[::-1], "the newest first"
     assert len(abort.uids) == 2048 and len(linked.waiting) == 2048, "they count until the engine has let go of them"

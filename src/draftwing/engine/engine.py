@@ -38,7 +38,8 @@ from draftwing.text.detok import StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("draftwing")
-RECEIVED = 32  # requests for each step, new ones and such as end, beyond what could run at once
+RECEIVED = 32  # new requests for each step, beyond what could run at once
+ENDED = 128  # requests that end for each step
 _PROCESSOR = "custom_logit_processor"  # the field that names one
 
 
@@ -204,7 +205,7 @@ class Engine:
     def _receive(self) -> None:
         """What could run at once is taken at once, of all else a part."""
         sched = self.parts.sched
-        for one in self._inbox.take_ended(RECEIVED):
+        for one in self._inbox.take_ended(ENDED):
             if isinstance(one, Req):
                 sched.refuse(one)
             else:
