@@ -17,12 +17,12 @@ from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead,
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
+from draftwing.server.outbox import Outbox
 from draftwing.server.supervision import Deaths, Watchdog
 from draftwing.server.telemetry.observer import Observer
 from draftwing.server.waiting import Waiting
 
 logger = logging.getLogger(__name__)
-SENT = 64  # requests in one message: no thread of either process is busy with it for long
 MOST_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
 STATS_SECONDS = 0.5  # how long the engine's numbers are waited for, then those of before have to do
 
@@ -77,6 +77,7 @@ class Stream:
         for uid in self.open:
             self._owner.forget(uid)
         if self.open:
+            self._owner.waiting.left(self.open)
             self._owner.abort_all(self.open)
         self.open.clear()
 
@@ -97,6 +98,7 @@ class AsyncEngine:
         self.error: EngineDead | None = None
         self.link, self._spawn = link, spawn  # the link of today; another one after a restart
         self._deaths = Deaths()
+        self._outbox = Outbox(lambda requests: self.link.send(requests))
         self._streams: dict[str, Stream] = {}  # by uid of an unfinished request
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._compiles: dict[int, Grammar] = {}  # by number of what the engine compiles or will, whoever still waits
@@ -149,8 +151,7 @@ class AsyncEngine:
         stream = Stream(self, admitted)
         self._streams |= dict.fromkeys(stream.open, stream)
         self.waiting.add(admitted)
-        for start in range(0, len(admitted), SENT):
-            self.link.send(admitted[start : start + SENT])
+        self._outbox.put(admitted)
         return stream
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Output]:
@@ -170,8 +171,13 @@ class AsyncEngine:
         )
 
     def abort_all(self, uids: Iterable[str]) -> None:
-        # The newest first: else those that wait get the rows of those that end, to end a step later.
-        self.link.send(Abort(tuple(uids)[::-1]))
+        every = list(uids)
+        dropped = self._outbox.drop(every)
+        self._hand_on([Output(uid, [], {"type": "abort", "message": "aborted"}) for uid in dropped])
+        sent = set(every).difference(dropped)
+        if sent:
+            # The newest first: else those that wait get the rows of those that end, to end a step later.
+            self.link.send(Abort(tuple(uid for uid in reversed(every) if uid in sent)))
 
     def end_all(self, message: str) -> None:
         """Ends all requests without waiting for the engine, as aborted, and refuses new ones: the server ends."""
@@ -359,6 +365,7 @@ class AsyncEngine:
 
     def _fail(self, error: EngineDead) -> None:
         self.error = error
+        self._outbox.clear()
         self.observer.lost()
         self.waiting.clear()
         self.news.set()

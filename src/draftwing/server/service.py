@@ -35,6 +35,7 @@ MOST_COMPILED = 64  # grammars that the engine need not be asked about; it keeps
 MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
 _AT_ONCE = 32  # answers that are made in one turn of the event loop
+_PAUSE_SECONDS = 0.002  # until the next turn, for others; these take about one
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
 
@@ -230,7 +231,7 @@ class Service:
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
                     if len(answers) % _AT_ONCE == 0:
-                        await asyncio.sleep(0)  # to others
+                        await asyncio.sleep(_PAUSE_SECONDS)
             except RequestError as error:
                 raise body.renamed(error) from None
             tokens = sum(len(request.prompt_ids) for request in requests)

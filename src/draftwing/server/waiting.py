@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from draftwing.errors import DraftwingError
 from draftwing.requests.request import GenerationRequest
 
 RETRY_SECONDS = 1
+LEFT_SECONDS = 10.0  # for which a key has no place for another answer in the place of one that it asked for and left
 
 
 class QueueFull(DraftwingError):
@@ -22,14 +24,17 @@ class QueueFull(DraftwingError):
 
 class Waiting:
     """Answers from when they are asked for until the engine gives a token or their end. Those whose client left count
-    until the engine has let go of them, so that nobody can ask and leave faster than it follows."""
+    until the engine has let go of them, and for some time among those of its key, so that nobody can ask and leave
+    faster than the server follows."""
 
-    def __init__(self, most: int, most_of_a_key: int) -> None:
+    def __init__(self, most: int, most_of_a_key: int, clock: Callable[[], float] = time.monotonic) -> None:
         """most: of all clients.  most_of_a_key: of one with a key; without keys all are one client."""
         self._most, self._most_of_a_key = most, most_of_a_key
         self._clients: dict[str, str] = {}  # by uid
         self._counts: Counter[str] = Counter()
         self._made = 0
+        self._left: deque[tuple[float, str, int]] = deque()  # until when so many count for a client
+        self._clock = clock
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -48,6 +53,9 @@ class Waiting:
 
     def check(self, client: str, count: int) -> None:
         """Raises QueueFull where so many more would be too many."""
+        while self._left and self._left[0][0] <= self._clock():
+            _, name, past = self._left.popleft()
+            self._less(name, past)
         if client and (there := self._counts[client]) + count > self._most_of_a_key:
             limit = f"the most of a key (--max-queued-requests-per-key) are {self._most_of_a_key}"
             raise QueueFull(f"{there} answers of this key wait, {limit}; found {count} more", own=True)
@@ -65,6 +73,13 @@ class Waiting:
         client = self._clients.pop(uid, None)
         if client is not None:
             self._less(client, 1)
+
+    def left(self, uids: Iterable[str]) -> None:
+        """Their client, one for all, waits for them no more."""
+        clients = [self._clients[uid] for uid in uids if uid in self._clients]
+        if clients:
+            self._left.append((self._clock() + LEFT_SECONDS, clients[0], len(clients)))
+            self._counts[clients[0]] += len(clients)
 
     def clear(self) -> None:
         for uid in list(self._clients):
