@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -12,6 +13,24 @@ from typing import TypeVar
 T = TypeVar("T")
 INLINE = 4096  # numbers, and characters that are read, at once: some milliseconds
 SHORT = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
+REST = 9
+
+
+class Turns:
+    """Work on the event loop that may take long, one at a time: after each nothing of it for `REST` times as long, so
+    that whoever sends it again and again leaves most of the time to others."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        await self._lock.acquire()
+        begun = time.perf_counter()
+        try:
+            return work()
+        finally:
+            rest = REST * (time.perf_counter() - begun)
+            asyncio.get_running_loop().call_later(rest, self._lock.release)
 
 
 class Lanes:
@@ -23,6 +42,7 @@ class Lanes:
 
     def __init__(self) -> None:
         share = (os.cpu_count() or 1) // 4
+        self.reading = Turns()  # of large bodies
         self._short = ThreadPoolExecutor(min(max(share, 2), 8), "draftwing-short")
         self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long")
         self._json = ThreadPoolExecutor(1, "draftwing-json")
