@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
-.PHONY: serve check test test-all test-cluster static lint sanitize neon soak build setup clean
+.PHONY: serve check test test-all test-cluster static style lint sanitize neon soak build setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
@@ -18,12 +18,15 @@ serve: $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) \
   --dist loadfile --no-loadscope-reorder
 
-test: static
-	$(PYTEST) -m "not cluster and not exhaustive" $(ARGS)
+# Types are checked beside the tests, for the first time takes a minute.
+WITH_TYPES = $(BIN)/mypy & types=$$!; $(PYTEST) -m $(1) $(ARGS); tests=$$?; wait $$types && exit $$tests
+
+test: style
+	$(call WITH_TYPES,"not cluster and not exhaustive")
 
 # The whole of each grid of cases, of which `make test` has representatives.
-test-all: static
-	$(PYTEST) -m "not cluster" $(ARGS)
+test-all: style
+	$(call WITH_TYPES,"not cluster")
 
 # Several servers behind Ray Serve and behind smg, on this machine: some minutes, and 600 MB of packages the first time.
 test-cluster: $(VENV)/.installed-cluster
@@ -32,10 +35,12 @@ test-cluster: $(VENV)/.installed-cluster
 check: static
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
-static: $(VENV)/.installed-dev
+static: style
+	$(BIN)/mypy
+
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

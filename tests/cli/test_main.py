@@ -254,6 +254,7 @@ def test_sigterm_lets_running_requests_end() -> None:
     assert '"finish_reason":"length"' in client.text and client.text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.exhaustive  # as the next one does
 @pytest.mark.slow
 def test_the_drain_ends_with_an_abort() -> None:
     with serving("--drain-timeout", "0.2", pause=0.05) as (process, url):

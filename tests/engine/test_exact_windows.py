@@ -25,7 +25,7 @@ CHAIN, TREE, DEEP = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(8, 2, 16)
 
 pytestmark = [
     pytest.mark.parametrize("harness", ["windows", RANKS, CUDA], indirect=True, scope="session"),
-    pytest.mark.further(harness="ranks", case="sinks"),  # "gpt-oss" has them, too
+    pytest.mark.further(harness="ranks", case=["sinks", "gemma"]),
 ]
 
 

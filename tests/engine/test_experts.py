@@ -56,6 +56,7 @@ def test_prices_are_measured_on_tokens_that_have_nothing_in_common(harness, monk
         assert counts and (min(counts) >= distinct if random else max(counts) <= distinct)
 
 
+@pytest.mark.further(harness=["blocks", "ranks"], case=["softmax", "renormalised"])
 @pytest.mark.further(harness=["blocks", "ranks"], lag=0)
 @pytest.mark.further(case="softmax", shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])

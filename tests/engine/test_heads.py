@@ -70,6 +70,7 @@ def case(request, harness, tmp_path_factory):
     return Case(request.param, tmp_path_factory.mktemp(request.param), harness.device, harness)
 
 
+@pytest.mark.further(case=["EAGLE", "NEXTN"], shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_speculation_changes_no_token(case, shape, lag):
@@ -126,6 +127,7 @@ def test_a_pair_changes_no_token(case, lag, lookup):
     assert by_source[1] > 10 and by_source[2] > 10 and by_source[3] > 10, "of each alone, and of both"
 
 
+@pytest.mark.further(case=["EAGLE", "NEXTN"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_from_graphs(case, shape):
     """Batches of 5 and less in graphs of 1, 2, 4 and 6; first all rows are greedy, then some are not."""

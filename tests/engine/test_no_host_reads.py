@@ -94,7 +94,7 @@ PARAMS = {
 }
 
 
-@pytest.mark.further(drafter=["suffix", *FURTHER], shape=[PLAIN, SHAPES[1]])
+@pytest.mark.further(drafter=["suffix", "STANDALONE", *FURTHER], shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=FURTHER, sampling="greedy")
 @pytest.mark.further(drafter=["suffix", *FURTHER], sampling="mixed")
 @pytest.mark.parametrize(

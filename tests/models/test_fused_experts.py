@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from draftwing.errors import CheckpointError
 from draftwing.models.fused_experts import taken_apart
@@ -32,6 +31,8 @@ def by_hand(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def test_mxfp4() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # which takes 3 s
+
     blocks, scales = packed(8, HIDDEN)
     for expert in range(COUNT):
         found = MXRows(blocks[expert].flatten(1), scales[expert]).dense(torch.bfloat16)

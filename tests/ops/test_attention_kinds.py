@@ -115,7 +115,7 @@ DEPTHS = [0, 1, 2, 2, 3, 4, 1, 2]
 
 
 @pytest.mark.further(ops="triton", exact=False, name=[name for name in KINDS if name != "all"])
-@pytest.mark.further(ops="triton", name="longer than all")
+@pytest.mark.further(ops="triton", name=["longer than all", "sinks"])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:

@@ -164,7 +164,7 @@ FILTERED = ["", "nk", "np", "n", "nm", "nkpm", "b", "nkb", "nkp", "npb"]
 SIZES = [(1003, 3), (5, 2), (4096, 1)] + ([(128256, 1), (32000, 4), (50257, 3)] if CUDA else [])
 
 
-@pytest.mark.further(ops="triton", vocab=[5, 1003], dtype=torch.float16)
+@pytest.mark.further(ops="triton", vocab=[5, 1003], dtype=[torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "nodes"), SIZES)
 def test_mixed_rows(ops: TorchOps, vocab: int, nodes: int, dtype: torch.dtype) -> None:

@@ -161,6 +161,7 @@ def test_long_branches_and_defaults(ops: TorchOps, few: int) -> None:
     assert live(Pair(ops, 3, 500, capacity=10_000), seed=5, steps=80 // few, vocab=30, limit=19, copies=0.8) > 1
 
 
+@pytest.mark.further(ops="triton")
 def test_rings_wrap(ops: TorchOps, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_memory.NGramMemory.__init__, "__defaults__", (20,))
     pair = Pair(ops, 2, 200, max_window=6, branch_length=7, capacity=1)
@@ -176,6 +177,7 @@ def test_everything_collides(ops: TorchOps, few: int) -> None:
     assert live(pair, seed=7, steps=120 // few, vocab=5, limit=4, copies=0.3) > 0.5
 
 
+@pytest.mark.further(ops="triton")
 def test_many_rows_meet_in_one_bucket(ops: TorchOps, few: int) -> None:
     """Every row says the same in the same step: their windows fight for the same entries."""
     rows = 25 if few == 1 else 5

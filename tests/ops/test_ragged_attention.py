@@ -98,6 +98,7 @@ def results(
     return every[query], alone
 
 
+@pytest.mark.further(ops="triton", heads=(3, 1))
 @pytest.mark.further(ops="triton", told=False)
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (16, 1)])
@@ -134,8 +135,7 @@ TILINGS: dict[str, dict[str, int]] = {  # of an interpreter's time: few keys rea
 }
 
 
-@pytest.mark.further(name=["lanes", "one lane"])
-@pytest.mark.further(name="two launches, one lane", exact=False)
+@pytest.mark.further(name=["lanes", "one lane", "two launches, one lane"])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", TILINGS)
 def test_triton_tilings(

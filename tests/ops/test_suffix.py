@@ -226,6 +226,7 @@ def test_lives(ops: TorchOps, few: int, longest: int, least: float) -> None:
     assert live(world, few, seed=longest, vocab=4, limit=6, copies=0.5) > 2
 
 
+@pytest.mark.further(ops="triton")
 def test_many_tokens_follow(ops: TorchOps, few: int) -> None:
     """More than a bucket holds: the newest are kept."""
     world = World(ops, 2, 300, nodes=40 if few == 1 else 20, capacity=1 << 20, max_context=3, min_prob=0.001)
@@ -294,6 +295,7 @@ def test_owners_are_secrets(ops: TorchOps) -> None:
     assert torch.equal(same.owner, again.owner) and torch.equal(same.epoch, again.epoch)
 
 
+@pytest.mark.further(ops="torch")
 def test_old_text_leaves(ops: TorchOps, few: int) -> None:
     """Memory is bounded: far more is said than it holds, and what is new is known."""
     if few > 3:

@@ -95,7 +95,7 @@ def test_streams_go_on_as_without_long_prompts() -> None:
 
 
 @pytest.mark.further(heavy=1, noise=0.1)
-@pytest.mark.further(heavy=4, noise=3.0)
+@pytest.mark.further(noise=3.0)
 @pytest.mark.parametrize("noise", [0.1, 3.0])
 @pytest.mark.parametrize("heavy", [1, 4])
 def test_who_sends_long_prompts_is_no_more_than_one_client(heavy: int, noise: float) -> None:

@@ -287,7 +287,6 @@ class Serving(RuleBasedStateMachine):
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 RANDOM = settings(
-    max_examples=200,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
@@ -303,10 +302,11 @@ MUST = {
 }
 
 
-def test_random_requests_aborts_steps_and_preemptions() -> None:
+@pytest.mark.parametrize("examples", [100, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_random_requests_aborts_steps_and_preemptions(examples: int) -> None:
     Serving.seen.clear()
-    run_state_machine_as_test(Serving, settings=RANDOM)
-    assert not {what for what in MUST if Serving.seen[what] < 5}, Serving.seen
+    run_state_machine_as_test(Serving, settings=settings(RANDOM, max_examples=examples))
+    assert not {what for what in MUST if Serving.seen[what] < examples // 50}, Serving.seen
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]

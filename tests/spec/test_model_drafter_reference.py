@@ -413,6 +413,7 @@ DEFERRAL = Deferral(40, 12)  # chunks of a prompt are seen together
 MAIN = ["eagle2 llama", "eagle3 official", "mtp", "mtp 2 layers", "mtp 3 layers", "standalone"]
 
 
+@pytest.mark.further(shape=CHAIN, name=["mtp 2 layers", "mtp", "eagle2 llama"])
 @pytest.mark.parametrize(
     "name, shape",
     [
@@ -434,6 +435,9 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
     check_some(case, rig, 9)
 
 
+@pytest.mark.further(chunk=1, name=["eagle2 llama", "mtp", "standalone"])
+@pytest.mark.further(chunk=3, name=["eagle3 official", "mtp 3 layers"])
+@pytest.mark.further(name="mtp 2 layers")
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("name", MAIN)
 def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
@@ -444,6 +448,8 @@ def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
     check_some(case, rig, 8)
 
 
+@pytest.mark.further(layers=2, chunk=[1, 5])
+@pytest.mark.further(layers=3, chunk=[1, 4, 5, 6])
 @pytest.mark.parametrize("layers, chunk", [(2, 1), (2, 2), (2, 5), *((3, chunk) for chunk in range(1, 8))])
 def test_several_layers_with_chunks_of_any_length(layers, chunk, tmp_path):
     """Prompts of every length around the number of layers, then again and continued, off the prefix cache."""
@@ -475,6 +481,7 @@ class InTurn:
         pass
 
 
+@pytest.mark.further(name=["mtp", "mtp 2 layers"])
 @pytest.mark.parametrize("name", MAIN)
 def test_changing_shapes(name, tmp_path):
     case = CASES[name]()
@@ -485,6 +492,8 @@ def test_changing_shapes(name, tmp_path):
     check_some(case, rig, 11)
 
 
+@pytest.mark.further(name=["mtp", "mtp 2 layers"])
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", MAIN)
 def test_catching_up(name, lag, tmp_path):

@@ -116,6 +116,7 @@ def two(target, tmp_path_factory):
     return out
 
 
+@pytest.mark.exhaustive  # test_command.py trains EAGLE3 in two processes
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "DSPARK"])
 def test_two_processes_are_one_that_takes_turns(algorithm, target, two, tmp_path):
     alone, _ = run(target, tmp_path, config(algorithm, accumulate=2), algorithm)

@@ -135,6 +135,7 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
     return False
 
 
+@pytest.mark.further(number=signal.SIGKILL)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs(folder: Path, number: signal.Signals) -> None:
     llm = LLM(str(folder), tp_size=2, **SETTINGS)
