@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_quantised as tiny
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
@@ -271,6 +273,24 @@ def test_unsupported_config_keys(drafts: SimpleNamespace, target: DecoderModel, 
     refused(
         drafts.write(tmp_path, drafts.eagle_weights(), rope_scaling=scaling), target, "EAGLE", "longrope", "draft model"
     )
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "compressed int4 zeros", "gptq"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_quantised_heads_are_multiplied_out(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, kind: str, name: str
+) -> None:
+    weights = drafts.eagle_weights() if kind == "eagle" else drafts.eagle3_weights()
+    quantised, wide = (drafts.write(tmp_path / part, weights) for part in ("quantised", "wide"))
+    config, write = tiny.FORMATS[name]
+    exact = tiny.quantise(quantised, config, lambda _: write)
+    save_file(exact, wide / "model.safetensors")
+    found, expected = (stored(load(folder, target, kind.upper())) for folder in (quantised, wide))
+    assert found.keys() == expected.keys()
+    for each in found:
+        torch.testing.assert_close(found[each], expected[each], rtol=1e-6, atol=1e-7)
+    (quantised / "config.json").write_text((wide / "config.json").read_text())
+    refused(quantised, target, kind.upper(), "draft model", "quantization_config")
 
 
 # ---- writing back ----------------------------------------------------------------------------------------------------

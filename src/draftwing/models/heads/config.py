@@ -14,6 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle3 import Eagle3Config
+from draftwing.models.quantised.config import Quantization
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -58,20 +59,7 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
     `bias` speaks of fc in these configs. The rotary base is the draft's own, 10000 where its config has none.
     """
     later = [int(match[1]) for match in map(_LAYER.match, weights) if match]
-    config = from_hf(
-        {
-            "max_position_embeddings": 2048,  # transformers' default for the family
-            **raw,
-            "architectures": ["LlamaForCausalLM"],
-            "num_hidden_layers": 1 + max(later, default=0),
-            "tie_word_embeddings": False,
-        }
-    )
-    if config.quantization is not None:
-        raise CheckpointError(
-            f"quantization_config: expected a draft head that is not quantised, found {config.quantization.method}. "
-            "Take one in bfloat16; --quantization says how it is held"
-        )
+    config = _of_layers(raw, 1 + max(later, default=0))
     first = "midlayer" if any(name.startswith("midlayer.") for name in weights) else "layers.0"
     return replace(
         config,
@@ -79,6 +67,23 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
         o_bias=f"{first}.self_attn.o_proj.bias" in weights,
         mlp_bias=f"{first}.mlp.down_proj.bias" in weights,
         qk_norm=f"{first}.self_attn.q_norm.weight" in weights,
+    )
+
+
+def head_quantization(raw: Mapping[str, Any]) -> Quantization | None:
+    """How a head with these flat keys stores its matrices."""
+    return _of_layers(raw, 1).quantization
+
+
+def _of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
+    return from_hf(
+        {
+            "max_position_embeddings": 2048,  # transformers' default for the family
+            **raw,
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": layers,
+            "tie_word_embeddings": False,
+        }
     )
 
 

@@ -37,13 +37,14 @@ from draftwing.models.heads.config import (
     draft_config,
     eagle3_config,
     flatten_config,
+    head_quantization,
     same,
 )
 from draftwing.models.heads.eagle import EagleHead
 from draftwing.models.heads.eagle3 import Eagle3Config, Eagle3Head, first_layer_name
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.loader import Stored, Tensors, fill_parameters, folder_tensors, load_config, read_json
-from draftwing.models.quantised.read import assembled
+from draftwing.models.quantised.read import assembled, is_quantised
 from draftwing.models.weight_map import MTP_PREFIX, canonical
 from draftwing.ops.types import QuantizedRows
 from draftwing.requests.refusals import show
@@ -99,7 +100,7 @@ def load_draft_head(
         flat = flatten_config(read_json(path / "config.json"))
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
-        weights = _draft_weights(path)
+        weights = _multiplied_out(_draft_weights(path), path, dtype)
     kind = head_kind(weights, path)
     if kind not in drafter.heads:
         expected = head_drafter(kind).name
@@ -322,6 +323,23 @@ def _draft_weights(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"draft model {path}: {name} is in the checkpoint twice")
         weights[name] = tensor
     return weights
+
+
+def _multiplied_out(weights: dict[str, Tensor], path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of a head, of which none is quantised any more: how the device holds them is said by their format."""
+    some = next((name for name, tensor in weights.items() if is_quantised(name, tensor)), None)
+    if some is None or any(name.startswith(MTP_PREFIX) for name in weights):
+        return weights
+    try:
+        quantization = head_quantization(flatten_config(read_json(path / "config.json")))
+        if quantization is None:
+            raise CheckpointError(
+                f"expected quantization_config in its config.json, for {some} is of a quantised matrix"
+            )
+        values = assembled(quantization, weights.items())
+        return {name: value.dense(dtype) if isinstance(value, QuantizedRows) else value for name, value in values}
+    except CheckpointError as error:
+        raise CheckpointError(f"draft model {path}: {error}") from None
 
 
 def _without_shared(weights: Weights, *shared: str) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,12 @@ NOT_READ = frozenset(
 )  # fmt: skip
 
 
+def is_quantised(name: str, tensor: Tensor) -> bool:
+    """Whether only a quantised matrix has such a tensor."""
+    suffix = name.rpartition(".")[2]
+    return suffix in PARTS or (suffix == "weight" and tensor.element_size() == 1)
+
+
 def assembled(
     quantization: Quantization | None, tensors: Iterable[tuple[str, Tensor]], device: torch.device | None = None
 ) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
@@ -43,7 +49,7 @@ def assembled(
         module, _, suffix = name.rpartition(".")
         if suffix in NOT_READ:
             continue
-        if suffix not in PARTS and not (suffix == "weight" and tensor.element_size() == 1):
+        if not is_quantised(name, tensor):
             yield name, tensor
             continue
         scheme = scheme_of(module)
