@@ -42,7 +42,7 @@ class ShapeChoice:
             return
         saving = self.policy.saving(Load([confidence] * len(running), _context(running)))
         for req in admitted:
-            # Where prompts wait all the time hardly anything will be drafted, because they decide.
+            # Where prompts wait all the time hardly anything will be drafted.
             req.skipped = self._pace.pressed or not self._worth.is_worth(
                 req.unsent, len(admitted), req.max_total - len(req.tokens), saving
             )

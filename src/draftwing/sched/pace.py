@@ -32,7 +32,7 @@ TRUST = 0.1  # of what prefills tell of how long the shortest takes: so much cou
 OWN = 0.05  # of the seconds of tokens, at any context, that are not for keys
 PAUSE = 4.0  # times what was expected: the rest of what a prefill takes is something else, as of a machine that paused
 STEPS, RARE = 256, 20  # of late; one in so many may be as slow
-PRESSED = 16  # steps in a row with prompts that wait: these decide how many requests are served
+PRESSED = 16  # steps in a row with prompts that wait: every gap has a part of one in it
 NEAR = 64  # steps of late: half of them take longer than a usual one
 DRIFT = 1.002  # with each step: what the shortest one takes may change
 
@@ -87,9 +87,9 @@ class Pace:
         """Returns how many seconds longer than a plain one a step may take, right after a prefill of these chunks.
 
         Requests that decode have waited for it; with the step they wait no longer than one in `RARE` steps makes them
-        wait in any case. Not at all where prompts wait all the time: each needs its prefills, with a step between two
-        of them, whatever steps commit, so a longer step only delays the next prompt. What it commits more is worth
-        something again once steps run with no prompt waiting. Asked for once before each step, without chunks if
+        wait in any case. Not at all where prompts wait all the time: then every gap has a part of a prompt in it, parts
+        are as long as a usual step allows, and longer steps would make each gap longer by both. They would serve more.
+        Asked for once before each step, without chunks if
         nothing was before it. waiting: whether a part of a prompt waits for it."""
         stall = self.seconds(chunks)
         self._stalls.append(stall)
