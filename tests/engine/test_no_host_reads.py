@@ -81,7 +81,8 @@ def plans(shape, params, catch_up=False):
     yield Plan(2, "prefill", rows[1:], rows[1:], PLAIN, 5, (), (), (Chunk(2, 3, 1, False),))
     more = tuple((int(row), 5, np.arange(10 * row + 50, 10 * row + 50 + 20)) for row in rows)
     yield Plan(3, "tree", rows, rows, shape, 5, (), more, (), noisy, filtered, banning)
-    late = CatchUp(rows, 3, 5 + shape.max_commit) if catch_up else None
+    texts = tuple(Deferred(int(row), 1, 2, 2 * i) for i, row in enumerate(rows))
+    late = CatchUp(rows, 3, 5 + shape.max_commit, texts) if catch_up else None
     yield Plan(4, "tree", rows, rows, shape, 5 + shape.max_commit, (), (), (), noisy, filtered, banning, catch_up=late)
 
 

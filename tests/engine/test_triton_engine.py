@@ -57,7 +57,7 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
         head = load_draft_head(exact.head.write(tmp_path / "head"), model, "DSPARK", torch.float32, "cpu")
         drafter = make_model_drafter(head, 3, 2, torch.float32, device.ops)
     shapes = (tree, PLAIN) if drafter else (PLAIN,)
-    deferral = Deferral(12, 6) if hasattr(drafter, "kv_layers") else AT_ONCE
+    deferral = Deferral(12, 6, getattr(drafter, "from_tokens", False)) if hasattr(drafter, "kv_layers") else AT_ONCE
     rig = harness.Rig(
         model, shapes=shapes, drafter=drafter, rows=2, lag=1, graph_size=graph_size, chunk=3 if deferral.most else 64,
         deferral=deferral,
