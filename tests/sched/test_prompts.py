@@ -26,24 +26,26 @@ def known(answer: int = 128) -> PromptWorth:
 
 def test_what_is_not_known_is_found_out() -> None:
     worth = PromptWorth(8192)
-    assert worth.is_worth(7500, 1, 128, 0.0), "what a pass takes"
+    assert worth.are_worth([7500], [128], 0.0), "what a pass takes"
     worth.record(0.0, A_PASS, 1, 0)
-    assert worth.is_worth(7500, 1, 128, 0.0), "how long answers are"
+    assert worth.are_worth([7500], [128], 0.0), "how long answers are"
     worth.ended(128)
-    assert worth.is_worth(7500, 1, 128, None), "what drafts save"
-    assert not worth.is_worth(7500, 1, 128, 0.0)
+    assert worth.are_worth([7500], [128], None), "what drafts save"
+    assert not worth.are_worth([7500], [128], 0.0)
 
 
 @pytest.mark.parametrize(("tokens", "passes"), [(7500, 2), (100, 1), (20_000, 4)])
 def test_an_answer_brings_back_what_the_prompt_took(tokens: int, passes: int) -> None:
     least = passes * A_PASS / 128  # seconds that a token has to save
-    assert known().is_worth(tokens, 1, 1000, 1.01 * least) and not known().is_worth(tokens, 1, 1000, 0.99 * least)
-    assert not known().is_worth(tokens, 1, 64, 1.9 * least), "a limited answer is no longer"
-    assert known(64).is_worth(tokens, 1, 1000, 2.1 * least) and not known(64).is_worth(tokens, 1, 1000, 1.9 * least)
+    assert known().are_worth([tokens], [1000], 1.01 * least) and not known().are_worth([tokens], [1000], 0.99 * least)
+    assert not known().are_worth([tokens], [64], 1.9 * least), "a limited answer is no longer"
+    assert known(64).are_worth([tokens], [1000], 2.1 * least) and not known(64).are_worth([tokens], [1000], 1.9 * least)
 
 
 def test_prompts_that_are_prefilled_together_share_a_pass() -> None:
-    assert known().is_worth(100, 8, 1000, A_PASS / 800) and not known().is_worth(100, 1, 1000, A_PASS / 800)
+    saving = A_PASS / 800
+    assert known().are_worth([100] * 8, [1000] * 8, saving) and not known().are_worth([100], [1000], saving)
+    assert not known().are_worth([7500] * 8, [1000] * 8, saving), "of a long one its end alone"
 
 
 def test_a_small_share_of_the_time_goes_into_what_does_not_seem_worth_it() -> None:
@@ -51,7 +53,7 @@ def test_a_small_share_of_the_time_goes_into_what_does_not_seem_worth_it() -> No
     for _ in range(5000):
         seconds += 0.02
         worth.record(0.02, 0.0, 0, 0)
-        shown += worth.is_worth(100, 1, 1000, 0.0)
+        shown += worth.are_worth([100], [1000], 0.0)
     assert shown * A_PASS == pytest.approx(TRIED * seconds, rel=0.1)
 
 

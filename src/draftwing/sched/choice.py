@@ -41,11 +41,11 @@ class ShapeChoice:
         if not admitted or self._worth is None or not self.policy.adapts:
             return
         saving = self.policy.saving(Load([confidence] * len(running), _context(running)))
+        limits = [req.max_total - len(req.tokens) for req in admitted]
+        # Where prompts wait all the time hardly anything will be drafted.
+        seen = not self._pace.pressed and self._worth.are_worth([req.unsent for req in admitted], limits, saving)
         for req in admitted:
-            # Where prompts wait all the time hardly anything will be drafted.
-            req.skipped = self._pace.pressed or not self._worth.is_worth(
-                req.unsent, len(admitted), req.max_total - len(req.tokens), saving
-            )
+            req.skipped = not seen
 
     def answered(self, req: Req) -> None:
         """A request has its whole answer."""

@@ -1,4 +1,4 @@
-"""Whether a draft model sees a prompt: if its drafts of the answer save more time than that takes.
+"""Whether a draft model sees prompts: if its drafts of the answers save more time than that takes.
 
 A pass of a model over a prompt takes a GPU milliseconds of launches, whatever the prompt's size. A short answer does
 not bring that back, nor does any where nothing is drafted. What is not known is found out by drafting, and what was
@@ -8,9 +8,10 @@ found out may change, so a small share of the time goes into prompts that do not
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import fmean, median
 
-TRIED = 0.008  # share of the time that prompts may cost more than they save
+TRIED = 0.004  # share of the time that prompts may cost more than they save
 SAVED_UP = 4.0  # passes: as much of it may be spent at once
 LATE = 16  # passes, and answers, of late that tell of others
 PART = 1024  # tokens of a prompt: more are prefilled part by part, and shown before the last part
@@ -36,14 +37,15 @@ class PromptWorth:
         """An answer has so many."""
         self._answers.append(tokens)
 
-    def is_worth(self, tokens: int, together: int, limit: int, saving: float | None) -> bool:
-        """Whether a prompt with so many tokens that are not cached is to be seen. together: prompts that are prefilled
-        with it.  limit: tokens of its answer at most.  saving: seconds that drafts save for each of them, None where
-        that is not known."""
+    def are_worth(self, tokens: Sequence[int], limits: Sequence[int], saving: float | None) -> bool:
+        """Whether prompts that are prefilled together are to be seen: the ends of all take one pass. tokens: of each,
+        those that are not cached.  limits: tokens of their answers at most.  saving: seconds that drafts save for each
+        of these, None where that is not known."""
         if saving is None or not self._passes or not self._answers:
             return True
-        passes = 1 / together + (-(-tokens // self._most) if tokens > PART else 0)
-        loss = passes * median(self._passes) - min(fmean(self._answers), limit) * saving
+        passes = 1 + sum(-(-length // self._most) for length in tokens if length > PART)
+        usual = fmean(self._answers)
+        loss = passes * median(self._passes) - sum(min(usual, limit) for limit in limits) * saving
         if loss > self._allowance:
             return False
         self._allowance -= max(loss, 0.0)
