@@ -5,9 +5,10 @@
 A cell is a number of requests, a length of prompt, a temperature, a kind of text and a drafter. Cells are chosen so
 that every pair of values occurs, as far as it fits into the pool and the time. In a cell both engines do the same work
 in turn, now one first and now the other, after one run of prompts like these that is not timed, so that the policy has
-met the load. Times are those of whole runs, prompts included. Each round has other requests: where prompts take most of
-the time, as few as run in a second differ by some hundredths in how they meet. So there are more rounds until the mean
-of their ratios is known to `--error`, at most `--most-repeats`; one of many requests where prompts take a third.
+met the load. Times are those of whole runs, prompts included. Each round has other requests, and there are `--repeats`
+of them, an even number: who is first takes turns. Where prompts take a third of the time, how they meet answers counts
+for hundredths in a short run, so there are half as many rounds, twice as long. `error` is the standard error of the
+mean of their ratios.
 
 `--fixed` also pins each shape of the drafter's menu in turn, with the last round's requests. `--tokens` sets lengths of
 answers, else `--seconds` for a run decides. `enable_deterministic_inference=true` makes `same` the number of answers
@@ -53,9 +54,6 @@ DEAR = 80_000  # prompt tokens of all requests: a cell of more must bring a pair
 LONG = 1000  # tokens: answers to longer prompts are half as long
 ANSWER = (96, 256)  # fewest and most tokens
 WAVES, SPREAD = 4, 0.5  # requests for each that runs, and how much longer or shorter answers are
-# Where prompts take a third of the time, how they meet answers counts for hundredths in few waves: then there are so
-# many requests, or as many waves.
-MANY, MOST_WAVES = 160, 16
 SETTLING = (
     32_000  # prompt tokens of all requests in a run that is not timed: prompts are as long as the cell's up to that
 )
@@ -103,6 +101,12 @@ def _choose(cell: Cell, left: list[Cell], chosen: list[Cell], seen: Counter[tupl
     seen.update(pairs(cell))
 
 
+class Work(NamedTuple):
+    prompts: int
+    tokens: int  # of each answer
+    long: bool  # whether prompts take a third of the time
+
+
 @dataclass
 class Costs:
     """What the engine without drafts takes, so that the work of a cell fits its time."""
@@ -110,14 +114,15 @@ class Costs:
     prompt: float  # seconds a prompt token
     step: dict[int, float]  # by requests
 
-    def work(self, cell: Cell, seconds: float) -> tuple[int, int]:
-        """Prompts, and tokens of each answer, that take about so long."""
+    def work(self, cell: Cell, seconds: float) -> Work:
+        """What takes about so long."""
         step, begin = self.step[cell.requests], self.prompt * cell.prompt * cell.requests
         longest = ANSWER[1] // (2 if cell.prompt > LONG else 1)
         tokens = int(min(max((seconds / WAVES - begin) / step, ANSWER[0]), longest))
-        waves = min(max(MANY // cell.requests, WAVES), MOST_WAVES) if begin > tokens * step / 2 else WAVES
+        prompts = begin > tokens * step / 2
+        waves = 2 * WAVES if prompts else WAVES
         rounds = max(waves, round(seconds / (begin + tokens * step)))
-        return cell.requests * rounds, tokens
+        return Work(cell.requests * rounds, tokens, prompts)
 
 
 def measure_costs(engine: Any, texts: Texts, requests: Sequence[int]) -> Costs:
@@ -176,27 +181,16 @@ def error(ratios: Sequence[float]) -> float | None:
     return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
 
 
-def enough(ratios: Sequence[float], args: argparse.Namespace) -> bool:
-    if len(ratios) < args.repeats:
-        return False
-    known = error(ratios)
-    return len(ratios) >= args.most_repeats or (known is not None and known <= args.error)
-
-
 def run_cell(
     cell: Cell, none: Any, engine: Any, texts: Texts, costs: Costs, args: argparse.Namespace
 ) -> dict[str, Any]:
-    count, tokens = costs.work(cell, args.seconds)
+    count, tokens, long = costs.work(cell, args.seconds)
     tokens = args.tokens or tokens
     settle = texts.prompts(cell.text, min(cell.prompt, max(100, SETTLING // cell.requests)), cell.requests, 5000)
     for each in (none, engine):
         timed(each, jobs_of(settle, cell.temperature, tokens), cell.requests)
     rounds: list[tuple[float, float]] = []
-    while not rounds or not (
-        (count >= MOST_WAVES * WAVES and cell.prompt > LONG)
-        or enough([drafted / plain for plain, drafted in rounds], args)
-    ):
-        turn = len(rounds)
+    for turn in range(max(args.repeats // 2, 1) if long else args.repeats):
         prompts = texts.prompts(cell.text, cell.prompt, count, turn * count)
         jobs = jobs_of(prompts, cell.temperature, tokens, SPREAD, turn)
         runs = {id(each): timed(each, jobs, cell.requests) for each in ((none, engine), (engine, none))[turn % 2]}
@@ -289,11 +283,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of cells")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a run without drafts, about")
     parser.add_argument("--tokens", type=int, help="of each answer")
-    parser.add_argument("--repeats", type=int, default=2, help="rounds of a cell, at least")
-    parser.add_argument("--most-repeats", type=int, default=6)
-    parser.add_argument(
-        "--error", type=float, default=0.01, help="of the mean ratio, with which it is known well enough"
-    )
+    parser.add_argument("--repeats", type=int, default=4, help="rounds of a cell")
     parser.add_argument("--fixed", action="store_true", help="also pin each shape of the menu")
     parser.add_argument("--most-seconds", type=float, default=1e9, help="no cell begins later")
     parser.add_argument("--list", action="store_true", help="print the cells that would run, and end")

@@ -39,6 +39,7 @@ def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 600.0)
+    monkeypatch.setattr(warming, "LENGTHS_SECONDS", 600.0)
 
 
 @pytest.mark.parametrize("options", [{"speculative_algorithm": "none"}, NGRAM], ids=["none", "ngram"])

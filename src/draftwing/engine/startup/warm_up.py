@@ -27,6 +27,7 @@ SECONDS = 0.6  # no step begins later; a large model is not kept from its first 
 PROMPT = 32  # tokens
 # Tokens of prompts, from, to, and how far apart: a GPU's library has other kernels for other numbers of rows
 LENGTHS = ((48, 256, 16), (256, 1024, 64), (1024, 2048, 256), (2048, 1 << 16, 1024))
+LENGTHS_SECONDS = 3.0  # none of them begins later
 GREEDY = SamplingParams(temperature=0.0)
 ASKING = SamplingParams(
     temperature=1.0, top_p=0.9, frequency_penalty=0.1, repetition_penalty=1.1, logit_bias=((1, -1.0),)
@@ -73,11 +74,10 @@ def try_prompt(executor: Executor) -> None:
 
 
 def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) -> None:
-    """The same of one and of several at once, drawn in every way, of longer ones up to `most` tokens as far as
-    `SECONDS` allow, and of one row that asks for all there is with every shape of the menu. A GPU loads a kernel when
-    it first runs with such arguments, which takes 15 ms of a step; one that has to be compiled takes a second, and a
-    disk with room."""
-    started = time.monotonic()
+    """The same of one and of several at once, drawn in every way, of longer ones up to `most` tokens as far as there is
+    time, and of one row that asks for all there is with every shape of the menu. A GPU loads a kernel when it first
+    runs with such arguments, which takes 15 ms of a step; one that has to be compiled takes a second, and a disk with
+    room."""
     tokens = min(PROMPT, executor.table.length // 2)
     executor.everywhere(Executor.keep_calibration)
     for count in COUNTS:
@@ -85,8 +85,11 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], most: int = 0) ->
             _run(executor, _prompt(tokens, count))
             _run(executor, _prompt(tokens, count, SamplingParams(temperature=1.0, top_p=0.9)))
     _run(executor, _asking(_prompt(tokens, 1, ASKING)))
-    for length in (length for part in LENGTHS for length in range(*part)):
-        if length > min(most, executor.table.length // 2) or time.monotonic() > started + SECONDS:
+    lengths = [length for part in LENGTHS for length in range(*part) if length <= min(most, executor.table.length // 2)]
+    started = time.monotonic()
+    for count, length in enumerate(lengths):
+        if time.monotonic() > started + LENGTHS_SECONDS:
+            log.debug("prompts of %d of %d lengths were tried", count, len(lengths))
             break
         _run(executor, _prompt(length))
     for shape in menu:
