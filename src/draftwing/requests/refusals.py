@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,10 +14,29 @@ from draftwing.errors import RequestError
 UNKNOWN = "is not a sampling parameter"
 
 
+class _Beginning(reprlib.Repr):
+    """The beginning of a value, in time that its size does not change."""
+
+    def __init__(self, characters: int) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict = 3, 8, 8, 4
+        self._characters = characters
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x[: self._characters])  # too long with its quotes, so that it is cut
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if not x or level <= 0:
+            return "{...}" if x else "{}"
+        shown = islice(x.items(), self.maxdict)  # in their order: reprlib would sort all of them
+        parts = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in shown]
+        return "{" + ", ".join([*parts, "..."] if len(x) > self.maxdict else parts) + "}"
+
+
 def show(value: Any, limit: int = 80) -> str:
     """A value for an error message: bounded, and safe for integers too long to print and for lone surrogates."""
     try:
-        text = repr(value)
+        text = _Beginning(limit).repr(value)
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= limit else text[: limit - 3] + "..."

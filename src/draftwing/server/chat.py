@@ -238,24 +238,28 @@ class Conversation:
     message; results of tools are messages of their own."""
 
     def __init__(self, system: str | None = None) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._called: dict[str, str] = {}  # names of functions by call id
         self._open = False  # whether the last message is one that the assistant goes on with
+        # Its pieces, joined when it ends: there may be tens of thousands.
+        self._said: list[str] = []
+        self._thought: list[str] = []
         if system:
             self.say("system", system)
 
     def say(self, role: str, text: str, **more: Any) -> None:
         """Adds a whole message."""
-        self.messages.append({"role": role, "content": text, **more})
-        self._open = False
+        self._end_turn()
+        self._messages.append({"role": role, "content": text, **more})
 
     def answer(self, text: str, begin: bool = False) -> None:
         """Adds what the assistant says. begin: in a new message."""
-        self._turn(begin)["content"] += text
+        self._turn(begin)
+        self._said.append(text)
 
     def think(self, text: str) -> None:
-        turn = self._turn()
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        self._turn()
+        self._thought.append(text)
 
     def call(self, call_id: str, name: str, arguments: Any) -> None:
         self._called[call_id] = name
@@ -269,11 +273,24 @@ class Conversation:
             raise RequestError(f"{where} must be the id of a {kind} before it; found {show(call_id)}", where)
         self.say("tool", text, tool_call_id=call_id, name=name)
 
+    def done(self) -> list[dict[str, Any]]:
+        """All messages; what is added afterwards begins a new one."""
+        self._end_turn()
+        return self._messages
+
     def _turn(self, begin: bool = False) -> dict[str, Any]:
         if begin or not self._open:
             self.say("assistant", "")
             self._open = True
-        return self.messages[-1]
+        return self._messages[-1]
+
+    def _end_turn(self) -> None:
+        if self._open:
+            message = self._messages[-1]
+            message["content"] = "".join(self._said)
+            if self._thought:
+                message["reasoning_content"] = "".join(self._thought)
+            self._said, self._thought, self._open = [], [], False
 
 
 def template_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a client has a model write is read in time that grows as the text does, in one piece or in many.
+"""What a client sends, and has a model write, is read in time that grows as the text does, in one piece or in many.
 
 Characters are counted that are copied or searched, not seconds.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_engine import byte_tokenizer
 
+from draftwing.server.chat import Conversation
 from draftwing.server.parsers.harmony import HarmonyReader
 from draftwing.server.parsers.message import MessageStyle
 from draftwing.server.parsers.tools import TOOL_STYLES, ToolParser
@@ -89,3 +90,14 @@ def test_the_work_grows_as_the_text_does(case: str, size: int) -> None:
     kind, text = CASES[case]
     once, twice = (work(kind, text(n), size) for n in (400, 800))
     assert once > 0 and twice <= 2.2 * once + 2000, f"{once} characters, then {twice}"
+
+
+@pytest.mark.parametrize("add", [Conversation.answer, Conversation.think])
+def test_the_pieces_of_what_the_assistant_said_are_joined_once(add: Callable[[Conversation, str], None]) -> None:
+    found = Conversation()
+    Counted.work = 0
+    for _ in range(100):
+        add(found, Counted("ab"))
+    (message,) = found.done()
+    assert "ab" * 100 in message.values()
+    assert Counted.work <= 200, f"{Counted.work} characters were copied one piece after another"

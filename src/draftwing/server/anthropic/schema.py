@@ -233,7 +233,7 @@ def _conversation(messages: list[AnthropicMessage], system: str) -> list[dict[st
             found.say("system", _texts(message.content, where))
         else:
             _user(found, message.content, where)
-    return found.messages
+    return found.done()
 
 
 def _assistant(found: Conversation, content: list[Block], where: str) -> None:

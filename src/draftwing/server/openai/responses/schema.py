@@ -263,7 +263,7 @@ def _conversation(items: Sequence[Item], instructions: str | None) -> list[dict[
         else:
             name = f"{where}.{'role' if kind == 'message' else 'type'}"
             raise RequestError(f"{name} is missing or not supported; found the type {show(kind)}", name)
-    return found.messages
+    return found.done()
 
 
 def _text(content: str | list[Content] | None, where: str, *kinds: str) -> str:
