@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,9 @@ class TorchGroupGemm:
         self.rows.append(len(x))
         return RowByRow().gated(x, self.dense(weight), bias)
 
-    def dense(self, weight: PackedGroups) -> Tensor:
-        return unpacked(weight._replace(order=None))
+    def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
+        matrix = unpacked(weight._replace(order=None))
+        return matrix if out is None else out.copy_(matrix)
 
 
 class TorchTallGemm(TorchGroupGemm):
@@ -52,6 +55,21 @@ class TorchTallGemm(TorchGroupGemm):
         return super().gated(x, weight, bias) if len(x) <= 256 else None
 
 
+class LateSideWork:
+    """Does what it is given when it is waited for, and not before. busy: cannot now."""
+
+    def __init__(self) -> None:
+        self.busy, self.waiting = False, 0
+
+    def start(self, work: Callable[[], object]) -> Callable[[], object] | None:
+        self.waiting += not self.busy
+        return None if self.busy else work
+
+    def join(self, done: Callable[[], object]) -> None:
+        self.waiting -= 1
+        done()
+
+
 class GroupTorchOps(TorchOps):
     keeps_groups = True
 
@@ -59,12 +77,16 @@ class GroupTorchOps(TorchOps):
         super().__init__(device)
         self.gemm = TorchGroupGemm()
         self.tall: TorchTallGemm | None = None
+        self.side: LateSideWork | None = None
 
     def group_gemm(self, weight: PackedGroups) -> TorchGroupGemm:
         return self.gemm
 
     def tall_gemm(self, weight: PackedGroups) -> TorchTallGemm | None:
         return self.tall
+
+    def side_work(self) -> LateSideWork | None:
+        return self.side
 
     def small_m_gemm(self, weight: Tensor) -> RowByRow:
         return RowByRow()

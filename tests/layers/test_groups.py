@@ -6,12 +6,16 @@ import logging
 
 import pytest
 import torch
-from group_ops import GroupTorchOps, RowByRow, TorchTallGemm
+from group_ops import GroupTorchOps, LateSideWork, RowByRow, TorchTallGemm
 from torch import Tensor
 
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops import groups as of_groups
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
+from draftwing.layers.linear_ops.formats import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat, PackedLinear, log_groups
+from draftwing.models.config import ModelConfig
+from draftwing.models.decoder import DecoderLayer, DecoderModel
 from draftwing.ops.types import QuantizedRows
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -147,6 +151,53 @@ def test_prompts(deterministic: bool, order: int | None) -> None:
             torch.testing.assert_close(mine, whole[7:8], rtol=2e-2, atol=2e-2)
     right = RowByRow().linear(x, part.dense(BF16), None, residual)
     torch.testing.assert_close(added, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("order", [None, 5])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_matrices_are_multiplied_out_beside_attention(
+    deterministic: bool, order: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of three matrices, of which the first of each is in front of attention: with the same bits, for all of
+    them there when they are needed; not for few rows, nor where nothing runs beside."""
+    monkeypatch.setattr(of_groups, "_MANY", 200)
+    ops = GroupTorchOps(CPU)
+    side = ops.side = LateSideWork()
+    layers = [
+        [made(ops, int4(32, 7 * i + j, order=order), deterministic=deterministic) for j in range(3)] for i in (0, 1)
+    ]
+    every, x = [linear for layer in layers for linear in layer], inputs(201)
+    before = [linear(x) for linear in every]
+    of_groups.multiply_out_beside_attention([[linear.op for linear in layer] for layer in layers])
+    for busy, count in ((True, [0] * 6), (False, [3, 2, 1, 2, 1, 0])):
+        side.busy = busy
+        for i, linear in enumerate(every):
+            assert torch.equal(linear(x), before[i]), (busy, i)
+            assert side.waiting == count[i], (busy, i)
+    for i, linear in enumerate(every):
+        linear(x[:200])
+        assert side.waiting == 0, i
+    every[0](x)
+    every[0](x)  # a forward that was broken off, and the next one
+    assert side.waiting == 3 and torch.equal(every[1](x), before[1])
+
+
+def test_a_decoder_says_what_comes_behind_its_attention() -> None:
+    ops = GroupTorchOps(CPU)
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32,
+        ffn_size=64, vocab_size=16, max_positions=64, weight_format=GroupFormat("fp8", ops), vocab_format=DENSE,
+    )  # fmt: skip
+    model = DecoderModel(config, BF16, "cpu")
+    for name, part in model.named_modules():
+        if isinstance(part, Linear) and name.startswith("layers"):
+            part.op.keep(ParamSlice("weight", 0, part.out_features), torch.randn(part.out_features, part.in_features))
+    model.pack(ops)
+    one, two = (layer.linears() for layer in model.layers if isinstance(layer, DecoderLayer))
+    assert all(isinstance(linear.op, PackedLinear) for linear in (*one, *two))
+    expected = {one[0]: [*one[1:], two[0]], two[0]: two[1:]}
+    for linear in (*one, *two):
+        assert list(linear.op._later) == [other.op for other in expected.get(linear, [])]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("fp8", 0.028), ("w4a16", 0.105)])

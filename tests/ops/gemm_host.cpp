@@ -341,6 +341,7 @@ extern "C" void groups(const u32* scales, const u32* zeros, int there) { group =
 #ifdef GROUPS
 template <class BODY>
 static void each_thread(int grid_x, int grid_y, BODY body) {
+    gridDim = {grid_x, grid_y};
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
             for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) body();

@@ -77,9 +77,9 @@ class Host:
         assert self._library.run(kernel, *cut, *pointers, *sizes, int(early)), "more shared memory than was asked for"
         return out
 
-    def dense(self, w: PackedGroups) -> Tensor:
+    def dense(self, w: PackedGroups, room: int) -> Tensor:
         out = torch.full((w.rows, w.columns), torch.nan, dtype=torch.bfloat16)
-        grid = w.rows // 16, -(-w.columns // 512)
+        grid = gemm_groups.unpack_blocks(w.rows, w.columns, room), 1
         self._library.run_unpack(*map(pointer, (w.codes, w.scales, w.zeros, out)), w.rows, w.columns, *grid)
         return out
 
@@ -112,7 +112,8 @@ def test_unpacking(run: Host, width: Width) -> None:
         packed = pack(rows, torch.bfloat16, "cpu")
         expected = rows._replace(scales=rows.scales.bfloat16()).dense(torch.bfloat16)
         assert packed.shift == width.shift and torch.equal(unpacked(packed), expected)
-        assert torch.equal(run.dense(packed), expected)
+        for room in (1, 100):
+            assert torch.equal(run.dense(packed, room), expected)
 
 
 @pytest.mark.parametrize("depth", [64, 704, 1152])  # one chunk, two for some shares, two or three for all

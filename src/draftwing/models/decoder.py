@@ -20,6 +20,7 @@ from draftwing.layers.embedding import Embedding
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
+from draftwing.layers.linear_ops.groups import multiply_out_beside_attention
 from draftwing.layers.mlp import GatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import rope_table
@@ -61,13 +62,18 @@ class DecoderLayer(nn.Module):
         """Lets the device do the layer in one call where it can; when the parts are packed."""
         self._ops, self._whole = ops, whole_layers(ops, [self.weights()])
 
+    def linears(self) -> list[Linear]:
+        """All but experts', in the order of their calls."""
+        of_mlp = [] if isinstance(self.mlp, ExpertMLP) else [self.mlp.gate_up, self.mlp.down]
+        return [self.attention.qkv, self.attention.o, *of_mlp]
+
     def weights(self) -> LayerWeights | None:
         """What `LayerOps.whole_layers` is told; None of a layer with experts or four norms, which no device does in one
         call."""
         attention, mlp = self.attention, self.mlp
         if isinstance(mlp, ExpertMLP) or self.mlp_out_norm is not None:
             return None
-        linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
+        linears = self.linears()
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
         return LayerWeights(
             number=self.index,
@@ -260,6 +266,8 @@ class DecoderModel(nn.Module):
         self._ops = ops
         pack_layers(self, ops, PackMode(deterministic), keep=self.lm_head)  # `exact_logits` reads its rows
         self._whole.clear()
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        multiply_out_beside_attention([[linear.op for linear in layer.linears()] for layer in layers])
         if self.config.experts is not None and ops.mixes_under_norms:
             first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
             self._norms = [norm for norm in (*first, self.norm) if norm is not None]

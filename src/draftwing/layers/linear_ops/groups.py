@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 # are where the device has kernels for it (`tall_gemm`), or a matrix is multiplied out first and then has the GEMMs of a
 # dense one.
 _FEW = 128
+_MANY = 2048  # more than kernels are for: all matrices of a layer are multiplied out
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,9 @@ class PackedLinear(LinearOp):
         self._gemm = ops.group_gemm(weight)
         self._exact = ops.small_m_gemm(weight.scales.new_empty(1, weight.columns)) if mode.deterministic else None
         self._tall = None if mode.deterministic else ops.tall_gemm(weight)
+        self._side = ops.side_work()
+        self._later: Sequence[PackedLinear] = ()
+        self._ahead: tuple[Tensor, Any] | None = None  # the matrix, and what to join before it is there
         if mode.deterministic and self._exact is None:
             raise ConfigError(f"--enable-deterministic-inference: expected {mode.name} on a device with GEMMs for it")
 
@@ -146,7 +151,15 @@ class PackedLinear(LinearOp):
             return self._gemm.linear(x, self._weight, bias, residual)
         if self._tall is not None and (y := self._tall.linear(x, self._weight, bias, residual)) is not None:
             return y
-        weight = self._gemm.dense(self._weight)
+        y = self._with_matrix(self._matrix(), x, bias, residual, overwrite)
+        if x.shape[0] > _MANY:
+            for op in self._later:
+                op._begin()
+        return y
+
+    def _with_matrix(
+        self, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, overwrite: bool
+    ) -> Tensor:
         if self._exact is not None:
             return self._exact.linear(x, weight, bias, residual, fresh=True)
         if overwrite and residual is not None and bias is None:
@@ -163,7 +176,27 @@ class PackedLinear(LinearOp):
             return self._gemm.gated(x, self._weight, bias)
         if self._exact is None:
             return None if self._tall is None else self._tall.gated(x, self._weight, bias)
-        return self._exact.gated(x, self._gemm.dense(self._weight), bias, fresh=True)
+        return self._exact.gated(x, self._matrix(), bias, fresh=True)
+
+    def begin_behind(self, later: Sequence[PackedLinear]) -> None:
+        """Behind a call of many rows these matrices, which the next calls of the same forward need, are multiplied out
+        beside what follows."""
+        self._later = later
+
+    def _begin(self) -> None:
+        if self._side is None or self._ahead is not None:  # nobody took it: it is still right
+            return
+        out = self._weight.scales.new_empty(self._weight.rows, self._weight.columns)
+        done = self._side.start(lambda: self._gemm.dense(self._weight, out, aside=True))
+        self._ahead = None if done is None else (out, done)
+
+    def _matrix(self) -> Tensor:
+        """Multiplied out."""
+        if self._ahead is None or self._side is None:
+            return self._gemm.dense(self._weight)
+        (matrix, done), self._ahead = self._ahead, None
+        self._side.join(done)
+        return matrix
 
     @property
     def sizes(self) -> Counter[str]:
@@ -174,6 +207,15 @@ class PackedLinear(LinearOp):
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self._weight.order is None else x.index_select(1, self._weight.order)
+
+
+def multiply_out_beside_attention(layers: Sequence[Sequence[LinearOp]]) -> None:
+    """Attention to prompts computes much and reads little: while it runs, the matrices up to the next attention are
+    multiplied out, where the device does anything beside it. layers: of each decoder layer the operation that attention
+    follows, and those behind it."""
+    for (first, *rest), after in zip(layers, [*layers[1:], ()], strict=True):
+        if isinstance(first, PackedLinear):
+            first.begin_behind([op for op in (*rest, *after[:1]) if isinstance(op, PackedLinear)])
 
 
 def _joined(parts: list[PackedGroups | MXRows]) -> PackedGroups | MXRows | None:

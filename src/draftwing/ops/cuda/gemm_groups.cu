@@ -198,31 +198,44 @@ struct Groups {
         GEMM<Weights, __VA_ARGS__>(x, {codes, scales, zeros}, bias, extra, y, M, N, K);                              \
     }
 
-// The weights [N, K] in the type of x. A block of 8 warps has a tile of features (blockIdx.x) and 8 chunks (blockIdx.y).
+// The weights [N, K] in the type of x. A warp of the 8 of a block takes UNPACK_RUN chunks of a tile of features at a time,
+// whose loads are under way together; there may be any number of blocks.
+#define UNPACK_RUN 4
 template <class WEIGHTS>
 __device__ __forceinline__ void unpack(const WEIGHTS weights, u16* __restrict__ y, int N, int K) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, chunk = blockIdx.y * 8 + (threadIdx.x >> 5);
-    if (chunk >= K / CHUNK) return;
-    typename WEIGHTS::template Rows<PLAIN> rows;
-    rows.find(weights, blockIdx.x * 16, 0, 0, N, K);
-    typename WEIGHTS::Part part;
-    rows.load(part, chunk, 0);
-    rows.load(part, chunk, 1);
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int chunks = K / CHUNK, runs = (chunks + UNPACK_RUN - 1) / UNPACK_RUN, total = N / 16 * runs;
+    for (int at = blockIdx.x * 8 + (threadIdx.x >> 5); at < total; at += gridDim.x * 8) {
+        const int tile = at / runs, first = at % runs * UNPACK_RUN;
+        typename WEIGHTS::template Rows<PLAIN> rows;
+        rows.find(weights, tile * 16, 0, 0, N, K);
+        typename WEIGHTS::Part part[UNPACK_RUN];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        u32 top[4], bottom[4];
-        part.expand(j, top, bottom);
-        if (WEIGHTS::POWER > 0)
+        for (int r = 0; r < UNPACK_RUN; ++r)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) top[i] = times(top[i], TWO_TO_LESS), bottom[i] = times(bottom[i], TWO_TO_LESS);
-        u16* const to = y + (size_t)(blockIdx.x * 16 + g) * K + chunk * CHUNK + j * 32 + t * 8;
-        *(uint4*)to = make_uint4(top[0], top[1], top[2], top[3]);
-        *(uint4*)(to + (size_t)8 * K) = make_uint4(bottom[0], bottom[1], bottom[2], bottom[3]);
+            for (int j = 0; j < 2; ++j)
+                if (first + r < chunks) rows.load(part[r], first + r, j);
+#pragma unroll
+        for (int r = 0; r < UNPACK_RUN; ++r) {
+            if (first + r >= chunks) break;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                u32 top[4], bottom[4];
+                part[r].expand(j, top, bottom);
+                if (WEIGHTS::POWER > 0)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        top[i] = times(top[i], TWO_TO_LESS), bottom[i] = times(bottom[i], TWO_TO_LESS);
+                u16* const to = y + (size_t)(tile * 16 + g) * K + (first + r) * CHUNK + j * 32 + t * 8;
+                *(uint4*)to = make_uint4(top[0], top[1], top[2], top[3]);
+                *(uint4*)(to + (size_t)8 * K) = make_uint4(bottom[0], bottom[1], bottom[2], bottom[3]);
+            }
+        }
     }
 }
 
 #define UNPACK_KERNEL(NAME)                                                                 \
-    extern "C" __global__ void __launch_bounds__(256)                                       \
+    extern "C" __global__ void __launch_bounds__(256, 4)                                    \
         NAME(const u16* codes, const u32* scales, const u32* zeros, u16* y, int N, int K) { \
         unpack<Weights>({codes, scales, zeros}, y, N, K);                                   \
     }

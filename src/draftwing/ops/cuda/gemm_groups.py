@@ -31,7 +31,11 @@ from draftwing.ops.cuda.nvrtc import Kernel, Module, compile_source
 from draftwing.ops.groups import CHUNK, TALL, PackedGroups
 
 TILES = (8, 16, 32, 64)  # rows of x that a block takes, everywhere; there may be others
-_UNPACK_CHUNKS = 8  # that a block of `unpack` takes
+_UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a time, and warps of a block
+# Blocks of a multiprocessor that multiply a matrix out: as many as there is room for, or so few that attention has room
+# beside them, whose block of a prompt takes two thirds of the registers.
+_UNPACK_BLOCKS, _UNPACK_ASIDE = 4, 1
+_ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 
 
 class Width(NamedTuple):
@@ -163,7 +167,8 @@ class GroupGemm:
             for tile in self._tiles["add"]:
                 self._kernels.setdefault(("add_long", tile), self._kernels["add", tile])
             self._tiles["add_long"] = sorted({*self._tiles["add"], *self._tiles.get("add_long", ())})
-        self._unpack = module.kernel("unpack_all", 256, programmatic=False)
+        # What runs beside it may need shared memory, of which a multiprocessor cannot set more aside meanwhile.
+        self._unpack = module.kernel("unpack_all", 32 * _UNPACK_WARPS, programmatic=False, blocks=_ALL_SHARED)
 
     def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """x [M, K], columns in the order of the packed weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias
@@ -175,11 +180,12 @@ class GroupGemm:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
         return self._run("silu", x, weight, bias, None, weight.rows // 2)
 
-    def dense(self, weight: PackedGroups) -> Tensor:
-        """[N, K], columns in the order of the packed weight."""
-        out = weight.scales.new_empty(weight.rows, weight.columns)
-        grid = weight.rows // TALL, -(-weight.columns // (CHUNK * _UNPACK_CHUNKS))
-        self._unpack(grid, weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns)
+    def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
+        """[N, K], columns in the order of the packed weight. out: where to.  aside: leaves room for other kernels."""
+        out = weight.scales.new_empty(weight.rows, weight.columns) if out is None else out
+        room = self._processors * (_UNPACK_ASIDE if aside else _UNPACK_BLOCKS)
+        grid = unpack_blocks(weight.rows, weight.columns, room)
+        self._unpack((grid,), weight.codes, weight.scales, weight.zeros, out, weight.rows, weight.columns)
         return out
 
     def _run(
@@ -195,6 +201,11 @@ class GroupGemm:
             residual, out, rows, width, depth,
         )  # fmt: skip
         return out
+
+
+def unpack_blocks(rows: int, columns: int, room: int) -> int:
+    """Of a grid of `unpack` for a matrix of this shape, at most `room`."""
+    return min(room, -(-rows // TALL * -(-columns // (CHUNK * _UNPACK_RUN)) // _UNPACK_WARPS))
 
 
 def tile_of(rows: int, tiles: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +56,9 @@ class GroupGemm(Protocol):
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
         ...
 
-    def dense(self, weight: PackedGroups) -> Tensor:
-        """The matrix [N, K], columns in the order of the packed weight."""
+    def dense(self, weight: PackedGroups, out: Tensor | None = None, aside: bool = False) -> Tensor:
+        """The matrix [N, K], columns in the order of the packed weight.  out: where to.  aside: leaves room for other
+        kernels, and takes longer."""
         ...
 
 
@@ -69,6 +70,19 @@ class TallGemm(Protocol):
     ) -> Tensor | None: ...
 
     def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None: ...
+
+
+class SideWork(Protocol):
+    """What a device does beside the operations that follow."""
+
+    def start(self, work: Callable[[], object]) -> Any | None:
+        """Does this when all that was asked for before is done -> what `join` is given. None: it cannot now, and
+        nothing was done."""
+        ...
+
+    def join(self, done: Any) -> None:
+        """Lets what is asked for from now on wait for it."""
+        ...
 
 
 class BlockGemm(FewRowsGemm, Protocol):
@@ -298,6 +312,10 @@ class LayerOps(ExpertOps):
 
     def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
         """The GEMMs of more rows than those of `group_gemm` are for, or None, where the matrix is multiplied out."""
+        return None
+
+    def side_work(self) -> SideWork | None:
+        """None where a device does one thing after the other."""
         return None
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:

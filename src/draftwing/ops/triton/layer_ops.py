@@ -8,9 +8,10 @@ from torch import Tensor
 from draftwing.ops import groups
 from draftwing.ops.cuda import gemm, gemm_groups, gemm_tall
 from draftwing.ops.cuda.peer_memory import Exchange, NoPeers
+from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.groups import PackedGroups
 from draftwing.ops.torch.experts import DeviceExpertGemm, Routed
-from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, PeerSums, SmallMGemm, TallGemm
+from draftwing.ops.torch.layer_ops import GroupGemm, LayerOps, PeerSums, SideWork, SmallMGemm, TallGemm
 from draftwing.ops.triton import expert_gemm, experts, layers, peer_sums
 from draftwing.ops.types import MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
@@ -74,6 +75,9 @@ class TritonLayerOps(LayerOps):
 
     def tall_gemm(self, weight: PackedGroups) -> TallGemm | None:
         return gemm_tall.tall_gemm(weight.codes.device, weight.scales.dtype, gemm_groups.width_of(weight))
+
+    def side_work(self) -> SideWork | None:
+        return side_stream(self.device) if self.device.type == "cuda" else None
 
     def pack_groups(self, rows: QuantizedRows, dtype: torch.dtype) -> PackedGroups:
         return groups.pack(rows, dtype, self.device)
