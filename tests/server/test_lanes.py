@@ -11,9 +11,11 @@ import pytest
 from fake_engine import FakeEngine, local
 from fastapi.testclient import TestClient
 
+from draftwing.config.api_keys import ApiKey
 from draftwing.server import lanes as lanes_module
 from draftwing.server.app import create_app
-from draftwing.server.lanes import SHORT, Lanes, Turns
+from draftwing.server.border.keys import client as client_var
+from draftwing.server.lanes import INLINE, SHORT, Lanes, Turns
 
 
 def test_short_work_is_not_behind_long_work() -> None:
@@ -73,7 +75,7 @@ def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> N
         return name
 
     async def run() -> None:
-        turns, loop = Turns(), asyncio.get_running_loop()
+        lanes, loop = Lanes(), asyncio.get_running_loop()
         later = loop.call_later
 
         def soon(seconds: float, call: Any, *args: Any) -> Any:
@@ -81,9 +83,10 @@ def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> N
             return later(0, lambda: (events.append("rested"), call(*args)))
 
         monkeypatch.setattr(loop, "call_later", soon)
-        found = await asyncio.gather(*(turns.run(lambda n=n: reads(n)) for n in "abc"), return_exceptions=True)
+        found = await asyncio.gather(*(lanes.read(lambda n=n: reads(n)) for n in "abc"), return_exceptions=True)
         assert [str(one) for one in found] == ["a", "b", "c"]
-        await turns.run(lambda: reads("d"))
+        await lanes.read(lambda: reads("d"))
+        lanes.close()
 
     asyncio.run(run())
     assert events[:7] == ["a", "rested", "b", "rested", "c", "rested", "d"]
@@ -93,14 +96,132 @@ def test_large_bodies_leave_time_to_others(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("size", [60_000, 70_000])
 def test_which_bodies_take_turns(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
-    run = Turns.run
+    read = Lanes.read
 
-    async def watched(turns: Turns, work: Any) -> Any:
+    async def watched(lanes: Lanes, work: Any) -> Any:
         taken.append(work)
-        return await run(turns, work)
+        return await read(lanes, work)
 
-    monkeypatch.setattr(Turns, "run", watched)
+    monkeypatch.setattr(Lanes, "read", watched)
     engine = FakeEngine()
     with TestClient(create_app(local(engine), engine.tokenizer)) as client:
         assert client.post("/tokenize", json={"prompt": "a" * size}).status_code == 200
     assert len(taken) == (size > 65_536)
+
+
+def as_client(name: str, work: Any) -> asyncio.Task[Any]:
+    """A coroutine as it runs for an HTTP request with this key."""
+
+    async def run() -> Any:
+        client_var.set(ApiKey(name, f"sk-{name}"))
+        return await work
+
+    return asyncio.ensure_future(run())
+
+
+LANES: dict[str, Callable[[Lanes, Callable[[], None]], Any]] = {
+    "short": lambda lanes, work: lanes.run(SHORT, lambda gone: work()),
+    "long": lambda lanes, work: lanes.run(SHORT + 1, lambda gone: work()),
+    "json": lambda lanes, work: lanes.render(INLINE + 1, lambda large: work()),
+    "reading": lambda lanes, work: lanes.read(work),
+}
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_clients_take_turns(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes behind a hundred of another client is next but those that run."""
+    monkeypatch.setattr(lanes_module.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(lanes_module, "REST", 0)
+    order: list[str] = []
+
+    async def scenario() -> None:
+        lanes = Lanes()
+
+        def ask(name: str) -> asyncio.Task[Any]:
+            return as_client(name, LANES[lane](lanes, lambda: order.append(name)))
+
+        every = [ask("alice") for _ in range(100)]
+        every += [ask("bob"), ask("bob"), ask("carol")]
+        await asyncio.gather(*every)
+        lanes.close()
+
+    asyncio.run(scenario())
+    places = 2 if lane == "short" else 1
+    assert len(order) == 103
+    assert {"bob", "carol"} <= {*order[places : places + 3]}
+    assert order.index("bob", order.index("bob") + 1) <= places + 5
+
+
+def test_a_free_place_is_for_who_has_fewest() -> None:
+    order: list[str] = []
+
+    async def scenario() -> None:
+        turns = Turns(2)
+
+        async def take(name: str) -> None:
+            await turns.take(name)
+            order.append(name)
+
+        waiting = [asyncio.ensure_future(take(name)) for name in "aaaabbc"]
+        await asyncio.sleep(0)
+        assert order == ["a", "a"]
+        for held in "aaa":
+            turns.give_back(held)
+            await asyncio.sleep(0)
+        assert order[2:] == ["b", "a", "c"], "the third one: c has waited for longer than a since its turn"
+        # Who is cancelled gives back what it was given just then, or leaves the line.
+        turns.give_back("b")
+        waiting[5].cancel()
+        await asyncio.gather(waiting[5], return_exceptions=True)
+        await asyncio.sleep(0)
+        assert order[5:] == ["a"]
+        late = asyncio.ensure_future(take("d"))
+        await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        turns.give_back("a")
+        turns.give_back("c")
+        assert not turns._lines and not turns._held and turns._free == 2
+
+    asyncio.run(scenario())
+
+
+def test_work_whose_client_left_keeps_its_place_until_it_ends() -> None:
+    """Else who asks and leaves would fill the threads' own queue, where nobody takes turns."""
+    hold, began = threading.Event(), list[str]()
+
+    def work(gone: Callable[[], bool]) -> None:
+        began.append("alice")
+        hold.wait(20)
+
+    async def scenario() -> None:
+        lanes = Lanes()
+        for _ in range(20):
+            one = as_client("alice", lanes.run(SHORT + 1, work))
+            await asyncio.sleep(0.001)
+            one.cancel()
+            await asyncio.gather(one, return_exceptions=True)
+        assert lanes._long._threads._work_queue.qsize() == 0
+        hold.set()
+        await as_client("bob", lanes.run(SHORT + 1, lambda gone: began.append("bob")))
+        lanes.close()
+
+    asyncio.run(scenario())
+    assert began.pop() == "bob" and len(began) <= 4
+
+
+def test_expressions_are_long_work_unless_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run = Lanes.run
+
+    async def watched(lanes: Lanes, size: int, work: Any) -> Any:
+        sizes.append(size)
+        return await run(lanes, size, work)
+
+    monkeypatch.setattr(Lanes, "run", watched)
+    engine = FakeEngine()
+    with TestClient(create_app(local(engine), engine.tokenizer)) as client:
+        for expressions in (["a{3}"], [f"{i}" + "(ab|cd){0,8}" + "y" * 100 for i in range(16)]):
+            params = {"max_new_tokens": 1, "stop_regex": expressions}
+            assert client.post("/generate", json={"text": "a", "sampling_params": params}).status_code == 200
+    assert len(sizes) == 2 and sizes[0] <= SHORT < sizes[1]

@@ -189,7 +189,7 @@ async def read_body(request: Request, model: type[M]) -> M:
     body = await request.body()
     if len(body) <= SMALL:
         return _read(body, model, service)
-    return await service.lanes.reading.run(lambda: _read(body, model, service))
+    return await service.lanes.read(lambda: _read(body, model, service))
 
 
 def _read(body: bytes, model: type[M], service: Service) -> M:

@@ -1,14 +1,19 @@
-"""Threads for work on texts, by size: short work is never behind long work, and no work is on the event loop."""
+"""Threads for work on texts, by size: short work is never behind long work, clients take turns, and no work is on the
+event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from draftwing.server.border.keys import client_name
 
 T = TypeVar("T")
 INLINE = 4096  # numbers, and characters that are read, at once: some milliseconds
@@ -17,24 +22,83 @@ REST = 9
 
 
 class Turns:
-    """Work on the event loop that may take long, one at a time: after each nothing of it for `REST` times as long, so
-    that whoever sends it again and again leaves most of the time to others."""
+    """Places for work, for which clients take turns: a free one is for the client that has fewest, and among those for
+    who has waited for its turn for longest. So who has much to do keeps nobody waiting for longer than one piece of it.
 
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
+    Belongs to the running event loop."""
 
-    async def run(self, work: Callable[[], T]) -> T:
-        await self._lock.acquire()
-        begun = time.perf_counter()
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._held: Counter[str] = Counter()
+        # By client, whose turn is next first; none is empty.
+        self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
+
+    async def take(self, client: str) -> None:
+        """Waits for a place, which has to be given back."""
+        place = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(client, OrderedDict())[place] = None
+        self._next()
         try:
-            return work()
-        finally:
-            rest = REST * (time.perf_counter() - begun)
-            asyncio.get_running_loop().call_later(rest, self._lock.release)
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # it had been given meanwhile
+                self.give_back(client)
+            elif (line := self._lines.get(client)) is not None and place in line:
+                del line[place]
+                if not line:
+                    del self._lines[client]
+            raise
+
+    def give_back(self, client: str) -> None:
+        """A place that this client has taken."""
+        self._held -= Counter([client])
+        self._free += 1
+        self._next()
+
+    def _next(self) -> None:
+        while self._free and self._lines:
+            client = min(self._lines, key=self._held.__getitem__)
+            line = self._lines.pop(client)
+            place, _ = line.popitem(last=False)
+            if line:
+                self._lines[client] = line  # behind all others
+            if not place.done():  # else it was cancelled just now
+                self._free -= 1
+                self._held[client] += 1
+                place.set_result(None)
+
+
+class _Pool:
+    """Threads, one for each place."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._turns = Turns(threads)
+        self._threads = ThreadPoolExecutor(threads, f"draftwing-{name}")
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        client, loop = client_name(), asyncio.get_running_loop()
+        await self._turns.take(client)
+        try:
+            result = self._threads.submit(work, *args)
+        except BaseException:
+            self._turns.give_back(client)
+            raise
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._turns.give_back, client)
+
+        # Not when this coroutine ends: work whose client left holds its thread until it ends.
+        result.add_done_callback(ended)
+        return await asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Lanes:
-    """Two pools of threads, and a thread that makes JSON.
+    """Two pools of threads, a thread that makes JSON, and the event loop's time for large bodies. In each of them
+    clients take turns, told apart by the keys of their HTTP requests.
 
     Long work has few threads, so that it leaves processors to the engine. They have the priority of all: work in Python
     holds the interpreter's lock, and who holds that and has to wait for a processor stops the event loop.
@@ -42,18 +106,30 @@ class Lanes:
 
     def __init__(self) -> None:
         share = (os.cpu_count() or 1) // 4
-        self.reading = Turns()  # of large bodies
-        self._short = ThreadPoolExecutor(min(max(share, 2), 8), "draftwing-short")
-        self._long = ThreadPoolExecutor(min(max(share, 1), 4), "draftwing-long")
-        self._json = ThreadPoolExecutor(1, "draftwing-json")
+        self._reading = Turns(1)
+        self._short = _Pool(min(max(share, 2), 8), "short")
+        self._long = _Pool(min(max(share, 1), 4), "long")
+        self._json = _Pool(1, "json")
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which reads a large body on the event loop: one at a time, and after each nothing of it
+        for `REST` times as long, so that whoever sends them again and again leaves most of the time to others."""
+        client = client_name()
+        await self._reading.take(client)
+        begun = time.perf_counter()
+        try:
+            return work()
+        finally:
+            rest = REST * (time.perf_counter() - begun)
+            asyncio.get_running_loop().call_later(rest, self._reading.give_back, client)
 
     async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
         """The result of `work`, which is given a function that says whether nobody waits for it any more: this
-        coroutine was cancelled. What has not begun by then never does. size: of the texts, in characters."""
+        coroutine was cancelled. What has not begun by then never does. size: of the texts, in characters, or of other
+        work that takes as long as so many."""
         gone = threading.Event()
         try:
-            lane = self._short if size <= SHORT else self._long
-            return await asyncio.get_running_loop().run_in_executor(lane, work, gone.is_set)
+            return await (self._short if size <= SHORT else self._long).run(work, gone.is_set)
         finally:
             gone.set()
 
@@ -62,9 +138,9 @@ class Lanes:
         size: token ids and log probabilities in it, and characters that are read as messages."""
         if size <= INLINE:
             return work(False)
-        return await asyncio.get_running_loop().run_in_executor(self._json, work, True)
+        return await self._json.run(work, True)
 
     def close(self) -> None:
         """Begins no more work."""
         for lane in (self._short, self._long, self._json):
-            lane.shutdown(wait=False, cancel_futures=True)
+            lane.close()

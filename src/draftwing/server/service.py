@@ -36,6 +36,7 @@ MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the contex
 _MAX_LOGGED_MODELS = 100
 _AT_ONCE = 32  # answers that are made in one turn of the event loop
 _PAUSE_SECONDS = 0.002  # until the next turn, for others; these take about one
+_EXPRESSION = 100  # characters of a text are read while one of an expression is compiled
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
 
@@ -154,10 +155,10 @@ class Service:
 
     async def sampling(self, body: Asking, check: Callable[[], T]) -> T:
         """What `check` makes of the body's sampling fields: in a thread where it compiles expressions, which may take
-        a tenth of a second."""
+        half a second."""
         if not body.expressions:
             return check()
-        return await self.lanes.run(body.expressions, lambda gone: check())
+        return await self.lanes.run(_EXPRESSION * body.expressions, lambda gone: check())
 
     async def check_grammars(self, asked: Iterable[tuple[SamplingParams, str | None]]) -> None:
         """Has the engine compile the grammars. Raises RequestError for one that cannot be used, GenerationError when
