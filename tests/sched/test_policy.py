@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -23,6 +25,8 @@ from draftwing.core import (
     StepResult,
     TreeShape,
 )
+from draftwing.requests.request import GenerationRequest
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.choice import ShapeChoice
 from draftwing.sched.gains import gains_by_row
 from draftwing.sched.pace import Pace
@@ -36,6 +40,7 @@ from draftwing.sched.policy import (
     tree_menu,
 )
 from draftwing.sched.prices import PricedSteps, Prices
+from draftwing.sched.req import Req
 
 
 @pytest.mark.further(batch=64, hit=[0.05, 0.5])
@@ -272,6 +277,35 @@ def test_a_load_tells_its_newest_request() -> None:
     ]
     choice = ShapeChoice(FixedShape(TREE), Pace(), draws_alike=False)
     assert choice.load(rows).newest == 9 and choice.load([]).newest == 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_is_expected_of_matches_comes(lag: int) -> None:
+    """Matches begin and end between the plan of a step and its result, and the newest confidences are of the last."""
+    menu, rng = match_menu(TreeShape(6, 1, 7)), random.Random(3)
+    world = World(menu, 4.0, 0.001, 0.0)
+    policy = MostTokens(menu, world.prices((8,)), sees_predictions=True, least=0)
+    choice = ShapeChoice(policy, Pace(), draws_alike=False)
+    reqs = [Req(GenerationRequest(str(row), [1], SamplingParams()), 0, 100, frozenset()) for row in range(8)]
+    rows, flying = np.arange(8), deque[tuple[Plan, StepResult]]()
+    matches = [[False] * 8]  # of each step
+    for _ in range(1500):
+        matches.append([rng.random() < (0.7 if match else 0.3) for match in matches[-1]])
+    expected = found = 0.0
+    for number in range(1500):
+        shape, counts = choice.choose(reqs, (), False), Counter(req.confidence for req in reqs if req.confidence)
+        choice.planned(number, reqs, False)
+        step = world.step(shape, [0.98 if match else 0.0 for match in matches[number]])
+        if number > 300 and shape.depth:
+            expected += policy._gains.expected(menu.index(shape), counts)
+            found += sum(int(step.count[row]) - 1 for row in rows if reqs[row].confidence)
+        flying.append((Plan(number, "tree", rows, rows, shape, 9, (), (), ()), step))
+        if len(flying) > lag:
+            plan, result = flying.popleft()
+            choice.record(plan, reqs, result)
+            for req, match in zip(reqs, matches[plan.step + 1], strict=True):
+                req.confidence = 5 if match else 0
+    assert expected == pytest.approx(found, rel=0.03)
 
 
 def test_what_is_explained_is_what_runs() -> None:

@@ -23,6 +23,7 @@ class ShapeChoice:
         self.policy, self._pace, self._draws_alike = policy, pace, draws_alike
         self._worth = PromptWorth(text_pass) if text_pass else None
         self._priced = PricedSteps()
+        self._promised: dict[int, list[int]] = {}  # by number of a step in flight: see `_telling`
 
     @contextmanager
     def replaced(self, policy: ShapePolicy) -> Iterator[None]:
@@ -67,9 +68,10 @@ class ShapeChoice:
         newest = max((req.admission for req in ready), default=0)
         return Load(confidences, _context(ready), longer, whole, newest, passes)
 
-    def planned(self, step: int, behind_prefill: bool) -> None:
-        """The tree step of this number is planned, right behind a prefill or not."""
+    def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
+        """The tree step of this number is planned for these requests, right behind a prefill or not."""
         self._priced.planned(step, behind_prefill)
+        self._promised[step] = self._telling(reqs)
 
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
         """A step has ended. live: the request of each of its rows that still has it."""
@@ -81,17 +83,16 @@ class ShapeChoice:
             self._pace.record(plan.chunks, result.seconds - result.catching_up)
         else:
             self._pace.record_step(result.seconds)
-            load = self._load_before(live)._replace(passes=max(passes, 1))
+            promised = zip(live, self._promised.pop(plan.step), strict=True)
+            confidences = [0 if req is None else confidence for req, confidence in promised]
+            load = Load(confidences, _context(req for req in live if req is not None), passes=max(passes, 1))
             self.policy.record(plan.shape, load, result, self._priced.take(plan))
 
-    def _load_before(self, live: Sequence[Req | None]) -> Load:
-        """What `record` is told of a step's rows: nothing of those that say nothing of its shape."""
+    def _telling(self, reqs: Sequence[Req]) -> list[int]:
+        """By what confidences `record` learns from a step that is planned now: those that it is chosen by, for until
+        its result comes a match may have ended. 0 of who says nothing of its shape."""
         sees = self.policy.sees_predictions
-        confidences = [
-            0 if req is None or _tells_nothing(req) or (req.request.prediction and not sees) else req.confidence
-            for req in live
-        ]
-        return Load(confidences, _context(req for req in live if req is not None))
+        return [0 if _tells_nothing(req) or (req.request.prediction and not sees) else req.confidence for req in reqs]
 
 
 def _context(reqs: Iterable[Req]) -> int:

@@ -261,7 +261,7 @@ class Scheduler:
         for req in chosen:
             req.bound += most
             req.inflight += 1
-        self.choice.planned(self._steps, bool(self._prefilled))
+        self.choice.planned(self._steps, chosen, bool(self._prefilled))
         return self._make_plan("tree", shape, chosen, max_kv_len, [])
 
     def load(self) -> Load:
