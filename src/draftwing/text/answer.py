@@ -126,17 +126,26 @@ class Answer:
     @property
     def entries(self) -> int:
         """How much a response tells of it so far: token ids, and log probabilities with those of other tokens."""
-        width = 1 if self.wanted is None else 2 + self.wanted.top + len(self.wanted.token_ids)
-        return width * (len(self.token_ids) + len(self.prompt_logprobs))
+        return self._width * len(self.token_ids) + self.prompt_entries
+
+    @property
+    def prompt_entries(self) -> int:
+        """Those of `entries` that are of the prompt."""
+        return self._width * len(self.prompt_logprobs)
+
+    @property
+    def _width(self) -> int:
+        return 1 if self.wanted is None else 2 + self.wanted.top + len(self.wanted.token_ids)
 
     @property
     def matched_stop(self) -> int | str | None:
         return (self.finish_reason or {}).get("matched")
 
-    def meta_info(self, texts: TokenTexts | None = None) -> dict[str, Any]:
+    def meta_info(self, texts: TokenTexts | None = None, of_prompt: bool = True) -> dict[str, Any]:
         """As in `/generate`'s response; what the engine counts (`spec_*` and others) is there once it is finished.
 
-        texts: None leaves texts out of log probabilities.
+        texts: None leaves texts out of log probabilities.  of_prompt: False leaves those of the
+        prompt empty.
         """
         info = {
             "id": self.request.name or self.request.uid,
@@ -147,9 +156,9 @@ class Answer:
             "reasoning_tokens": self.reasoning_tokens,
         }
         drafted = {"speculative": dict(self.speculative)} if self.speculative is not None else {}
-        return info | self.label | self.meta | drafted | self._meta_logprobs(texts)
+        return info | self.label | self.meta | drafted | self._meta_logprobs(texts, of_prompt)
 
-    def _meta_logprobs(self, texts: TokenTexts | None) -> dict[str, Any]:
+    def _meta_logprobs(self, texts: TokenTexts | None, of_prompt: bool) -> dict[str, Any]:
         """An entry is [log probability, token id, text or None]; that of the prompt's first token has None."""
         wanted = self.wanted
         if wanted is None:
@@ -159,7 +168,7 @@ class Answer:
             return [None if value is None else finite(value), token, None if texts is None else texts.text(token)]
 
         prompt = self.request.prompt_ids[wanted.start :] if wanted.start >= 0 else []
-        before = self.prompt_logprobs
+        before = self.prompt_logprobs if of_prompt else []
         # Nothing is known of the prompt before the first token has come.
         sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = [
             ("input", prompt[: len(before)], before),

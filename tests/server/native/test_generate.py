@@ -6,8 +6,11 @@ import itertools
 import json
 from typing import Any
 
+import pytest
 from fake_engine import CONTEXT, EOS, FakeEngine
 from starlette.testclient import TestClient
+
+from draftwing.server.lanes import Lanes
 
 KEYS = {
     "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
@@ -67,6 +70,33 @@ def test_streamed_batch_has_indices(client: TestClient) -> None:
     last = {c["index"]: c for c in news}
     assert {i: c["text"] for i, c in last.items()} == {0: "abcd", 1: "efgh"}
     assert all(c["meta_info"]["finish_reason"]["type"] == "stop" for c in last.values())
+
+
+def test_streams_tell_of_the_prompt_first_and_last(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time else it would be as much as the prompt and all that is told of it, for one token."""
+    sizes: list[int] = []
+    render = Lanes.render
+
+    async def watched(lanes: Lanes, size: int, work: Any) -> Any:
+        sizes.append(size)
+        return await render(lanes, size, work)
+
+    monkeypatch.setattr(Lanes, "render", watched)
+    engine.burst, engine.pause = 1, 0.05  # news that come before earlier ones are taken would be joined with them
+    wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [1]}
+    news = chunks(client, {"text": ["abcdefgh", "stuvw"], "stream": True} | wanted)
+    for index in (0, 1):
+        told = [chunk["meta_info"] for chunk in news if chunk["index"] == index]
+        assert len(told) > 2
+        for name in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs"):
+            assert [len(one[name]) for one in told[1:-1]] == [0] * (len(told) - 2)
+            assert len(told[0][name]) == told[0]["prompt_tokens"] and told[0][name] == told[-1][name]
+        assert [len(one["output_token_logprobs"]) for one in told] == [one["completion_tokens"] for one in told]
+    of_output = [6 * chunk["meta_info"]["completion_tokens"] for chunk in news]
+    of_prompt = [6 * len(chunk["meta_info"]["input_token_logprobs"]) for chunk in news]
+    assert sizes == [a + b for a, b in zip(of_output, of_prompt, strict=True)]
 
 
 def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine: FakeEngine) -> None:

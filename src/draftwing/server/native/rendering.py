@@ -13,7 +13,9 @@ from draftwing.text.token_text import TokenTexts
 
 
 class Generated:
-    """The response to /generate: one answer, or a list of several; events have the text so far."""
+    """The response to /generate: one answer, or a list of several. Events have the answer so far, and log probabilities
+    of the prompt in an answer's first and last one: they do not change, and may be thousands of times an event's text.
+    """
 
     def __init__(self, generation: Generation, batched: bool, texts: TokenTexts | None) -> None:
         """texts: None leaves texts out of log probabilities."""
@@ -25,12 +27,17 @@ class Generated:
         return every if self._many else every[0]
 
     async def events(self) -> AsyncIterator[str]:
+        begun: set[int] = set()  # indices of answers
         async for answer, text in self.generation:
             if text or answer.finish_reason is not None:
-                yield await self.generation.render(answer.entries, partial(self._event, answer))
+                of_prompt = answer.index not in begun or answer.finish_reason is not None
+                begun.add(answer.index)
+                size = answer.entries if of_prompt else answer.entries - answer.prompt_entries
+                yield await self.generation.render(size, partial(self._event, answer, of_prompt))
 
-    def _event(self, answer: Answer, large: bool) -> str:
-        return event(self._now(answer) | ({"index": answer.index} if self._many else {}), large)
+    def _event(self, answer: Answer, of_prompt: bool, large: bool) -> str:
+        return event(self._now(answer, of_prompt) | ({"index": answer.index} if self._many else {}), large)
 
-    def _now(self, answer: Answer) -> dict[str, Any]:
-        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": answer.meta_info(self._texts)}
+    def _now(self, answer: Answer, of_prompt: bool = True) -> dict[str, Any]:
+        told = answer.meta_info(self._texts, of_prompt)
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": told}
