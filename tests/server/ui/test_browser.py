@@ -184,6 +184,23 @@ def test_side_by_side(url: str, open_page: Open, engine: FakeEngine) -> None:
     assert with_drafts.params.sampling_seed == without.params.sampling_seed
 
 
+def test_nothing_is_asked_again_while_answers_are_waited_for(url: str, open_page: Open, engine: FakeEngine) -> None:
+    page = open_page(url)
+    page.get_by_label("Side by side").check()
+    ask(page, "Twice, and not more" + " and more" * 20)
+    page.wait_for_selector("#send[data-stops]")
+    feet = page.locator(".answer-foot")
+    assert [foot.is_visible() for foot in feet.all()] == [False, False]
+    page.evaluate("document.querySelectorAll('.answer-foot button').forEach((one) => one.click())")
+    wait_for_end(page)
+    assert len(engine.requests) == 2
+    page.get_by_role("button", name="Ask again").click()
+    page.wait_for_selector("#send[data-stops]")
+    page.keyboard.press("Escape")
+    wait_for_end(page)
+    assert page.locator(".figures").all_text_contents()[1].endswith("stopped"), "the second one did not begin"
+
+
 def test_nothing_is_traced_where_nobody_looks(url: str, open_page: Open, engine: FakeEngine) -> None:
     page = open_page(url)
     page.locator("#drafts-toggle").click()
@@ -348,6 +365,46 @@ def test_a_server_with_a_key(open_page: Open) -> None:
         assert "right" not in stored, "the key is kept in the tab alone"
 
 
+def test_a_key_that_a_browser_would_not_send(open_page: Open) -> None:
+    """What comes along in a mail is left out, and what no key can have is said, and not kept."""
+    with serving(ScriptedEngine("fine", api_key="right")) as url:
+        page = open_page(url, ready="#key-dialog[open]", expected="401")
+        for wrong, words in (("ключ", "ASCII"), ("“right”", "ASCII"), ("wrong", "does not take this key")):
+            page.fill("#key", wrong)
+            page.keyboard.press("Enter")
+            page.wait_for_selector(f"#key-error:visible:has-text('{words}')")
+            assert page.locator("#key").input_value() == "" and page.evaluate("sessionStorage.length") == 0
+        page.fill("#key", " ri\u200bght\ufeff ")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".welcome")
+        page.evaluate("sessionStorage.setItem('draftwing-key', 'right\u200b')")
+        page.reload()
+        page.wait_for_selector("#key-dialog[open]")
+        assert page.locator("#key-error").is_hidden(), "none was sent"
+
+
+def test_what_is_kept_under_its_names_by_others(url: str, open_page: Open) -> None:
+    own = '{"id": "1", "title": "Own", "system": "", "messages": [{"role": "user", "content": "Own"}]}'
+    others = ("{}", "7", '"a"', "null", '[null, {"id": 1}, {"system": "", "messages": [{"role": "assistant"}]}]')
+    page = open_page(url)
+    for kept in others:
+        page.evaluate("(kept) => localStorage.setItem('draftwing-conversations', kept)", kept)
+        page.reload()
+        page.wait_for_selector(".welcome")
+    page.evaluate("(kept) => localStorage.setItem('draftwing-conversations', kept)", f"[{own}, 7]")
+    page.reload()
+    page.wait_for_selector(".conversations .open:has-text('Own')")
+
+
+def test_a_browser_without_room_says_so(url: str, open_page: Open) -> None:
+    page = open_page(url)
+    full = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
+    page.evaluate(f"() => {{ {full} }}")
+    ask(page, "Remember this")
+    wait_for_end(page)
+    assert "no room" in page.locator("#kept").text_content()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_axe_finds_nothing(url: str, open_page: Open, size: Any, scheme: str) -> None:
@@ -389,6 +446,48 @@ def test_what_a_model_writes_stays_text(open_page: Open) -> None:
         assert answer.locator("a").get_attribute("rel") == "noopener noreferrer"
         assert "<script>alert(2)</script>" in answer.text_content() and answer.locator("table td").count() == 1
         assert "<script>alert(4)</script>" in answer.locator("pre").text_content()
+
+
+# Lines that made patterns try the third and the fourth power of their length.
+SLOW = {
+    "a divider": "'|a|\\n|' + ' '.repeat(n) + '-'.repeat(n) + ' '.repeat(n) + 'x'",
+    "a heading": "'#' + ' '.repeat(5 * n) + '\\rx'",
+}
+
+
+def test_what_a_model_writes_is_drawn_in_linear_time(url: str, open_page: Open) -> None:
+    """The shortest of several times for texts of one and of two lengths, however fast the machine is."""
+    page = open_page(url)
+    for name, text in SLOW.items():
+        short, long = page.evaluate(
+            f"""async () => {{
+              const {{ markdown }} = await import("/ui/assets/markdown.js");
+              const once = (n) => {{
+                const text = {text}, from = performance.now();
+                for (let i = 0; i < 20; i += 1) markdown(text);
+                return performance.now() - from;
+              }};
+              return [30, 60].map((n) => Math.min(...Array.from({{ length: 5 }}, () => once(n))));
+            }}"""
+        )
+        assert long < 4 * short + 1, (name, short, long)
+
+
+def test_long_cells_and_items_are_taken_as_they_are(url: str, open_page: Open) -> None:
+    cell = "**long**" + "x" * 2000
+    lines = f"| a | b |\n  :-: |---\n| **short** | {cell} |\n\n- **short**\n- {cell}\n\n# C# #\n\n| a |\n| : |"
+    page = open_page(url)
+    page.evaluate(
+        """async (lines) => {
+          const { markdown } = await import("/ui/assets/markdown.js");
+          document.querySelector(".welcome").replaceChildren(...markdown(lines));
+        }""",
+        lines,
+    )
+    text = page.locator(".welcome")
+    assert text.locator("td strong, li strong").all_text_contents() == ["short", "short"]
+    assert text.locator("td").nth(1).text_content() == text.locator("li").nth(1).text_content() == cell
+    assert text.locator("h3").text_content() == "C#" and text.locator("table").count() == 1
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ import { Trace } from "./trace.js";
 
 const REFRESH = 60; // milliseconds between two renderings of a text that grows
 
-/** Asks, and fills `answer` as it comes: content, reasoning, trace, figures, error. `changed` is called each time. */
+/** Asks, and fills `answer`, which waits for it, as it comes: content, reasoning, trace, figures, error. `changed` is called each time. */
 export async function run(answer, body, signal, changed) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   if (!answer.drafts) asked.speculative = "off";
   if (answer.trace) asked.speculative_trace = true;
-  answer.running = true;
   const clock = { first: 0, last: 0 };
   try {
     await stream("/v1/chat/completions", asked, (event) => {
@@ -47,8 +46,9 @@ function take(answer, event, clock) {
   if (finish) answer.finish = finish;
 }
 
+/** An answer that is waited for: `running` until it is there, or will not come. */
 export function newAnswer(drafts, traced) {
-  return { content: "", reasoning: "", drafts, trace: traced ? new Trace(drafts) : null, tokens: null, seconds: 0 };
+  return { content: "", reasoning: "", drafts, trace: traced ? new Trace(drafts) : null, tokens: null, seconds: 0, running: true };
 }
 
 const TELLING = 16; // tokens, of which fewer say nothing of the speed

@@ -3,6 +3,10 @@
 import { byId } from "./dom.js";
 
 const KEY = "draftwing-key";
+const SENDABLE = /^[\x20-\x7e]+$/; // a browser refuses to send most of what is not ASCII
+const UNSEEN = /[\u200b-\u200f\u2060\ufeff]/g; // what comes along when a key is copied out of a mail
+
+let tried = null; // a key that the server has not taken yet
 
 class ApiError extends Error {}
 
@@ -33,15 +37,25 @@ export async function stream(path, body, take, signal) {
 
 async function fetched(path, body, signal) {
   for (;;) {
-    const response = await fetch(path, options(body, signal)).catch((error) => { throw inWords(error); });
+    const key = tried ?? stored();
+    const response = await fetch(path, options(body, signal, key)).catch((error) => { throw inWords(error); });
+    if (response.status !== 401 && key !== null && key === tried) {
+      sessionStorage.setItem(KEY, key);
+      tried = null;
+    }
     if (response.ok) return response;
     if (response.status !== 401) throw new ApiError(await reason(response));
-    if (!(await newKey())) throw new ApiError("The server needs an API key.");
+    if (!(await newKey(key))) throw new ApiError("The server needs an API key.");
   }
 }
 
-function options(body, signal) {
+/** The key that the server took; null where there is none that can be sent. */
+function stored() {
   const key = sessionStorage.getItem(KEY);
+  return key !== null && SENDABLE.test(key) ? key : null;
+}
+
+function options(body, signal, key) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   if (body === undefined) return { headers, signal };
   return { method: "POST", headers: { ...headers, "content-type": "application/json" }, body: JSON.stringify(body), signal };
@@ -61,29 +75,40 @@ function inWords(error) {
 
 let asking = null;
 
-/** Asks for a key once, however many requests want one; whether there is another one now. */
-function newKey() {
-  asking ??= dialog().finally(() => { asking = null; });
+/** Asks for a key once, however many requests want one; whether there is another one now. refused: what was sent. */
+async function newKey(refused) {
+  if (!asking && refused !== (tried ?? stored())) return true; // meanwhile another request got one
+  asking ??= dialog(refused && "The server does not take this key.").finally(() => { asking = null; });
   return asking;
 }
 
-function dialog() {
+/** wrong: what to say of the key before, if anything. */
+function dialog(wrong) {
   const box = byId("key-dialog");
   const field = byId("key");
-  byId("key-error").hidden = !sessionStorage.getItem(KEY);
-  field.value = "";
+  const complain = (words) => {
+    byId("key-error").textContent = words ?? "";
+    byId("key-error").hidden = !words;
+    field.value = "";
+  };
+  complain(wrong);
   box.showModal();
   return new Promise((resolve) => {
     const done = new AbortController();
     const listen = (target, kind, what) => target.addEventListener(kind, what, { signal: done.signal });
     const end = (taken) => {
       done.abort();
-      if (taken) sessionStorage.setItem(KEY, field.value.trim());
       box.close();
       resolve(taken);
     };
     listen(byId("key-form"), "submit", (event) => {
       event.preventDefault();
+      const key = field.value.replace(UNSEEN, "").trim();
+      if (!SENDABLE.test(key)) {
+        complain("Keys have letters, digits and signs of ASCII alone, and this one has others. Type it, or copy it again.");
+        return;
+      }
+      tried = key;
       end(true);
     });
     listen(byId("key-cancel"), "click", () => end(false));

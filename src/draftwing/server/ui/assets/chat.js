@@ -181,7 +181,9 @@ export class Chat {
   }
 
   again() {
+    if (this.running) return;
     this.conversation.messages.pop();
+    this.question.focus(); // the button goes, and Escape is heard here
     this.answer();
   }
 
@@ -199,7 +201,7 @@ export class Chat {
     this.render();
     speak("The answer begins.");
     for (const [i, answer] of answers.entries()) {
-      if (this.running.signal.aborted) answer.finish = "stopped";
+      if (this.running.signal.aborted) Object.assign(answer, { finish: "stopped", running: false });
       else await this.one(answer, message, i, body);
     }
     this.running = null;
@@ -215,8 +217,6 @@ export class Chat {
   }
 
   async one(answer, message, i, body) {
-    answer.running = true;
-    message.views?.[i].draw(); // as one that is waited for
     if (answer.trace) this.watch(answer);
     let begun = false;
     await run(answer, body, this.running.signal, () => {

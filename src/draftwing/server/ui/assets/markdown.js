@@ -3,13 +3,15 @@
 import { copyButton, h } from "./dom.js";
 
 const FENCE = /^\s{0,3}(```+|~~~+)\s*([^\s`]*)/;
-const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const HEADING = /^(#{1,6})\s+(.*)$/s;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/s;
 const RULE = /^\s{0,3}([-*_])(\s*\1){2,}\s*$/;
 const ROW = /^\s*\|.*\|\s*$/;
-const DIVIDER = /^\s*\|?[\s:|-]*-[\s:|-]*\|?\s*$/;
+const DIVIDER = /^[\s:|-]+$/; // with a dash in it
 
-const LONG = 2000; // characters of a line from which on it is taken as it is: patterns take the square of it at worst
+// Characters from which on a line, a cell or an item is taken as it is. What a model writes is drawn many times while it
+// grows, so no pattern may have two neighbours that match the same; INLINE takes the square of a text at worst.
+const LONG = 2000;
 
 /** Elements for a text. */
 export function markdown(text) {
@@ -29,7 +31,7 @@ function blocks(lines, depth) {
     else if (RULE.test(line)) { out.push(h("hr")); at += 1; }
     else if (/^\s{0,3}>/.test(line) && depth < 8) at = quote(lines, at, out, depth);
     else if (ITEM.test(line) && depth < 8) at = list(lines, at, out, depth);
-    else if (ROW.test(line) && DIVIDER.test((lines[at + 1] ?? "").slice(0, LONG))) at = table(lines, at, out);
+    else if (ROW.test(line) && divides(lines[at + 1] ?? "")) at = table(lines, at, out);
     if (at === before) at = paragraph(lines, at, out);
   }
   return out;
@@ -46,9 +48,11 @@ function fence(lines, at, out) {
   return end + 1;
 }
 
+const divides = (line) => line.includes("-") && DIVIDER.test(line);
+
 function heading(line, at, out) {
   const [, marks, words] = HEADING.exec(line);
-  out.push(h(`h${Math.min(marks.length + 2, 5)}`, {}, inline(words)));
+  out.push(h(`h${Math.min(marks.length + 2, 5)}`, {}, inline(words.trim().replace(/(^|\s)#+$/, "").trimEnd())));
   return at + 1;
 }
 
@@ -111,6 +115,7 @@ const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|__(.+?)__|\*([^\s*][^*]*)\*|(?<!\w)_([
 
 /** Text nodes and elements for a piece of a line. */
 function inline(text, depth = 0) {
+  if (text.length > LONG) return [text];
   const out = [];
   let rest = text;
   for (let found = INLINE.exec(rest); found && depth < 6; found = INLINE.exec(rest)) {

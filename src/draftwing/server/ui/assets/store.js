@@ -1,5 +1,7 @@
 // Conversations and settings, kept in this browser.
 
+import { byId } from "./dom.js";
+
 const NAME = "draftwing-conversations";
 const SETTINGS = "draftwing-settings";
 const MOST = 100;
@@ -8,8 +10,8 @@ const PASSING = new Set(["trace", "running", "views", "verdict"]);
 /** A conversation: { id, title, system, messages }; a message: { role, content } and what was measured of an answer. */
 export class Store {
   constructor() {
-    this.conversations = read(NAME, []);
-    this.settings = { temperature: 0.5, ...read(SETTINGS, {}) };
+    this.conversations = conversations();
+    this.settings = { temperature: 0.5, ...read(SETTINGS) };
   }
 
   add() {
@@ -36,7 +38,7 @@ export class Store {
     addEventListener("storage", ({ key }) => {
       if (key !== NAME) return;
       const own = this.conversations.filter((one) => one === open() || !one.messages.length);
-      const theirs = read(NAME, []).map((one) => own.find(({ id }) => id === one.id) ?? one);
+      const theirs = conversations().map((one) => own.find(({ id }) => id === one.id) ?? one);
       this.conversations = [...own.filter((one) => !theirs.includes(one)), ...theirs];
       changed();
     });
@@ -47,11 +49,23 @@ export class Store {
   }
 }
 
-function read(name, otherwise) {
+/** Those that are kept. Another program's page may have had this address before, and kept something else. */
+function conversations() {
+  const found = read(NAME);
+  return Array.isArray(found) ? found.filter(known) : [];
+}
+
+function known(one) {
+  const says = (each) => typeof each?.content === "string";
+  const answered = ({ role, answers }) => role === "user" || (Array.isArray(answers) && answers.every(says));
+  return typeof one?.system === "string" && Array.isArray(one.messages) && one.messages.every((each) => says(each) && answered(each));
+}
+
+function read(name) {
   try {
-    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
+    return JSON.parse(localStorage.getItem(name));
   } catch {
-    return otherwise;
+    return null;
   }
 }
 
@@ -60,5 +74,6 @@ function write(name, value, replacer) {
     localStorage.setItem(name, JSON.stringify(value, replacer));
   } catch {
     // It is full or forbidden: the page works on, and forgets.
+    byId("kept").textContent = "This browser has no room for more: what is new is forgotten with this tab.";
   }
 }
