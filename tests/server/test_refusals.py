@@ -13,6 +13,7 @@ from draftwing.server.native.schema import GenerateRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
 from draftwing.server.schema import NotBuilt
 from draftwing.server.service import MOST_COUNTED
+from draftwing.text import rendering
 
 COMPLETION, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -292,6 +293,29 @@ def test_template_variables_cannot_replace_the_messages(client: TestClient) -> N
         body = {"messages": MESSAGES, "chat_template_kwargs": {name: 1}}
         refused(client, CHAT_PATH, body, "chat_template_kwargs")
     refused(client, CHAT_PATH, {"messages": []}, "messages")
+
+
+def test_variables_of_a_template_are_few(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied to another process, all others waiting: more are never copied."""
+    copied: list[Any] = []
+    dumps = rendering.pickle.dumps
+    monkeypatch.setattr(rendering.pickle, "dumps", lambda job: copied.append(job) or dumps(job))
+    few: list[dict[str, Any]] = [
+        {"chat_template_kwargs": {"about": list(range(16_383))}},
+        {"chat_template_kwargs": {"about": [{"a": [1]}] * 5_461}},
+        {"documents": [{"text": "x" * 20_000}]},
+    ]
+    many: list[dict[str, Any]] = [
+        {"chat_template_kwargs": {"about": list(range(16_384))}},
+        {"chat_template_kwargs": {"about": [{"a": [1]}] * 5_462}},
+        {"documents": [{"text": [1] * 16_384}]},
+    ]
+    for body in few:
+        assert client.post(CHAT_PATH, json={"messages": MESSAGES, "max_tokens": 1} | body).status_code == 200
+    assert len(copied) == 3
+    for body in many:
+        assert "16384 values" in refused(client, CHAT_PATH, {"messages": MESSAGES} | body, "chat_template_kwargs")
+    assert len(copied) == 3
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION, "/generate"])

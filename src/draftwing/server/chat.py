@@ -26,6 +26,7 @@ from draftwing.text.continuation import render_continued
 
 MOST_TOOLS = 512
 MOST_NAME = 256  # characters
+MOST_VALUES = 16_384  # in further variables of a template: it is copied to another process, which holds all others up
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
 _NO_CALLS = ToolChoice("none")
@@ -123,6 +124,9 @@ class Chats:
         taken = _RESERVED & chat.template.keys()
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
+        if _values(chat.template, MOST_VALUES) > MOST_VALUES:
+            message = f"chat_template_kwargs and documents may have {MOST_VALUES} values together; found more"
+            raise RequestError(message, "chat_template_kwargs")
         variables = dict(chat.template)
         thinking = True if chat.effort in _REASONS and chat.thinking is None else chat.thinking
         if thinking is not None:  # as the templates of the families name it
@@ -345,3 +349,16 @@ def checked_choice(choice: ToolChoice, functions: Sequence[Function], param: str
     if choice.mode == "named" and choice.name not in {function.name for function in functions}:
         raise RequestError(f"{param}: there is no function {show(choice.name)}", param)
     return choice
+
+
+def _values(data: Any, most: int) -> int:
+    """How many values are in lists and mappings; where they are more than `most`, some number that is, too."""
+    found, rest = 0, [data]
+    while rest:
+        part = rest.pop()
+        inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
+        found += len(inner)
+        if found > most:
+            break
+        rest += inner
+    return found
