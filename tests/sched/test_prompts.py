@@ -8,6 +8,7 @@ from world import World
 from draftwing.core import MAX_CONFIDENCE, PLAIN, Deferral, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.pace import PRESSED
 from draftwing.sched.policy import FixedShape, Load, MostTokens
 from draftwing.sched.prompts import TRIED, PromptWorth
 from draftwing.sched.req import Req
@@ -20,7 +21,8 @@ A_PASS = 0.02
 def known(answer: int = 128) -> PromptWorth:
     worth = PromptWorth(8192)
     worth.record(0.0, 2 * A_PASS, 1, 8000)
-    worth.ended(answer)
+    worth.ended(answer, 1000)
+    worth.ended(answer, 64)
     return worth
 
 
@@ -29,7 +31,7 @@ def test_what_is_not_known_is_found_out() -> None:
     assert worth.are_worth([7500], [128], 0.0), "what a pass takes"
     worth.record(0.0, A_PASS, 1, 0)
     assert worth.are_worth([7500], [128], 0.0), "how long answers are"
-    worth.ended(128)
+    worth.ended(128, 128)
     assert worth.are_worth([7500], [128], None), "what drafts save"
     assert not worth.are_worth([7500], [128], 0.0)
 
@@ -57,6 +59,34 @@ def test_a_small_share_of_the_time_goes_into_what_does_not_seem_worth_it() -> No
     assert shown * A_PASS == pytest.approx(TRIED * seconds, rel=0.1)
 
 
+@pytest.mark.parametrize("tokens", [16_000, 40_000])
+def test_prompts_of_many_passes_are_tried_as_well(tokens: int) -> None:
+    """Seldom, for one takes more than is usually saved up, and beside short ones, which take less."""
+    for beside in (False, True):
+        worth, shown, seconds = known(), 0, 0.0
+        for step in range(20_000):
+            seconds += 0.02
+            worth.record(0.02, 0.0, 0, 0)
+            shown += worth.are_worth([tokens], [1000], 0.0)
+            if beside and step % 500 == 0:
+                worth.are_worth([100], [1000], 0.0)
+        least = 0.2 if beside else 0.9
+        assert least * TRIED * seconds < shown * (1 - -tokens // 8192) * A_PASS <= TRIED * seconds
+
+
+def test_long_answers_beside_many_short_ones_are_known_for_long() -> None:
+    worth = known()
+    for _ in range(16):
+        worth.ended(5, 8)
+    saving = A_PASS / 100
+    assert not worth.are_worth([100], [8], saving)
+    assert worth.are_worth([100], [4000], saving), "nothing is known of such a limit"
+    worth.ended(5, 4000)
+    assert not worth.are_worth([100], [4000], saving)
+    worth.ended(3000, 4000)
+    assert worth.are_worth([100], [4000], saving) and not worth.are_worth([100], [8], saving)
+
+
 @pytest.mark.parametrize("hit", [0.02, 0.9])
 def test_a_policy_tells_what_drafts_save(hit: float) -> None:
     world = World((TREE, PLAIN), 4.0, 0.02, 0.1)
@@ -69,7 +99,8 @@ def test_a_policy_tells_what_drafts_save(hit: float) -> None:
 
 
 class Saving(FixedShape):
-    adapts, worth = True, 0.0
+    adapts = True
+    worth: float | None = 0.0
 
     def saving(self, load: Load) -> float | None:
         assert load.confidences == [7] * 2
@@ -97,3 +128,23 @@ def test_who_is_admitted_may_not_be_seen(from_tokens: bool) -> None:
         assert plan is not None and [chunk.kept is not None for chunk in plan.chunks] == [from_tokens and not worth] * 2
         for req in reqs:
             sched.abort(req.uid)
+
+
+def test_who_comes_when_nobody_runs_is_seen() -> None:
+    """Prompts waited all the time until everything was aborted: nothing has run since that would tell of an end."""
+    policy = Saving(TREE)
+    config = SchedulerConfig(
+        4000, 3, 4, 512, initial_confidence=7, lagging=frozenset([PLAIN]), deferral=Deferral(100, 50, True)
+    )
+    sched = Scheduler(config, policy, {shape: shape.nodes for shape in policy.menu})
+    policy.worth = None
+    for _ in range(PRESSED + 1):
+        sched._pace.longer((), waiting=True)
+    assert sched._pace.pressed
+    reqs = [
+        Req(GenerationRequest(str(i), [i] * 30, SamplingParams(max_new_tokens=9)), 0, 39, frozenset()) for i in range(2)
+    ]
+    for req in reqs:
+        sched.submit(req)
+    sched.plan()
+    assert [req.skipped for req in reqs] == [False] * 2

@@ -43,6 +43,8 @@ class ShapeChoice:
             return
         saving = self.policy.saving(Load([confidence] * len(running), _context(running)))
         limits = [req.max_total - len(req.tokens) for req in admitted]
+        if len(running) == len(admitted):  # whoever waited before has been answered, or has gone
+            self._pace.rest()
         # Where prompts wait all the time hardly anything will be drafted.
         seen = not self._pace.pressed and self._worth.are_worth([req.unsent for req in admitted], limits, saving)
         for req in admitted:
@@ -51,7 +53,7 @@ class ShapeChoice:
     def answered(self, req: Req) -> None:
         """A request has its whole answer."""
         if self._worth is not None:
-            self._worth.ended(req.completion_tokens)
+            self._worth.ended(req.completion_tokens, req.max_total - req.prompt_len)
 
     def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, passes: int = 1) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts of prompts

@@ -100,6 +100,10 @@ class Pace:
             return 0.0
         return max(nlargest(max(len(self._stalls) // RARE, 1), self._stalls)[-1] - stall, 0.0)
 
+    def rest(self) -> None:
+        """Nobody runs."""
+        self._pressed = 0
+
     @property
     def pressed(self) -> bool:
         """Whether prompts wait all the time."""

@@ -7,13 +7,13 @@ found out may change, so a small share of the time goes into prompts that do not
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import fmean, median
 
 TRIED = 0.004  # share of the time that prompts may cost more than they save
-SAVED_UP = 4.0  # passes: as much of it may be spent at once
-LATE = 16  # passes, and answers, of late that tell of others
+SAVED_UP = 4.0  # passes: as much of it may be spent at once, or what prompts take that were not seen
+LATE = 16  # passes, and answers of about the same limit, of late that tell of others
 PART = 1024  # tokens of a prompt: more are prefilled part by part, and shown before the last part
 
 
@@ -22,8 +22,11 @@ class PromptWorth:
         """most: positions of a pass."""
         self._most = max(most, 1)
         self._passes: deque[float] = deque(maxlen=LATE)  # seconds
-        self._answers: deque[int] = deque(maxlen=LATE)  # tokens
-        self._allowance = 0.0  # seconds
+        # By about the limit: tokens of answers. Long ones are asked for beside short ones.
+        self._answers: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=LATE))
+        self._allowance = self._refused = (
+            0.0  # seconds; the most that a prompt that was refused would have lost, until as much is tried
+        )
 
     def record(self, seconds: float, showing: float, passes: int, shown: int) -> None:
         """A step took so long, `showing` of it for passes over text, and over so many positions of prompts beside."""
@@ -31,11 +34,11 @@ class PromptWorth:
         if showing > 0 and passes:
             self._passes.append(showing / passes)
         most = SAVED_UP * median(self._passes) if self._passes else 0.0
-        self._allowance = min(self._allowance + TRIED * seconds, most)
+        self._allowance = min(self._allowance + TRIED * seconds, max(most, self._refused))
 
-    def ended(self, tokens: int) -> None:
-        """An answer has so many."""
-        self._answers.append(tokens)
+    def ended(self, tokens: int, limit: int) -> None:
+        """An answer has so many, where it could have `limit`."""
+        self._answers[limit.bit_length()].append(tokens)
 
     def are_worth(self, tokens: Sequence[int], limits: Sequence[int], saving: float | None) -> bool:
         """Whether prompts that are prefilled together are to be seen: the ends of all take one pass. tokens: of each,
@@ -43,10 +46,17 @@ class PromptWorth:
         of these, None where that is not known."""
         if saving is None or not self._passes or not self._answers:
             return True
-        passes = 1 + sum(-(-length // self._most) for length in tokens if length > PART)
-        usual = fmean(self._answers)
-        loss = passes * median(self._passes) - sum(min(usual, limit) for limit in limits) * saving
-        if loss > self._allowance:
+        a_pass, parts = median(self._passes), [-(-length // self._most) for length in tokens if length > PART]
+        loss = (1 + sum(parts)) * a_pass - sum(map(self._usual, limits)) * saving
+        if loss > self._allowance:  # of many together the longest alone: they would all take it in one step
+            self._refused = max(self._refused, min(loss, (1 + max(parts, default=0)) * a_pass))
             return False
         self._allowance -= max(loss, 0.0)
+        if loss >= self._refused:
+            self._refused = 0.0
         return True
+
+    def _usual(self, limit: int) -> float:
+        """Tokens of an answer that can have so many; all of these where nothing is known of such a limit."""
+        answers = self._answers.get(limit.bit_length())
+        return min(fmean(answers), limit) if answers else limit
