@@ -17,6 +17,7 @@ from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead,
 from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
+from draftwing.server.entries import Entries, EntriesFull, entries
 from draftwing.server.outbox import Outbox
 from draftwing.server.supervision import Deaths, Watchdog
 from draftwing.server.telemetry.observer import Observer
@@ -39,11 +40,21 @@ class Stream:
         self.open = {request.uid: request for request in requests}
         self._owner = owner
         self._news: dict[str, Output] = {}
-        self._error: EngineDead | None = None
+        self._error: EngineDead | EntriesFull | None = None
+        self._held = 0  # log probabilities
         self._woken = asyncio.Event()
 
     def put(self, output: Output) -> None:
         """Adds to what has not been taken yet, so that a slow client gets fewer and longer pieces, not a backlog."""
+        if self._error is not None or output.uid not in self.open:
+            return
+        count = entries(output, self.open[output.uid])
+        self._held += count
+        try:
+            self._owner.entries.add(count, self._held)
+        except EntriesFull as error:
+            self.fail(error)
+            return
         earlier = self._news.get(output.uid)
         if earlier is not None:
             output = dataclasses.replace(
@@ -56,7 +67,7 @@ class Stream:
         self._news[output.uid] = output
         self._woken.set()
 
-    def fail(self, error: EngineDead) -> None:
+    def fail(self, error: EngineDead | EntriesFull) -> None:
         self._error = error
         self._woken.set()
 
@@ -74,6 +85,8 @@ class Stream:
                 raise self._error
 
     def close(self) -> None:
+        self._owner.entries.held -= self._held
+        self._held = 0
         for uid in self.open:
             self._owner.forget(uid)
         if self.open:
@@ -109,6 +122,7 @@ class AsyncEngine:
         self.observer = Observer()
         options = info.options
         self.waiting = Waiting(options.max_queued_requests, options.max_queued_requests_per_key)
+        self.entries = Entries()
         self.news = asyncio.Event()  # is set when the engine has given tokens to anybody, or is gone
         self.lost: Callable[[], None] = lambda: None
         self._stopping = asyncio.Event()

@@ -91,7 +91,7 @@ def json_response(content: bytes, status: int = 200) -> Response:
 
 def stream_error(path: str, error: Exception) -> str:
     """An error that comes when the response has begun, as an event of the stream."""
-    told = isinstance(error, EngineDead | GenerationError)
+    told = isinstance(error, EngineDead | GenerationError | QueueFull)
     message = str(error) if told else "internal error; the server's log has the cause"
     status, kind = 500 if isinstance(error, GenerationError) else 503, dialect(path)
     if kind == "anthropic":
@@ -297,7 +297,7 @@ async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     try:
         async for text in events:
             yield text
-    except (EngineDead, GenerationError) as error:
+    except (EngineDead, GenerationError, QueueFull) as error:
         yield stream_error(path, error)
     except Exception as error:
         logger.exception("a stream of %s ended by an exception", path)

@@ -13,14 +13,16 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from draftwing.core import TokenLogprobs
 from draftwing.engine.session import prepare
 from draftwing.errors import GenerationError, RequestError
 from draftwing.grammar.translation import Translator
 from draftwing.requests.grammar_field import Grammar
-from draftwing.requests.request import GenerationRequest
+from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.border.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
+from draftwing.server.entries import fit_entries
 from draftwing.server.lanes import Lanes
 from draftwing.server.schema import Asking, split_prompts
 from draftwing.text.answer import Answer
@@ -65,6 +67,8 @@ class Generation:
         first = answers[0]
         self.speculates = engine.info.speculates or bool(first.request.prediction)
         self.label: dict[str, Any] = first.label | ({"speculative": first.speculative} if told else {})
+        # Answers to a prompt, which is one list, hold what is told of it once.
+        self._told: dict[tuple[int, LogprobParams | None], list[TokenLogprobs | None]] = {}
         self._by_uid = {answer.request.uid: answer for answer in answers}
         requests = [answer.request for answer in answers]
         self._stream = engine.submit(requests)
@@ -76,7 +80,11 @@ class Generation:
             answer = self._by_uid[output.uid]
             if output.finish_reason is not None and output.finish_reason.get("status_code") == 500:
                 raise GenerationError(output.finish_reason["message"])
-            yield answer, answer.push(output)
+            text = answer.push(output)
+            if output.prompt_logprobs:
+                prompt = id(answer.request.prompt_ids), answer.wanted
+                answer.prompt_logprobs = self._told.setdefault(prompt, answer.prompt_logprobs)
+            yield answer, text
 
     async def finish(self) -> Sequence[Answer]:
         """All answers, once all are complete."""
@@ -229,6 +237,7 @@ class Service:
                 ]
             answers: list[Answer] = []
             try:
+                asked = fit_entries(asked, body.length is not None, info.context_length)
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
                     if len(answers) % _AT_ONCE == 0:

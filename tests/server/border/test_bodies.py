@@ -9,7 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwing.server.border.bodies import ALL_BODIES, SMALL, BodyLimit
+from draftwing.server.border import bodies
+from draftwing.server.border.bodies import ALL_BODIES, LARGE, SMALL, BodyLimit
 
 MOST = 2**20
 
@@ -44,3 +45,26 @@ def test_small_bodies_are_taken_however_much_is_held() -> None:
     assert limit.held == ALL_BODIES * MOST  # nothing of both is held any more
     limit.held = 0
     assert asyncio.run(read(limit, b" " * (SMALL + 1))) == SMALL + 1
+
+
+@pytest.mark.parametrize(("bytes_sent", "times"), [(LARGE - 1, 0), (LARGE, 1)])
+def test_what_a_large_response_took_is_given_back(bytes_sent: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(bodies, "_give_back", lambda: given.append(None))
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        for i in range(4):
+            size = bytes_sent // 4 + (bytes_sent % 4 if i == 3 else 0)
+            await send({"type": "http.response.body", "body": b" " * size, "more_body": i < 3})
+
+    async def ask() -> None:
+        async def receive() -> Message:
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            pass
+
+        await BodyLimit(answer, MOST)({"type": "http", "method": "GET", "headers": []}, receive, send)
+
+    asyncio.run(ask())
+    assert len(given) == times

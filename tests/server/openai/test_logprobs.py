@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -156,8 +157,10 @@ def test_a_slow_client_misses_none(engine: FakeEngine) -> None:
     from draftwing.requests.request import GenerationRequest, LogprobParams
     from draftwing.requests.sampling_params import SamplingParams
     from draftwing.server.engine_client import Stream
+    from draftwing.server.entries import Entries
 
-    stream = Stream(None, [GenerationRequest("a", [1], SamplingParams())])  # type: ignore[arg-type]
+    owner = SimpleNamespace(entries=Entries())
+    stream = Stream(owner, [GenerationRequest("a", [1], SamplingParams())])  # type: ignore[arg-type]
     wanted = LogprobParams(0, (), 0)
     from fake_engine import logprob
 

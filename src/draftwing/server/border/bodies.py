@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 ALL_BODIES = 64  # largest bodies that may be held at once; they are held until their responses end
 LINGER_SECONDS = 2.0  # for what a client still sends while it is refused
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
-LARGE = 2**20  # bytes of a body that leaves some hundred times as much behind
+LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
 _CLOSE = {"connection": "close"}
 
 
@@ -50,7 +50,7 @@ class BodyLimit:
             await self._app(scope, body.receive, body.send)
         finally:
             self.held -= body.size
-            if body.size >= LARGE:
+            if max(body.size, body.sent) >= LARGE:
                 await asyncio.to_thread(_give_back)
 
 
@@ -59,6 +59,7 @@ class _Body:
 
     def __init__(self, limit: BodyLimit, most: int, scope: Scope, receive: Receive, send: Send) -> None:
         self.size = 0
+        self.sent = 0  # bytes of the response
         self._limit, self._most, self._receive, self._send = limit, most, receive, send
         stated = dict(scope["headers"]).get(b"content-length", b"")
         self._stated = int(stated) if stated.isdigit() else 0
@@ -91,6 +92,7 @@ class _Body:
             await self._send({**message, "more_body": True})
             await self._linger()
             message = {"type": "http.response.body", "body": b""}
+        self.sent += len(message.get("body", b""))
         await self._send(message)
 
     async def _linger(self) -> None:
