@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from reference.exact_heads import exact_dspark
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.core import AT_ONCE, PLAIN, Deferral, TreeShape
 from draftwing.engine.device import Device
@@ -15,13 +16,14 @@ from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
+from draftwing.ops.attention import FunctionAttend
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("triton")
+GridExecutor = pytest.importorskip("triton.runtime.interpreter").GridExecutor
 TREE = TreeShape(3, 2, 5)
 PART = TreeShape(3, 2, 7, 3)  # of whose nodes the batch verifies 3 for each row
 
@@ -72,6 +74,37 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
     if rig.drafter is not None:
         assert tree in rig.stats.shapes
         assert not isinstance(rig.drafter, BlockDrafter) or rig.accept_length > 2
+
+
+class Operations(TorchDispatchMode):
+    """Notes torch's, but those that kernels' launchers ask for room with and views."""
+
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "empty" not in function.__name__:
+            self._found.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("experts", [None, ExpertConfig(6, 2, 32)])
+def test_the_first_operation_of_a_forward_is_one_of_torchs(harness, interpreted, monkeypatch, experts):
+    """One that begins when all before it have ended: attention reads its batch ahead of the kernels before itself."""
+    found, launch = [], GridExecutor.__call__
+    model = harness.tiny_model(experts=experts)
+    model.pack(interpreted.ops)
+    model.set_max_positions(32)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kw: (found.append("kernel"), launch(*args, **kw))[1])
+    ids, positions, attend = (
+        torch.zeros(5, dtype=torch.int64),
+        torch.arange(5),
+        FunctionAttend(lambda _, q, k, v: q.flatten(1)),
+    )
+    with torch.inference_mode(), Operations(found):
+        model(ids, positions, attend, (1,))
+    assert "kernel" in found[1:] and found[0].startswith("index_select"), found[:3]
 
 
 def test_experts_give_a_tree_the_text_of_none(harness, interpreted):

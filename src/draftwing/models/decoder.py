@@ -197,6 +197,8 @@ class DecoderModel(nn.Module):
         [M, len(aux_layers) * hidden], or None when there are none.
         """
         assert self.rope.numel(), "call set_max_positions first"
+        # Attention may read its batch ahead of what runs before it (`AttnBackend.bind`, settled). That is right as long
+        # as this, the first operation, is one of torch's: no kernel that may begin early can come first.
         turns = self._ops.take_rows(self.rope, positions).unsqueeze(2).unbind(1)  # [M, 1, head_dim] each
         cos, sin = turns[:2]
         whole = self._whole_layers(aux_layers)

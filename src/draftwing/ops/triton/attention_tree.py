@@ -242,11 +242,11 @@ def _ragged_tile(starts, trees, number, GROUP: tl.constexpr, ROWS: tl.constexpr)
     for first in range(0, trees, 128):
         tree = first + tl.arange(0, 128)
         known = tree < trees
-        at = tl.load(starts + tree, mask=known, other=0) * GROUP // ROWS + tree
+        at = tl.load(starts + tree, mask=known, other=0, cache_modifier=".cg") * GROUP // ROWS + tree
         begun += tl.sum((known & (at <= number)).to(tl.int32), 0)
     b = tl.cast(begun - 1, tl.int64)
-    first_query = tl.load(starts + b)
-    queries = (tl.load(starts + b + 1) - first_query).to(tl.int32)
+    first_query = tl.load(starts + b, cache_modifier=".cg")
+    queries = (tl.load(starts + b + 1, cache_modifier=".cg") - first_query).to(tl.int32)
     return (number - first_query * GROUP // ROWS - b).to(tl.int32), b, first_query, queries
 
 
