@@ -37,6 +37,7 @@ from draftwing.sched.planning import divided, make_plan
 from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
+from draftwing.sched.told import PromptsTold
 from draftwing.sched.trace import traced_step
 
 log = logging.getLogger("draftwing")
@@ -90,6 +91,7 @@ class Scheduler:
         text_pass = config.deferral.most if config.deferral.from_tokens else 0
         self.choice = ShapeChoice(policy, self._pace, config.draws_alike, text_pass)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
+        self._told = PromptsTold()
         self._catch_ups = CatchUps(config.lagging, config.lag, config.deferral, config.slots)
         self._news: list[Output] = []
 
@@ -178,6 +180,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         if not self.waiting:
+            self._told.forget()
             return
         admitted: list[Req] = []
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
@@ -187,6 +190,7 @@ class Scheduler:
             tokens = np.asarray(req.tokens, np.int64)
             if self.kv.on_its_way(req, tokens):
                 continue  # computed once for all who ask alike
+            self._told.give(req, self.running)
             if not self._give_row(req, tokens, shares):
                 break  # whoever needs less must not pass for ever whoever needs more
             self.waiting.admit(req)
@@ -397,6 +401,8 @@ class Scheduler:
         if drafts is not None:
             req.note_accepted(drafts[: len(kept)])
         first = req.completion_tokens == len(kept)
+        if first:
+            self._told.know(req)
         output = Output(
             req.uid, kept, logprobs=logprobs[: len(kept)], prompt_logprobs=req.prompt_logprobs if first else []
         )

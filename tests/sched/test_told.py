@@ -1,0 +1,60 @@
+"""Answers to one prompt have its log probabilities computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from toy_device import ToyDevice
+
+from draftwing.core import PLAIN, Output
+from draftwing.requests.request import GenerationRequest, LogprobParams
+from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched.policy import FixedShape
+from draftwing.sched.req import Req
+from draftwing.sched.scheduler import Scheduler, SchedulerConfig
+
+PROMPT = list(range(20))
+
+
+def req(uid: str, new: int, salt: int = 0, **wanted: Any) -> Req:
+    params = SamplingParams(temperature=0, max_new_tokens=new)
+    request = GenerationRequest(uid, list(PROMPT), params, logprobs=LogprobParams(**wanted))
+    return Req(request, seed=0, max_total=len(PROMPT) + new, stop_ids=frozenset(), salt=salt)
+
+
+def run(reqs: list[Req]) -> tuple[int, dict[str, Output]]:
+    """Positions of prompts whose log probabilities were computed, and first outputs."""
+    policy = FixedShape(PLAIN)
+    sched = Scheduler(SchedulerConfig(400, 4, 1, 8), policy, {shape: shape.nodes for shape in policy.menu})
+    device = ToyDevice(4, 60, lookahead=0, tail=0)
+    computed, outputs = 0, dict[str, Output]()
+    for one in reqs:
+        sched.submit(one)
+    while not sched.idle:
+        plan = sched.plan()
+        assert plan is not None
+        computed += sum(part.length for part in plan.prompt_parts)
+        device.launch(plan)
+        sched.commit(plan, device.wait())
+        for output in sched.take_outputs():
+            outputs.setdefault(output.uid, output)
+    return computed, outputs
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_the_log_probabilities_of_a_prompt_are_computed_once(new: int) -> None:
+    """new: tokens of the answers; those of one token end before others begin."""
+    computed, outputs = run([req(str(i), new, start=2) for i in range(8)])
+    assert computed == len(PROMPT) - 2
+    assert len(outputs) == 8
+    for output in outputs.values():
+        assert [known and known.value for known in output.prompt_logprobs] == PROMPT[2:]
+        assert output.prompt_logprobs is outputs["0"].prompt_logprobs
+
+
+def test_others_have_their_own() -> None:
+    reqs = [req("a", 5, start=2), req("b", 5, start=3), req("c", 5, salt=1, start=2), req("d", 5, start=2, top=1)]
+    computed, outputs = run(reqs)
+    assert computed == 18 + 17 + 18 + 18
+    assert len({id(output.prompt_logprobs) for output in outputs.values()}) == 4
