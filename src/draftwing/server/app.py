@@ -66,8 +66,9 @@ def create_app(
         add_ui_routes(app, service)
     app.add_middleware(BodyLimit, most=service.options.max_body_size)
     if keys:
-        closed = service.options.api_key is not None or service.options.api_key_file is not None
-        app.add_middleware(KeyCheck, keys=keys, closed=closed, allowances=allowances, free=_free(service.options))
+        app.add_middleware(
+            KeyCheck, keys=keys, closed=service.options.has_key, allowances=allowances, free=_free(service.options)
+        )
     app.add_middleware(RefusalPace)
     app.add_middleware(observer.middleware)
     return app

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwing.server.app import create_app
 from draftwing.server.border.connections import LimitedConnection, allow_descriptors
+from draftwing.server.border.hosts import HostCheck, is_loopback
 from draftwing.server.engine_client import AsyncEngine
 from draftwing.server.telemetry.observer import Watcher
 from draftwing.text.tokenizer import Tokenizer
@@ -36,8 +37,11 @@ def make_server(
     """
     options = engine.info.options
     allow_descriptors(options.max_connections)
+    app: ASGIApp = create_app(engine, tokenizer, stop_seconds, watchers)
+    if is_loopback(options.host) and not options.has_key and "*" not in options.allowed_hosts:
+        app = HostCheck(app, options.allowed_hosts)
     config = uvicorn.Config(
-        _quiet(create_app(engine, tokenizer, stop_seconds, watchers), engine),
+        _quiet(app, engine),
         http=partial(LimitedConnection, most=options.max_connections),  # type: ignore[arg-type]
         ws="none",
         log_level=options.log_level,
@@ -90,12 +94,12 @@ class Server(uvicorn.Server):
             logger.info("ready: %s/v1", self._url)
             if not self._engine.info.options.disable_ui:
                 logger.info("a page to chat and to watch the drafts: %s", self._url)
-            options = self._engine.info.options
-            has_key = options.api_key is not None or options.api_key_file is not None
             logger.info(
                 "try: curl %s/v1/chat/completions %s-H 'Content-Type: application/json' -d '%s'",
                 self._url,
-                "-H 'Authorization: Bearer YOUR_API_KEY' " if has_key else "",  # the log is no place for the key
+                "-H 'Authorization: Bearer YOUR_API_KEY' "
+                if self._engine.info.options.has_key
+                else "",  # the log is no place for the key
                 body.replace("'", "'\\''"),
             )
 
