@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import outbox
 from draftwing.server.app import create_app
+from draftwing.server.border.keys import client_name
 from draftwing.server.outbox import SENT, Outbox
 from draftwing.server.service import Service
 from draftwing.server.waiting import QueueFull, Waiting
@@ -130,6 +132,54 @@ def test_who_asks_for_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
     assert len(engine.aborted) == 6 + 2 + 8 + 1  # with that of the health check
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"]
+)
+def test_what_is_prepared_counts_as_waiting(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a key could have any number of expressions compiled and texts tokenized at once."""
+    engine = FakeEngine(options(tmp_path, max_queued_requests=20, max_queued_requests_per_key=4))
+    linked, begun = local(engine), list[str]()
+    sampling, go = Service.sampling, asyncio.Event()
+
+    async def slow(service: Service, body: Any, check: Any) -> Any:
+        begun.append(client_name())
+        await go.wait()
+        return await sampling(service, body, check)
+
+    monkeypatch.setattr(Service, "sampling", slow)
+    messages = [{"role": "user", "content": "ab"}]
+    prompt = {"/v1/completions": {"prompt": "ab"}, "/v1/responses": {"input": "ab"}, "/generate": {"text": "ab"}}
+    body = prompt.get(path, {"model": "x", "messages": messages, "max_tokens": 2})
+
+    async def run() -> None:
+        app = create_app(linked, engine.tokenizer)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as client:
+
+                def ask(key: str) -> Any:
+                    headers = {"authorization": f"Bearer sk-{key}"}
+                    return asyncio.ensure_future(client.post(path, json=body, headers=headers))
+
+                first = [ask("alice") for _ in range(4)]
+                while len(begun) < 4:
+                    await asyncio.sleep(0.001)
+                refused = await ask("alice")
+                assert refused.status_code == 429 and "4 answers of this key wait" in refused.text
+                others = ask("bob")
+                while len(begun) < 5:
+                    await asyncio.sleep(0.001)
+                go.set()
+                assert [(await one).status_code for one in [*first, others]] == [200] * 5, "all of a key's room"
+                assert (await ask("alice")).status_code == 200
+                wrong = await client.post(path, json={}, headers={"authorization": "Bearer sk-alice"})
+                assert wrong.status_code == 400
+                assert not linked.waiting._made and not linked.waiting._counts
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert begun == ["alice"] * 4 + ["bob", "alice"]
+
+
 def test_answers_that_were_left_count_for_a_while() -> None:
     """Among those of their key alone: nobody else has less room for that."""
     now = [0.0]
@@ -210,7 +260,7 @@ def test_answers_by_the_thousand_are_made_and_left_in_small_parts() -> None:
 
     class Asking:
         predicted = asked_id = body = cache_salt = priority = length = speculative = None
-        id_prefix, traced = "", False
+        id_prefix, traced, place = "", False, ExitStack()
 
     assert asyncio.run(run()) >= 2048 / 64
     (requests,) = [message for message in sent if isinstance(message, list)]

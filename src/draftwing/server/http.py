@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
+A = TypeVar("A", bound=Asking)
 
 # The names that Anthropic's clients know.
 _ANTHROPIC_TYPES = {
@@ -174,9 +176,18 @@ def schema(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(body, definitions)}}}}
 
 
-async def read_body(request: Request, model: type[M]) -> M:
-    """The body as `model`. Raises RequestError, naming the field, for anything that is not one, and QueueFull, before
-    it is looked at, where it asks for answers and there is no room for one."""
+@asynccontextmanager
+async def asking(request: Request, model: type[A]) -> AsyncIterator[A]:
+    """As `read_body`, for a body that asks for answers: what is prepared for them counts as one that waits, until they
+    do. Raises QueueFull, before the body is looked at, where there is no room."""
+    with ExitStack() as place:
+        body = await read_body(request, model, place)
+        body._place = place
+        yield body
+
+
+async def read_body(request: Request, model: type[M], place: ExitStack | None = None) -> M:
+    """The body as `model`. Raises RequestError, naming the field, for anything that is not one. place: see `asking`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise RequestError(f"the content type must be application/json; found {kind[:80]!r}", "content-type")
@@ -184,9 +195,11 @@ async def read_body(request: Request, model: type[M]) -> M:
     if coding != "identity":
         raise HTTPException(415, "the body must not be compressed")
     service: Service = request.app.state.service
-    if issubclass(model, Asking):
-        service.check_room()
+    if place is not None:
+        service.check_room(1, held=0)
     body = await request.body()
+    if place is not None:  # not before: who sends slowly takes no place from others
+        place.enter_context(service.preparing())
     if len(body) <= SMALL:
         return _read(body, model, service)
     return await service.lanes.read(lambda: _read(body, model, service))

@@ -10,9 +10,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from draftwing.errors import RequestError
@@ -149,6 +159,13 @@ class Asking(Body):
     speculative: Speculative | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
+
+    _place: ExitStack = PrivateAttr(default_factory=ExitStack)
+
+    @property
+    def place(self) -> ExitStack:
+        """Among what waits; it is closed when the answers have places of their own."""
+        return self._place
 
     @classmethod
     @functools.cache

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -201,13 +201,17 @@ class Service:
     def _translated(self, grammar: Grammar, field: str | None, gone: Callable[[], bool]) -> str:
         return self._translator.translate(grammar, field)
 
-    def check_room(self, count: int = 1) -> None:
+    def preparing(self) -> AbstractContextManager[None]:
+        """While a request is prepared, it counts as an answer that waits. Raises QueueFull where too many do."""
+        return self.engine.waiting.making(client_name(), 1)
+
+    def check_room(self, count: int, held: int = 1) -> None:
         """Refuses so many answers, before anything is done for them that takes longer. Raises QueueFull where too many
-        wait, and RequestError where it is too many for one request."""
+        wait, and RequestError where it is too many for one request. held: see `preparing`."""
         most = min(MAX_ANSWERS, self.options.max_queued_requests, self.options.max_queued_requests_per_key)
         if count > most:
             raise RequestError(f"one request takes at most {most} answers; found {count}", "n")
-        self.engine.waiting.check(client_name(), count)
+        self.engine.waiting.check(client_name(), count, held)
 
     async def submit(self, requests: Sequence[GenerationRequest], body: Asking) -> Generation:
         """Asks for the answers to prompts that came together. A default length is cut to the context.
@@ -225,6 +229,7 @@ class Service:
             if key.max_priority is not None and shared["priority"] > key.max_priority:
                 found = f"for this key (max_priority); found {shared['priority']}"
                 raise RequestError(f"priority must be at most {key.max_priority} {found}", "priority")
+        body.place.close()
         with self.engine.waiting.making(client_name(), count):
             if predicted:
                 shared["prediction"] = tuple(

@@ -23,7 +23,8 @@ class QueueFull(DraftwingError):
 
 
 class Waiting:
-    """Answers from when they are asked for until the engine gives a token or their end. Those whose client left count
+    """Answers from when they are asked for until the engine gives a token or their end; a request whose answers are not
+    made yet is one. Those whose client left count
     until the engine has let go of them, and for some time among those of its key, so that nobody can ask and leave
     faster than the server follows."""
 
@@ -51,15 +52,15 @@ class Waiting:
             self._made -= count
             self._less(client, count)
 
-    def check(self, client: str, count: int) -> None:
-        """Raises QueueFull where so many more would be too many."""
+    def check(self, client: str, count: int, held: int = 0) -> None:
+        """Raises QueueFull where so many more would be too many. held: places that are given back for them."""
         while self._left and self._left[0][0] <= self._clock():
             _, name, past = self._left.popleft()
             self._less(name, past)
-        if client and (there := self._counts[client]) + count > self._most_of_a_key:
+        if client and (there := self._counts[client] - held) + count > self._most_of_a_key:
             limit = f"the most of a key (--max-queued-requests-per-key) are {self._most_of_a_key}"
             raise QueueFull(f"{there} answers of this key wait, {limit}; found {count} more", own=True)
-        if (there := len(self) + self._made) + count > self._most:
+        if (there := len(self) + self._made - held) + count > self._most:
             limit = f"the most (--max-queued-requests) are {self._most}"
             raise QueueFull(f"{there} answers wait, {limit}; found {count} more", own=False)
 

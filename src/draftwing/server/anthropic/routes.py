@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from draftwing.server.anthropic.rendering import Message
 from draftwing.server.anthropic.schema import CountRequest, MessagesRequest
 from draftwing.server.chat import Chats
-from draftwing.server.http import read_body, respond, schema, unless_disconnected
+from draftwing.server.http import asking, read_body, respond, schema, unless_disconnected
 from draftwing.server.service import Service
 
 
@@ -16,9 +16,9 @@ def add_anthropic_routes(app: FastAPI, service: Service, chats: Chats) -> None:
     @app.post("/messages", include_in_schema=False)
     @app.post("/v1/messages", openapi_extra=schema(MessagesRequest))
     async def messages(request: Request) -> Response:
-        body = await read_body(request, MessagesRequest)
-        generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
-        message = Message(generation, chats.reader(style), service.name_for(body.model))
+        async with asking(request, MessagesRequest) as body:
+            generation, style = await unless_disconnected(request, chats.ask(body, len(await request.body())))
+            message = Message(generation, chats.reader(style), service.name_for(body.model))
         return await respond(request, message, body.stream)
 
     @app.post("/messages/count_tokens", include_in_schema=False)

@@ -21,7 +21,7 @@ from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chat, Chats
 from draftwing.server.encoding import encode
-from draftwing.server.http import json_response, read_body, respond, schema, unless_disconnected
+from draftwing.server.http import asking, json_response, read_body, respond, schema, unless_disconnected
 from draftwing.server.native.probes import add_probes
 from draftwing.server.native.rendering import Generated
 from draftwing.server.native.schema import AbortRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
@@ -40,24 +40,24 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     @app.put("/generate", include_in_schema=False)
     @app.post("/generate", openapi_extra=schema(GenerateRequest))
     async def generate(request: Request) -> Response:
-        body = await read_body(request, GenerateRequest)
-        info, count = service.engine.info, len(split_prompts(*body.prompt())[0])
-        names = _names(body.rid, count)
-        check = partial(body.each_sampling, count, info.defaults)
-        asked = await unless_disconnected(request, service.sampling(body, check))
-        service.check_room(sum(params.n for params, _ in asked))
-        every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
-        await unless_disconnected(request, service.check_grammars([(one, _grammar_field(one)) for one, _ in asked]))
-        requests = [
-            GenerationRequest(
-                "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
-            )
-            for ids, (one, given), name, logprobs in zip(
-                every, asked, names, body.each_logprobs(len(every)), strict=True
-            )
-        ]
-        generation = await service.submit(requests, body)
-        texts = service.texts if body.return_text_in_logprobs else None
+        async with asking(request, GenerateRequest) as body:
+            info, count = service.engine.info, len(split_prompts(*body.prompt())[0])
+            names = _names(body.rid, count)
+            check = partial(body.each_sampling, count, info.defaults)
+            asked = await unless_disconnected(request, service.sampling(body, check))
+            service.check_room(sum(params.n for params, _ in asked))
+            every, batched = await unless_disconnected(request, service.encode(*body.prompt()))
+            await unless_disconnected(request, service.check_grammars([(one, _grammar_field(one)) for one, _ in asked]))
+            requests = [
+                GenerationRequest(
+                    "", ids, one if given else one.fit(info.context_length - len(ids)), name=name, logprobs=logprobs
+                )
+                for ids, (one, given), name, logprobs in zip(
+                    every, asked, names, body.each_logprobs(len(every)), strict=True
+                )
+            ]
+            generation = await service.submit(requests, body)
+            texts = service.texts if body.return_text_in_logprobs else None
         return await respond(request, Generated(generation, batched, texts), body.stream)
 
     @app.post("/abort_request", openapi_extra=schema(AbortRequest))
