@@ -348,6 +348,20 @@ def test_to_begin_costs_what_catching_up_took_before_drafts() -> None:
     assert policy._entry(Load([MAX_CONFIDENCE] * 64)) == 0.001
 
 
+def test_to_catch_up_costs_launches_or_positions() -> None:
+    """A large draft model computes for longer than it is launched: what a short pass took is not what a long one will,
+    nor what a position took in a short one."""
+    world, policy, load = resting()
+    tree, step = policy.menu[0], world.step(policy.menu[0], [0.05] * 8)
+    for positions in (40, 8192):
+        late = 0.01 + 0.2 * positions / 8192
+        policy.record(tree, load._replace(positions=positions), replace(step, catching_up=late))
+    assert policy._entry(load._replace(positions=60)) == pytest.approx(0.011, rel=0.1)
+    for passes in (1, 4, 8):
+        found = policy._entry(load._replace(passes=passes, positions=passes * 8192))
+        assert found == pytest.approx(passes * 0.21, rel=0.05)
+
+
 def test_what_it_costs_to_begin_may_grow() -> None:
     """The least that was seen is no bound for good: a machine may become slower."""
     world, policy, load = resting()

@@ -21,7 +21,7 @@ class ShapeChoice:
         """draws_alike: see `SchedulerConfig`.  text_pass: positions of a pass over prompts, 0 for a drafter that sees
         all of them."""
         self.policy, self._pace, self._draws_alike = policy, pace, draws_alike
-        self._worth = PromptWorth(text_pass) if text_pass else None
+        self._text_pass, self._worth = text_pass, PromptWorth(text_pass) if text_pass else None
         self._priced = PricedSteps()
         self._promised: dict[int, list[int]] = {}  # by number of a step in flight: see `_telling`
 
@@ -55,20 +55,22 @@ class ShapeChoice:
         if self._worth is not None:
             self._worth.ended(req.completion_tokens, req.max_total - req.prompt_len)
 
-    def choose(self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, passes: int = 1) -> TreeShape:
+    def choose(
+        self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, behind: tuple[int, int] = (1, 0)
+    ) -> TreeShape:
         """The shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts of prompts
-        wait for the step. passes: as of `Load`."""
+        wait for the step. behind: `Load.passes` and `Load.positions`."""
         if not self.policy.sees_predictions and all(req.request.prediction for req in ready):
             return self.policy.menu[0]
-        return self.policy.choose(self.load(ready, self._pace.longer(prefilled, waiting), passes))
+        return self.policy.choose(self.load(ready, self._pace.longer(prefilled, waiting), behind))
 
-    def load(self, ready: Sequence[Req], longer: float = math.inf, passes: int = 1) -> Load:
-        """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one. passes: as
-        of `Load`."""
+    def load(self, ready: Sequence[Req], longer: float = math.inf, behind: tuple[int, int] = (1, 0)) -> Load:
+        """What the policy is told of a step. longer: seconds that it may take beyond those of a plain one. behind:
+        `Load.passes` and `Load.positions`."""
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
-        return Load(confidences, _context(ready), longer, whole, newest, passes)
+        return Load(confidences, _context(ready), longer, whole, newest, *behind)
 
     def planned(self, step: int, reqs: Sequence[Req], behind_prefill: bool) -> None:
         """The tree step of this number is planned for these requests, right behind a prefill or not."""
@@ -77,7 +79,9 @@ class ShapeChoice:
 
     def record(self, plan: Plan, live: Sequence[Req | None], result: StepResult) -> None:
         """A step has ended. live: the request of each of its rows that still has it."""
-        passes = 0 if plan.catch_up is None else plan.catch_up.passes
+        passes, positions = 0, 0
+        if (seen := plan.catch_up) is not None:
+            passes, positions = seen.passes, sum(part.length for part in seen.texts)
         if self._worth is not None:
             shown = sum(part.length for part in plan.shown)
             self._worth.record(result.seconds, result.catching_up, passes, shown)
@@ -87,7 +91,9 @@ class ShapeChoice:
             self._pace.record_step(result.seconds)
             promised = zip(live, self._promised.pop(plan.step), strict=True)
             confidences = [0 if req is None else confidence for req, confidence in promised]
-            load = Load(confidences, _context(req for req in live if req is not None), passes=max(passes, 1))
+            known = positions if self._text_pass and positions >= self._text_pass else 0  # others cost their launches
+            context = _context(req for req in live if req is not None)
+            load = Load(confidences, context, passes=max(passes, 1), positions=known)
             self.policy.record(plan.shape, load, result, self._priced.take(plan))
 
     def _telling(self, reqs: Sequence[Req]) -> list[int]:

@@ -51,9 +51,11 @@ class CatchUps:
             for req in reqs:
                 req.behind += shape.max_commit
 
-    def passes(self, reqs: Sequence[Req]) -> int:
-        """In how many the drafter would catch up with these requests now, but for one where only one is needed."""
-        return 1 + self._passes(req.behind for req in reqs if req.behind > self._most and not req.skipped)
+    def passes(self, reqs: Sequence[Req]) -> tuple[int, int]:
+        """In how many the drafter would catch up with these requests now, but for one where only one is needed, and the
+        positions in all but that one."""
+        far = [req.behind for req in reqs if req.behind > self._most and not req.skipped]
+        return 1 + self._passes(far), sum(far)
 
     def prefill(self, req: Req, length: int, final: bool) -> int | None:
         """A chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""

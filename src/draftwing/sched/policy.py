@@ -25,6 +25,7 @@ class Load(NamedTuple):
     whole: whether trees are verified whole, as those of rows are that ask for more than drafts and sampling.
     newest: number of the last admission among the rows; larger than before where a request is new.
     passes: of a drafter over what it has not seen of these rows, before it can draft.
+    positions: in all of them but one; of a step that has ended, 0 where they are too few to tell what one takes.
     """
 
     confidences: Sequence[int]
@@ -33,6 +34,7 @@ class Load(NamedTuple):
     whole: bool = False
     newest: int = 0
     passes: int = 1
+    positions: int = 0
 
 
 class ShapePolicy(Protocol):
@@ -185,7 +187,10 @@ class MostTokens:
         self._promising: int | None = None  # one that brought more than was expected when it was tried
         self._best_before = self._plain
         self._pause = 1  # steps that the next choice is kept for
-        self._catch_up: dict[int, float] = {}  # seconds of the drafter's shortest pass, with about so many rows
+        # Of the drafter's catching up, with about so many rows: seconds of the shortest pass, and of a position in the
+        # cheapest. Short passes cost their launches, long ones their positions.
+        self._catch_up: dict[int, float] = {}
+        self._position: dict[int, float] = {}
 
     def choose(self, load: Load) -> TreeShape:
         if not any(load.confidences):
@@ -241,8 +246,11 @@ class MostTokens:
         """Seconds that it costs to begin to draft, where the drafter has to catch up first."""
         if not self._lags(self._kept.option):
             return 0.0
-        known = self._catch_up
-        return load.passes * (known.get(len(load.confidences).bit_length()) or min(known.values(), default=0.0))
+        bucket = len(load.confidences).bit_length()
+        a_pass, position = (
+            known.get(bucket) or min(known.values(), default=0.0) for known in (self._catch_up, self._position)
+        )
+        return max(load.passes * a_pass, load.positions * position)
 
     def _lags(self, index: int) -> bool:
         """Whether a drafter with a model may not see the steps of an option."""
@@ -311,8 +319,9 @@ class MostTokens:
     def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
         index, bucket = self.menu.index(shape), len(load.confidences).bit_length()
         if result.catching_up and not self._lags(index):  # others are of rows that are released, or far behind
-            known = self._catch_up.get(bucket, math.inf)
-            self._catch_up[bucket] = min(self.DRIFT * known, result.catching_up / load.passes)
+            for known, count in ((self._catch_up, load.passes), (self._position, load.positions)):
+                if count:
+                    known[bucket] = min(self.DRIFT * known.get(bucket, math.inf), result.catching_up / count)
         if plain:
             seconds = result.seconds - result.catching_up
             self.prices.record(shape, len(load.confidences), load.context, seconds)

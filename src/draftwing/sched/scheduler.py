@@ -271,7 +271,7 @@ class Scheduler:
     def load(self) -> Load:
         """Of a step that ran now; for whoever explains."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
-        return self.choice.load(ready, passes=self._catch_ups.passes(ready))
+        return self.choice.load(ready, behind=self._catch_ups.passes(ready))
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(
