@@ -369,7 +369,7 @@ def test_abort_request_needs_a_name(client: TestClient) -> None:
         (CHAT_PATH, {"messages": MESSAGES, "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
         (CHAT_PATH, {"messages": MESSAGES, "top_logprobs": 30}, "top_logprobs must be less than or equal to 20"),
         (CHAT_PATH, {}, "messages is missing"),
-        (COMPLETION, {"prompt": {}}, "prompt must be a valid string or a valid array"),
+        (COMPLETION, {"prompt": {}}, "prompt must be a valid string or a list"),
         (COMPLETION, {"prompt": ["a", 5]}, "prompt.1 must be a valid string"),
         ("/generate", {"input_ids": [[1], ["x"]]}, "input_ids.1.0 must be a valid integer"),
         ("/v1/messages", {"messages": MESSAGES, "model": "m", "max_tokens": None}, "max_tokens is missing"),

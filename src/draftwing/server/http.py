@@ -250,6 +250,7 @@ def _refusal(errors: list[Any], given: Any) -> RequestError:
     name, kind, messages = _dotted(path), same[0]["type"], list(dict.fromkeys(error["msg"] for error in same))[:4]
     told = {"extra_forbidden": "is not a known field", "missing": "is missing", "not_built": messages[0]}
     expected = [message.removeprefix(_EXPECTED) for message in messages if message.startswith(_EXPECTED)]
+    expected = ["a list" if one == "a valid array" else one for one in expected]
     field = name or "the body"
     if kind in told:
         message = f"{field} {told[kind]}"

@@ -9,6 +9,7 @@ import pytest
 
 from draftwing.config.api_keys import ApiKey
 from draftwing.server.border import pace
+from draftwing.server.border.bodies import SMALL
 from draftwing.server.border.keys import client
 from draftwing.server.border.pace import RefusalPace
 
@@ -39,7 +40,7 @@ def test_a_client_is_refused_so_often_in_a_second() -> None:
     assert [refusals.wait("a") for _ in range(10)] == [0.0] * 9 + [1 / 64]
 
 
-@pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 403, 404, 413, 429, 500, 503])
+@pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 403, 404, 413, 429, 499, 500, 503])
 def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     sent: list[Any] = []
@@ -59,13 +60,55 @@ def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.Monke
     async def run() -> None:
         refusals = RefusalPace(app, lambda: 0.0)
         for key in ["a"] * (8 + 35) + ["b"]:
-            await refusals({"type": "http", "key": key}, None, send)  # type: ignore[arg-type]
+            await refusals({"type": "http", "path": "/a", "key": key}, None, send)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pace.asyncio, "sleep", sleep)
     asyncio.run(run())
     closed = [(b"connection", b"close") in message["headers"] for message in sent[::2]]
-    if 400 <= status < 500 or status == 503:
+    if status in (400, 401, 403, 404, 413, 429, 503):
         assert slept == [i / 64 for i in range(1, 33)]
         assert closed == [False] * (8 + 33) + [True] * 2 + [False]
     else:
         assert not slept and not any(closed)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "size", "waits", "closes"),
+    [
+        ("/generate", 400, SMALL, True, False),
+        ("/generate", 400, SMALL + 1, False, True),
+        ("/generate", 503, 0, True, False),
+        ("/health", 503, 0, False, False),
+        ("/readiness", 503, 0, False, False),
+        ("/health", 404, 0, True, False),
+    ],
+)
+def test_what_does_not_wait(
+    path: str, status: int, size: int, waits: bool, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large bodies, which would be held meanwhile, and health checks."""
+    slept: list[float] = []
+    sent: list[Any] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": status, "headers": []})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b" " * size}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        refusals = RefusalPace(app, lambda: 0.0)
+        for _ in range(10):
+            await refusals({"type": "http", "path": path}, receive, send)
+        assert bool(slept) is waits
+        assert [bool(message["headers"]) for message in sent] == [False] * 9 + [closes]
+
+    monkeypatch.setattr(pace.asyncio, "sleep", sleep)
+    asyncio.run(run())

@@ -14,6 +14,12 @@ from draftwing.server.app import create_app
 from draftwing.server.native.probes import load
 
 
+def test_balancers_may_ask_for_the_head(client: TestClient) -> None:
+    for path in ("/", "/health", "/health_generate", "/liveness", "/readiness"):
+        assert client.head(path).status_code == 200, path
+    assert client.head("/v1/models").status_code == 405
+
+
 def test_loads_are_those_of_the_engine(client: TestClient, engine: FakeEngine) -> None:
     body = client.get("/v1/loads", params={"include": "core,disagg,queues,memory"}).json()
     assert datetime.fromisoformat(body["timestamp"]).tzinfo is not None and body["dp_rank_count"] == 1

@@ -109,7 +109,7 @@ class KeyCheck:
         path, key = scope["path"], self._find(scope)
         client.set(key)
         guarded = path in ADMIN_PATHS
-        if scope["method"] == "GET" and self._free(path) and not guarded:
+        if scope["method"] in ("GET", "HEAD") and self._free(path) and not guarded:
             await self._app(scope, receive, send)
             return
         if key is None and (self._closed or guarded):

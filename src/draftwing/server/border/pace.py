@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftwing.server.border.keys import client_name
+from draftwing.server.border.bodies import SMALL
+from draftwing.server.border.keys import FREE_PATHS, client_name
 
 A_SECOND = 50  # refusals of a client
 AT_ONCE = 100  # of them that do not wait, after a time without any
@@ -21,7 +22,8 @@ class RefusalPace:
 
     A refusal costs the event loop about what a token of a stream does, and whoever is refused may ask again at once, on
     as many connections as it likes. One that would wait for longer than `MOST_SECONDS` is sent at once and ends its
-    connection, so few connections are held. Everybody without a key is one client.
+    connection, so few connections are held; so is one of a large body, which would be held as long. What a health check
+    says is no refusal, and neither is the status of a client that left. Everybody without a key is one client.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,16 +31,27 @@ class RefusalPace:
         self._due: dict[str, float] = {}  # when the next refusal of a client would come, were none let through at once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0  # bytes of the body
+
+        async def receiving() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
+
         async def paced(message: Message) -> None:
-            if message["type"] == "http.response.start" and _refuses(message["status"]):
+            if message["type"] == "http.response.start" and _refuses(scope["path"], message["status"]):
                 seconds = self.wait(client_name())
-                if seconds is None:
+                if seconds is None or (seconds and received > SMALL):
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
                 elif seconds:
                     await asyncio.sleep(seconds)
             await send(message)
 
-        await self._app(scope, receive, paced if scope["type"] == "http" else send)
+        if scope["type"] == "http":
+            await self._app(scope, receiving, paced)
+        else:
+            await self._app(scope, receive, send)
 
     def wait(self, name: str) -> float | None:
         """Seconds until this client may be refused once more; None: it would be too long."""
@@ -50,5 +63,7 @@ class RefusalPace:
         return max(due - now, 0.0)
 
 
-def _refuses(status: int) -> bool:
-    return 400 <= status < 500 or status == 503
+def _refuses(path: str, status: int) -> bool:
+    if status == 503:
+        return path not in FREE_PATHS
+    return 400 <= status < 499
