@@ -26,6 +26,7 @@ MOST_FILES = 100
 _PRICED = (
     "quantization", "enable_deterministic_inference", "enable_overlap", "max_running_requests", "cuda_graph_max_bs",
     "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs", "tp_size",
+    "context_length", "max_total_tokens",  # how many parts a captured step reads a context in
 )  # fmt: skip
 _NOT_PRICED = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_fixed_shape", "speculative_explain",
