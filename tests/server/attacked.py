@@ -73,7 +73,7 @@ def main(settings: dict[str, Any]) -> None:
 
     for name, value in settings.get("limits", {}).items():
         setattr(LimitedConnection, name, value)
-    options = {"random_seed": 7, "drain_timeout": 0, "log_level": "critical", "allowed_hosts": ("*",)} | settings.get(
+    options = {"random_seed": 7, "drain_timeout": 0, "log_level": "critical", "allowed_hosts": "*"} | settings.get(
         "options", {}
     )
     engine = FakeEngine(Options(**options), pause=settings.get("pause", 0.0005))

@@ -82,9 +82,9 @@ class Options:
         "none", SERVER, "what may be read without a key, beside /health and the files of the page",
         choices=("none", "metrics", "docs", "all"),
     )  # fmt: skip
-    allowed_hosts: tuple[str, ...] = option(
-        (), SERVER, "names under which a server on a loopback address and without a key may be asked, beside localhost "
-        "and addresses; *: any name, and pages of any site",
+    allowed_hosts: str | None = option(
+        None, SERVER, "names, with commas between them, under which a server on a loopback address and without a key "
+        "may be asked, beside localhost and addresses; *: any name, and pages of any site",
     )  # fmt: skip
     max_body_size: int = option(4 * 2**20, SERVER, "most bytes of a request's body", minimum=1024, maximum=2**31 - 1)
     max_connections: int = option(1024, SERVER, "most connections of clients at once", minimum=1, maximum=2**20)
@@ -309,6 +309,11 @@ class Options:
     def has_key(self) -> bool:
         """Whether every client of a server needs a key."""
         return self.api_key is not None or self.api_key_file is not None
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """`allowed_hosts`, one by one."""
+        return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
 
     @property
     def logit_processors(self) -> tuple[str, ...]:

@@ -38,8 +38,8 @@ def make_server(
     options = engine.info.options
     allow_descriptors(options.max_connections)
     app: ASGIApp = create_app(engine, tokenizer, stop_seconds, watchers)
-    if is_loopback(options.host) and not options.has_key and "*" not in options.allowed_hosts:
-        app = HostCheck(app, options.allowed_hosts)
+    if is_loopback(options.host) and not options.has_key and "*" not in options.host_names:
+        app = HostCheck(app, options.host_names)
     config = uvicorn.Config(
         _quiet(app, engine),
         http=partial(LimitedConnection, most=options.max_connections),  # type: ignore[arg-type]
