@@ -24,9 +24,8 @@ class PromptWorth:
         self._passes: deque[float] = deque(maxlen=LATE)  # seconds
         # By about the limit: tokens of answers. Long ones are asked for beside short ones.
         self._answers: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=LATE))
-        self._allowance = self._refused = (
-            0.0  # seconds; the most that a prompt that was refused would have lost, until as much is tried
-        )
+        self._allowance = 0.0  # seconds
+        self._refused = 0.0  # seconds that a prompt which was refused would have lost at most, until as much is tried
 
     def record(self, seconds: float, showing: float, passes: int, shown: int) -> None:
         """A step took so long, `showing` of it for passes over text, and over so many positions of prompts beside."""
