@@ -89,8 +89,8 @@ class Pace:
         Requests that decode have waited for it; with the step they wait no longer than one in `RARE` steps makes them
         wait in any case. Not at all where prompts wait all the time: then every gap has a part of a prompt in it, parts
         are as long as a usual step allows, and longer steps would make each gap longer by both. They would serve more.
-        Asked for once before each step, without chunks if
-        nothing was before it. waiting: whether a part of a prompt waits for it."""
+        Asked for once before each step, without chunks if nothing was before it. waiting: whether a part of a prompt
+        waits for it."""
         stall = self.seconds(chunks)
         self._stalls.append(stall)
         self._pressed = self._pressed + 1 if waiting else 0

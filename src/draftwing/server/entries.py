@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftwing.core import Output
-from draftwing.errors import DraftwingError, RequestError
+from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.waiting import QueueFull
 
@@ -18,11 +18,8 @@ class EntriesFull(QueueFull):
     """Responses hold too many log probabilities (HTTP 503)."""
 
     def __init__(self) -> None:
-        DraftwingError.__init__(
-            self,
-            f"the responses to all requests hold {ALL_ENTRIES} log probabilities, the most they may; try again later",
-        )
-        self.own = False
+        full = f"the responses to all requests hold {ALL_ENTRIES} log probabilities, the most they may"
+        super().__init__(full, own=False, when="later")
 
 
 def fit_entries(requests: Sequence[GenerationRequest], chosen: bool, context: int) -> list[GenerationRequest]:

@@ -17,16 +17,15 @@ LEFT_SECONDS = 10.0  # for which a key has no place for another answer in the pl
 class QueueFull(DraftwingError):
     """Too many answers wait (HTTP 429 where they are the client's own, else 503)."""
 
-    def __init__(self, message: str, own: bool) -> None:
-        super().__init__(f"{message}; try again when some have begun")
+    def __init__(self, message: str, own: bool, when: str = "when some have begun") -> None:
+        super().__init__(f"{message}; try again {when}")
         self.own = own
 
 
 class Waiting:
     """Answers from when they are asked for until the engine gives a token or their end; a request whose answers are not
-    made yet is one. Those whose client left count
-    until the engine has let go of them, and for some time among those of its key, so that nobody can ask and leave
-    faster than the server follows."""
+    made yet is one. Those whose client left count until the engine has let go of them, and for some time among those of
+    its key, so that nobody can ask and leave faster than the server follows."""
 
     def __init__(self, most: int, most_of_a_key: int, clock: Callable[[], float] = time.monotonic) -> None:
         """most: of all clients.  most_of_a_key: of one with a key; without keys all are one client."""
