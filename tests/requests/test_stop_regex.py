@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import regex
 from draftwing.errors import RequestError
 from draftwing.requests import stop_regex
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.requests.stop_regex import RegexScanner, compile_stop
+from draftwing.requests.stop_regex import RegexScanner, Searches, Stops, compile_stop
 from draftwing.text.detok import IncrementalDetokenizer, StopStringScanner
 from draftwing.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -48,7 +49,7 @@ def test_the_scanner_finds_what_a_search_of_everything_finds(patterns: tuple[str
     for _ in range(150):
         pieces = [rng.choice(WORDS) for _ in range(10)]
         expected = reference(pieces, patterns)
-        scanner, found = RegexScanner(patterns), None
+        scanner, found = RegexScanner(Stops(patterns)), None
         for piece in pieces:
             found = scanner.push(piece)
             if found is not None:
@@ -77,10 +78,11 @@ def test_scheduler_and_stream_cut_alike(tokenizer: Tokenizer, patterns: tuple[st
         if expected is not None:
             shown, matched = text[: expected[1] if keep else expected[0]], expected[2]
 
-        scanner = StopStringScanner(tokenizer, (), stop_regex=patterns)
+        scanner = StopStringScanner(tokenizer, (), stop_regex=RegexScanner(Stops(patterns)))
         count = next((n for n, token in enumerate(ids, 1) if scanner.push(token) is not None), len(ids))
         assert scanner.finish() == matched
-        stream, at, out = IncrementalDetokenizer(tokenizer, no_stop_trim=keep, stop_regex=patterns, track=True), 0, ""
+        found = RegexScanner(Stops(patterns))
+        stream, at, out = IncrementalDetokenizer(tokenizer, no_stop_trim=keep, stop_regex=found, track=True), 0, ""
         while at < count:
             step = rng.randrange(1, 5)
             out += stream.push(ids[at : min(at + step, count)], final=at + step >= count)
@@ -93,7 +95,7 @@ def test_scheduler_and_stream_cut_alike(tokenizer: Tokenizer, patterns: tuple[st
 
 def test_against_a_string_what_ends_first_counts(tokenizer: Tokenizer) -> None:
     def cut(text: str, stop: str, pattern: str) -> tuple[str, str | None]:
-        stream = IncrementalDetokenizer(tokenizer, stop=(stop,), stop_regex=(pattern,))
+        stream = IncrementalDetokenizer(tokenizer, stop=(stop,), stop_regex=RegexScanner(Stops((pattern,))))
         out = stream.push(tokenizer.encode(text), final=True)
         return out, stream.stopped
 
@@ -101,6 +103,12 @@ def test_against_a_string_what_ends_first_counts(tokenizer: Tokenizer) -> None:
     assert cut("one two three four", "two", "thr") == ("one ", "two")
     assert cut("one two three", "two three", "o t") == ("one tw", "o t") or cut("one two three", "x", "o t")[1] == "o t"
     assert cut("one", "x", "y") == ("one", None)
+
+
+def scanner(searches: Searches, patterns: Sequence[str], together: Hashable | None = None) -> RegexScanner:
+    found = searches.scanner(patterns, together)
+    assert found is not None
+    return found
 
 
 def test_the_answers_of_a_request_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +121,13 @@ def test_the_answers_of_a_request_share_what_is_compiled(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(stop_regex, "compile_stop", spy)
     patterns = ("shared a+b", "shared [cd]{3}")
-    answers = [RegexScanner(patterns) for _ in range(128)]
+    searches = Searches()
+    answers = [scanner(searches, patterns) for _ in range(128)]
     assert compiled == [*patterns]
     ends = [answer.push(f"shared {'a' * (1 + i % 3)}b") for i, answer in enumerate(answers)]
     assert [found and found.end for found in ends] == [9 + i % 3 for i in range(128)], "each searches its own text"
     del answers
-    RegexScanner(patterns)
+    searches.scanner(patterns)
     assert compiled == [*patterns, *patterns]
 
 
@@ -126,10 +135,12 @@ def test_parameters_keep_what_was_compiled_until_the_answers_have_it(monkeypatch
     compiled, compile_one = list[str](), stop_regex.compile_stop
     monkeypatch.setattr(stop_regex, "compile_stop", lambda pattern: compiled.append(pattern) or compile_one(pattern))
     params = SamplingParams(stop_regex=["kept a+b", "kept [cd]"], n=128)
-    answers = [RegexScanner(one.stop_regex) for one in params.answers(random.Random(1))]
+    answers = [Searches().scanner(one.stop_regex) for one in params.answers(random.Random(1))]
     assert len(answers) == 128 and compiled == ["kept a+b", "kept [cd]"]
     sent = pickle.loads(pickle.dumps(params))  # to the engine, which compiles its own
     assert type(sent.stop_regex) is tuple and sent.stop_regex == params.stop_regex
+    again = SamplingParams(stop_regex=params.stop_regex)
+    assert again.stop_regex is params.stop_regex and len(compiled) == 2
 
 
 def test_an_expression_is_searched_once_a_token_not_from_the_beginning() -> None:
@@ -141,7 +152,7 @@ def test_an_expression_is_searched_once_a_token_not_from_the_beginning() -> None
             self.starts.append(start)
             return regex.compile("ab").search(text, start, **options)
 
-    scanner = RegexScanner(("ab",))
+    scanner = RegexScanner(Stops(("ab",)))
     scanner._patterns = [Spy()]
     for piece in ("xxxx", "yyyy", "aa", "zz"):
         assert scanner.push(piece) is None
@@ -175,14 +186,14 @@ def test_patterns_that_cannot_be_used() -> None:
 
 def test_a_search_that_takes_too_long(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_regex, "SEARCH_SECONDS", 0.01)
-    slow = (r"(?:a|aa)+c(?:a|aa)+d",)
+    slow = Stops((r"(?:a|aa)+c(?:a|aa)+d",))
     ids = tokenizer.encode("b " + "a" * 50 + " end")
-    scanner = StopStringScanner(tokenizer, (), stop_regex=slow)
+    scanner = StopStringScanner(tokenizer, (), stop_regex=RegexScanner(slow))
     failed = [n for n, token in enumerate(ids) if scanner.push(token) is None and scanner.failed]
     assert failed and "takes too long" in str(scanner.failed)
     # A stream that fails where the scheduler did not shows nothing more until it is told how the answer ended.
     for matched, shown in (("end", "b " + "a" * 50 + " "), (None, "b " + "a" * 50 + " end"), ("x", None)):
-        stream = IncrementalDetokenizer(tokenizer, stop_regex=slow)
+        stream = IncrementalDetokenizer(tokenizer, stop_regex=RegexScanner(slow))
         out = stream.push(ids) + stream.push((), final=True)
         assert stream.failed and not out.startswith("b a")
         assert out + stream.end_at(matched) == (shown or tokenizer.decode(ids)) == stream.text
@@ -200,7 +211,7 @@ def test_many_expressions_have_one_allowance(tokenizer: Tokenizer, monkeypatch: 
 
     monkeypatch.setattr(stop_regex, "compile_stop", lambda _: Slow())
     monkeypatch.setattr(stop_regex.time, "thread_time", lambda: now[0])
-    few, many = RegexScanner(["a"] * 3), RegexScanner(["a"] * 64)
+    few, many = RegexScanner(Stops(["a"] * 3)), RegexScanner(Stops(["a"] * 64))
     for _ in range(1000):
         few.push("x")
     assert not few.failed
@@ -211,7 +222,7 @@ def test_many_expressions_have_one_allowance(tokenizer: Tokenizer, monkeypatch: 
 
 def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, their searches take a request's time together; others' are not touched."""
-    now, cost = [0.0], [0.0]
+    now, cost, searches = [0.0], [0.0], Searches()
 
     class Slow:
         pattern = "slow"
@@ -226,8 +237,8 @@ def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyP
         """What the searches of so many answers take until they fail, at most 1,000 tokens; an answer of another
         request beside them never does."""
         cost[0], now[0] = seconds, 0.0
-        answers = [RegexScanner(["a"], ("client", 1.0)) for _ in range(count)]
-        other = RegexScanner(["a"], ("client", 2.0))
+        answers = [scanner(searches, ["a"], ("client", 1.0)) for _ in range(count)]
+        other = scanner(searches, ["a"], ("client", 2.0))
         for _ in range(1000):
             for answer in answers:
                 answer.push("x")
@@ -243,7 +254,7 @@ def test_the_answers_of_a_request_have_one_allowance(monkeypatch: pytest.MonkeyP
         seconds, failed = taken(count, 0.004)
         assert failed and seconds < 0.25
     assert taken(64, 0.0001)[1] is False, "short searches of many answers go on"
-    assert not stop_regex.Allowance._live
+    assert not searches._allowances, "an engine keeps nothing of requests that have ended"
 
 
 def test_all_expressions_of_a_request_are_bounded_together() -> None:
@@ -256,3 +267,9 @@ def test_which_requests_are_watched(tokenizer: Tokenizer) -> None:
     assert StopStringScanner.of(tokenizer, SamplingParams()) is None
     both = StopStringScanner.of(tokenizer, SamplingParams(stop=("a",), stop_regex=("b",)))
     assert both is not None and both.push(tokenizer.encode("b")[0]) == "b"
+
+
+def test_nothing_of_it_belongs_to_the_process() -> None:
+    """Compiled expressions and time are shared within an engine or an HTTP request, by whoever owns a `Searches`."""
+    one, other = (scanner(Searches(), ["a+b"], ("client", 1.0)) for _ in range(2))
+    assert one._stops is not other._stops and one._allowance is not other._allowance

@@ -302,3 +302,10 @@ def test_expressions_of_all_prompts_count(client: TestClient) -> None:
     response = client.post("/generate", json={"text": [*"abc"], "sampling_params": params})
     assert response.status_code == 400 and "sampling_params.2.stop_regex has 27" in response.text
     assert client.post("/generate", json={"text": [*"ab"], "sampling_params": params[:2]}).status_code == 200
+    # In another order they are compiled again, so they count again; where they are the same they are not.
+    both = ["a{5000}", "b{5000}"]
+    response = client.post("/generate", json={"text": [*"abc"], "sampling_params": [{"stop_regex": both}] * 3})
+    assert response.status_code == 200
+    turned = [{"stop_regex": both[:: (-1) ** i]} for i in range(2)] + [{"stop_regex": both[:1]}]
+    response = client.post("/generate", json={"text": [*"abc"], "sampling_params": turned})
+    assert response.status_code == 400 and "sampling_params.2.stop_regex has 25" in response.text

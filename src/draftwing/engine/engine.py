@@ -31,6 +31,7 @@ from draftwing.models.hub import resolve_model
 from draftwing.requests.logits_processors import apply, find_processor, load_processors
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.requests.stop_regex import Searches
 from draftwing.sched.guidance import BoundProcessor
 from draftwing.sched.req import Req, ReqState
 from draftwing.text.bad_words import bad_word_ids
@@ -101,7 +102,7 @@ class Engine:
         self._progress = Progress()
         self._progress.watch_compilers()
         self._seeds = random.Random(self.options.random_seed)
-        self._salts = Salts()
+        self._salts, self._searches = Salts(), Searches()
 
     def measure_read_rate(self) -> None:
         """Fills `info.read_rate`. Not to be called while steps run."""
@@ -225,7 +226,7 @@ class Engine:
             stop_ids=terms.stop_ids,
             salt=self._salts.of(request),
             draft_salt=self._salts.of_drafts(request, self.options.ui_show_texts),
-            scanner=StopStringScanner.of(self.tokenizer, params, request.together),
+            scanner=StopStringScanner.of(self.tokenizer, params, request.together, self._searches),
             deadline=self.info.deadline(request.arrived),
             bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words),
             grammar=self.grammars.compile(params.grammar) if params.grammar is not None else None,

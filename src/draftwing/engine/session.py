@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.requests.request import GenerationRequest, speculation
+from draftwing.requests.stop_regex import Searches
 from draftwing.text.answer import Answer
 from draftwing.text.bad_words import bad_word_ids
 
@@ -36,14 +37,14 @@ def prepare(
     predicted = any(request.prediction for request in asked)
     found = speculation(wish, *info.drafting(predicted))
     told = found.used if wish is not None or predicted or info.speculates else None
-    index = itertools.count()
+    index, searches = itertools.count(), Searches()
     for request in asked:
         if request.params.bad_words:
             bad_word_ids(tokenizer, request.params.bad_words)  # refuses
         admitted = info.admit(request._replace(limits=found.limits) if found.limits is not None else request)
         for params in request.params.answers(draw):
             one = admitted._replace(uid=os.urandom(16).hex(), params=params)
-            yield Answer(one, tokenizer, next(index), info.options.label, told)
+            yield Answer(one, tokenizer, next(index), info.options.label, told, searches)
 
 
 class Session:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
     InstanceOf,
     ValidationError,
     WithJsonSchema,
+    WrapValidator,
 )
 from pydantic_core import CoreSchema
 
@@ -51,7 +52,10 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def _compiled(patterns: tuple[str, ...]) -> tuple[str, ...]:
+def _compiled(value: Any, check: Callable[[Any], tuple[str, ...]]) -> tuple[str, ...]:
+    if isinstance(value, Patterns):
+        return value
+    patterns = check(value)
     return Patterns.of(patterns) if patterns else patterns
 
 
@@ -147,7 +151,7 @@ class SamplingParams(BaseModel):
     bad_words: Texts = Field(
         (), max_length=MAX_BAD_WORDS, description="texts that must not be generated", json_schema_extra=_or_one
     )
-    stop_regex: Annotated[Texts, AfterValidator(_compiled)] = Field(
+    stop_regex: Annotated[Texts, WrapValidator(_compiled)] = Field(
         (),
         max_length=MAX_STOPS,
         description="regular expressions; a match ends the answer",

@@ -11,7 +11,7 @@ import re
 import time
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import regex
 
@@ -71,11 +71,7 @@ def compile_stop(pattern: str) -> Any:
 
 
 class Stops:
-    """Compiled expressions of a request, which all its answers share."""
-
-    # For as long as an answer has them: to compile and try thousands of parts takes milliseconds, which a request for
-    # many answers would take for each.
-    _live: ClassVar[weakref.WeakValueDictionary[tuple[str, ...], Stops]] = weakref.WeakValueDictionary()
+    """Compiled expressions of a request."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self.patterns = [self._compiled(pattern) for pattern in patterns]
@@ -87,44 +83,23 @@ class Stops:
         except ValueError as error:
             raise ValueError(f"{show(pattern)} {error}") from None
 
-    @classmethod
-    def of(cls, patterns: Sequence[str]) -> Stops:
-        """Those of answers that have the same expressions, or new ones. Raises ValueError as `compile_stop`."""
-        key = tuple(patterns)
-        found = cls._live.get(key)
-        if found is None:
-            found = cls._live[key] = cls(key)
-        return found
-
 
 class Allowance:
     """Processor time for the searches of all answers that were asked for together: they have it together, so that many
     answers hold up others no longer than one."""
 
-    _live: ClassVar[weakref.WeakValueDictionary[Hashable, Allowance]] = weakref.WeakValueDictionary()
-
     def __init__(self) -> None:
         self.left = SEARCH_SECONDS  # less than nothing: no more is searched
-        self._answers = 0
-
-    @classmethod
-    def of(cls, together: Hashable | None) -> Allowance:
-        """Of one more answer. together: what its request's others have, too, and nobody else's; None: it is alone."""
-        found = cls._live.get(together) if together is not None else None
-        if found is None:
-            found = cls()
-            if together is not None:
-                cls._live[together] = found
-        found._answers += 1
-        return found
+        self.answers = 0
 
     def token(self) -> None:
         """One of the answers has one more."""
-        self.left = min(self.left + TOKEN_SECONDS / min(self._answers, MOST_SHARES), SEARCH_SECONDS)
+        self.left = min(self.left + TOKEN_SECONDS / min(self.answers, MOST_SHARES), SEARCH_SECONDS)
 
 
 class Patterns(tuple[str, ...]):
-    """Expressions that were found fit. In the process that did so they keep what was compiled."""
+    """Expressions that were found fit. In the process that did so they keep what was compiled, so a request for many
+    answers need not compile thousands of parts, which takes milliseconds, for each."""
 
     stops: Stops
 
@@ -133,7 +108,7 @@ class Patterns(tuple[str, ...]):
         """Raises ValueError as `check_together` and `compile_stop`."""
         check_together(patterns)
         found = cls(patterns)
-        found.stops = Stops.of(patterns)
+        found.stops = Stops(patterns)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,14 +156,16 @@ class RegexScanner:
     `SEARCH_SECONDS` more; the answers of a request share that.
     """
 
-    def __init__(self, patterns: Sequence[str], together: Hashable | None = None) -> None:
-        """together: see `Allowance.of`."""
+    def __init__(self, stops: Stops, allowance: Allowance | None = None) -> None:
+        """allowance: of all answers of the request, this one with them; None: it is alone."""
         self.failed: str | None = None  # why no more is searched
-        self._stops = Stops.of(patterns)
-        self._patterns = self._stops.patterns
-        self._start = [0] * len(patterns)
+        self._stops = stops
+        self._patterns = stops.patterns
+        self._start = [0] * len(stops.patterns)
         self._text = ""
-        self._allowance, self._last = Allowance.of(together), 0  # the expression that was searched when it was used up
+        self._allowance = Allowance() if allowance is None else allowance
+        self._allowance.answers += 1
+        self._last = 0  # the expression that was searched when it was used up
 
     @property
     def hold(self) -> int:
@@ -231,3 +208,33 @@ class RegexScanner:
             elif best is None or (found.end(), found.start()) < (best.end, best.start):
                 best = Match(found.start(), found.end(), found.group(), pattern.pattern)
         return best
+
+
+class Searches:
+    """Makes the scanners of answers. Those of a request share its compiled expressions and its processor time, for as
+    long as one of them is there."""
+
+    def __init__(self) -> None:
+        self._stops: weakref.WeakValueDictionary[tuple[str, ...], Stops] = weakref.WeakValueDictionary()
+        self._allowances: weakref.WeakValueDictionary[Hashable, Allowance] = weakref.WeakValueDictionary()
+
+    def scanner(self, patterns: Sequence[str], together: Hashable | None = None) -> RegexScanner | None:
+        """For one more answer; None without expressions. together: what its request's others have, too, and nobody
+        else's; None: it is alone. Raises ValueError as `compile_stop`."""
+        if not patterns:
+            return None
+        return RegexScanner(self._compiled(patterns), self._allowance(together))
+
+    def _compiled(self, patterns: Sequence[str]) -> Stops:
+        if isinstance(patterns, Patterns):
+            return patterns.stops
+        found = self._stops.get(key := tuple(patterns))
+        if found is None:
+            found = self._stops[key] = Stops(key)
+        return found
+
+    def _allowance(self, together: Hashable | None) -> Allowance:
+        found = Allowance() if together is None else self._allowances.get(together, Allowance())
+        if together is not None:
+            self._allowances[together] = found
+        return found

@@ -182,7 +182,7 @@ async def asking(request: Request, model: type[A]) -> AsyncIterator[A]:
     do. Raises QueueFull, before the body is looked at, where there is no room."""
     with ExitStack() as place:
         body = await read_body(request, model, place)
-        body._place = place
+        body.hold(place)
         yield body
 
 

@@ -167,6 +167,9 @@ class Asking(Body):
         """Among what waits; it is closed when the answers have places of their own."""
         return self._place
 
+    def hold(self, place: ExitStack) -> None:
+        self._place = place
+
     @classmethod
     @functools.cache
     def _sampled(cls) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftwing.core import Output, TokenLogprobs, TracedStep
 from draftwing.requests.request import GenerationRequest
+from draftwing.requests.stop_regex import Searches
 from draftwing.text.detok import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ class Answer:
         index: int = 0,
         label: Mapping[str, Any] | None = None,
         speculative: Mapping[str, Any] | None = None,
+        searches: Searches | None = None,
     ) -> None:
-        """label: `Options.label` of the engine.  speculative: how it is drafted, for `meta_info`."""
+        """label: `Options.label` of the engine.  speculative: how it is drafted, for `meta_info`.  searches: of all
+        answers that were asked for together; None: it shares nothing."""
         self.request, self.index = request, index
         self.text = ""
         self.token_ids: list[int] = []
@@ -66,8 +69,7 @@ class Answer:
             params.skip_special_tokens,
             params.stop,
             params.no_stop_trim,
-            params.stop_regex,
-            request.together,
+            (searches or Searches()).scanner(params.stop_regex, request.together),
             track=self.wanted is not None,
         )
 

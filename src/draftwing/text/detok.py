@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.requests.stop_regex import RegexScanner
+from draftwing.requests.stop_regex import RegexScanner, Searches
 from draftwing.text.tokenizer import Tokenizer
 
 # Tokens that may wait for the rest of a character before a place to cut the window is searched. Valid UTF-8 needs
@@ -83,10 +83,9 @@ class IncrementalDetokenizer:
     """Text of one answer as its tokens arrive.
 
     stop: strings that end the answer. The one that is completed first counts; of several completed by the same
-    character, the longest. stop_regex: expressions that end it, see `draftwing.requests.stop_regex`; against a string,
-    what ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing after it. Which is
-    found, and where, does not depend on how the tokens are split over calls.
-    together: what answers of one request have in common: they share the time for expressions.
+    character, the longest. stop_regex: searches for expressions that end it, see `draftwing.requests.stop_regex`;
+    against a string, what ends first counts. Text up to the stop (`no_stop_trim`: including it) is given out, nothing
+    after it. Which is found, and where, does not depend on how the tokens are split over calls.
     track: keep `starts`, to tell which tokens a text is made of.
     """
 
@@ -96,8 +95,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         no_stop_trim: bool = False,
-        stop_regex: Sequence[str] = (),
-        together: Hashable | None = None,
+        stop_regex: RegexScanner | None = None,
         track: bool = False,
     ) -> None:
         self.stopped: str | None = None  # the text that met a stop
@@ -105,7 +103,7 @@ class IncrementalDetokenizer:
         self.starts: list[int] | None = [] if track else None  # characters of certain text before each token
         self._source = _TokenText(tokenizer, skip_special_tokens)
         self._stop = tuple(s for s in stop if s)
-        self._regex = RegexScanner(stop_regex, together) if stop_regex else None
+        self._regex = stop_regex
         self._no_stop_trim = no_stop_trim
         self._longest = max((len(s) for s in self._stop), default=0)
         self._certain = 0  # characters of text that no later token can change
@@ -226,22 +224,24 @@ class StopStringScanner:
         tokenizer: Tokenizer,
         stop: Sequence[str],
         skip_special_tokens: bool = True,
-        stop_regex: Sequence[str] = (),
-        together: Hashable | None = None,
+        stop_regex: RegexScanner | None = None,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens, stop=stop, stop_regex=stop_regex, together=together
-        )
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, stop=stop, stop_regex=stop_regex)
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, params: SamplingParams, together: Hashable | None = None
+        cls,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        together: Hashable | None = None,
+        searches: Searches | None = None,
     ) -> StopStringScanner | None:
         """Returns what watches an answer with these parameters; None where its text ends nothing. together: as
-        `GenerationRequest.together`."""
-        if not params.stop and not params.stop_regex:
+        `GenerationRequest.together`.  searches: of all answers; None: it shares nothing."""
+        regex = (searches or Searches()).scanner(params.stop_regex, together)
+        if not params.stop and regex is None:
             return None
-        return cls(tokenizer, params.stop, params.skip_special_tokens, params.stop_regex, together)
+        return cls(tokenizer, params.stop, params.skip_special_tokens, regex)
 
     @property
     def failed(self) -> str | None:

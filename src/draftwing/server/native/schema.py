@@ -86,12 +86,15 @@ class GenerateRequest(Asking):
             raise RequestError(
                 f"sampling_params must hold one entry per prompt; found {len(given)} for {prompts}", "sampling_params"
             )
-        found, expressions, size = [], set[str](), 0
+        found, size = [], 0
+        compiled: dict[str, tuple[str, ...]] = {}  # expressions, by how they were given: compiled once
         for i, (fields, name) in enumerate(zip(given, processors, strict=True)):
-            found.append(self._checked(fields, f"sampling_params.{i}.", name, defaults))
-            new = {*found[-1][0].stop_regex} - expressions
-            expressions |= new
-            size += sum(map(parts, new))
+            asked = repr(fields.get("stop_regex"))
+            known = {"stop_regex": compiled[asked]} if asked in compiled else {}
+            found.append(self._checked(fields | known, f"sampling_params.{i}.", name, defaults))
+            if not known:
+                compiled[asked] = found[-1][0].stop_regex
+                size += sum(map(parts, compiled[asked]))
             if size > MAX_TOGETHER:
                 where = f"sampling_params.{i}.stop_regex"
                 raise RequestError(
