@@ -89,6 +89,7 @@ def test_oracle_drafts(harness, case, shape, lag):
         assert rig.stats.moved > 50, "no later child was accepted"
 
 
+@pytest.mark.further(drafter="ngram", lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
 def test_the_best_nodes_of_a_batch(harness, case, drafter, lag):
@@ -112,6 +113,7 @@ def test_matched_drafts(harness, repetitive, drafter, lag):
     assert rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness=COPIES, drafter="suffix")
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_changing_shapes(harness, case, drafter, lag):
@@ -120,6 +122,8 @@ def test_changing_shapes(harness, case, drafter, lag):
     assert rig.accept_length > (1.5 if drafter == "oracle" else 1.2)  # every fourth step is plain
 
 
+@pytest.mark.further(harness="ranks", lookup=NGramDrafter)
+@pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize(("lag", "lookup"), [(0, SuffixDrafter), (1, NGramDrafter), (1, SuffixDrafter)])
 def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, lookup):
     """A model and a lookup, and shapes chosen by what steps bring: two long answers draft, and rest with what the model
@@ -156,6 +160,7 @@ def test_the_policy_drafts_rests_and_begins_again(harness, repetitive, lag, look
 
 
 @pytest.mark.further(chunk=[2, 17])
+@pytest.mark.further(harness="ranks", chunk=1)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_prefill_chunks_of_any_size(harness, case, chunk, lag):
@@ -187,6 +192,8 @@ def test_prefix_hits(harness, case, lag):
     assert rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness=COPIES, drafter="suffix")
+@pytest.mark.further(drafter=["ngram", "suffix"], lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("drafter", ["oracle", "ngram", "suffix"])
 def test_preemption(harness, case, drafter, lag):
@@ -198,6 +205,7 @@ def test_preemption(harness, case, drafter, lag):
         assert rig.sched.stale_results > 0, "no step was in flight for a retracted request"
 
 
+@pytest.mark.further(harness=COPIES, shape=PLAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_a_request_that_ends_exactly_at_the_context_length(harness, unlimited, shape, lag):
@@ -284,6 +292,8 @@ def _turn(rig, answers):
             answers.final[out.uid] = out
 
 
+@pytest.mark.further(harness="cpu", lag=0)
+@pytest.mark.further(harness="blocks")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_filters_and_bans_on_trees_and_across_preemption(harness, lag):
     """top-k, top-p, min-p and min_new_tokens, mixed with greedy rows in one batch, in a pool that is too small."""
@@ -307,6 +317,7 @@ def test_filters_and_bans_on_trees_and_across_preemption(harness, lag):
     assert rig.sched.retractions > 0 and rig.accept_length > 1.5
 
 
+@pytest.mark.further(harness=COPIES)
 def test_filters_and_bans_do_what_they_say(harness):
     model = harness.tiny_model()
     prompts = harness.prompts_for(4)

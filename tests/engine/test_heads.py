@@ -24,9 +24,10 @@ from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.suffix_drafter import SuffixDrafter
 
 # EAGLE3 stands for all with either lag, and 3 layers for 2.
+OTHERS = [kind for kind in MAKERS if kind != "EAGLE3"]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.further(case=[kind for kind in MAKERS if kind != "EAGLE3"], lag=0),
+    pytest.mark.further(case=OTHERS, lag=0),
     pytest.mark.further(case="NEXTN 2 layers"),
 ]
 CHAIN, TREE, COPIED = TreeShape(4, 1, 5), TreeShape(4, 3, 12), TreeShape(7, 3, 10)
@@ -84,6 +85,7 @@ def test_speculation_changes_no_token(case, shape, lag):
 
 
 @pytest.mark.further(case=["EAGLE", "NEXTN"])
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_with_chunks_preemption_and_prefix_hits(case, lag):
     rig = case.rig(TREE, lag=lag, slots=130, chunk=5)
@@ -115,7 +117,8 @@ class Turns:
 
 
 @pytest.mark.further(case=["EAGLE", "NEXTN"])
-@pytest.mark.further(lookup=NGramDrafter, lag=0)
+@pytest.mark.further(lag=0)
+@pytest.mark.further(lookup=NGramDrafter, case=OTHERS)
 @pytest.mark.parametrize("lookup", [NGramDrafter, SuffixDrafter])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_pair_changes_no_token(case, lag, lookup):
@@ -128,6 +131,7 @@ def test_a_pair_changes_no_token(case, lag, lookup):
 
 
 @pytest.mark.further(case=["EAGLE", "NEXTN"])
+@pytest.mark.further(case=OTHERS, shape=CHAIN)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_from_graphs(case, shape):
     """Batches of 5 and less in graphs of 1, 2, 4 and 6; first all rows are greedy, then some are not."""
@@ -177,6 +181,7 @@ def test_a_continued_conversation_loses_no_cached_token_and_a_divergence_at_most
 
 
 @pytest.mark.further(case=["EAGLE", "NEXTN"])
+@pytest.mark.further(case=OTHERS, shape=CHAIN)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_with_grammars_and_penalties(case, shape):
     def submit(rig):

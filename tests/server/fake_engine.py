@@ -302,9 +302,9 @@ def process(options: Options) -> EngineLink:
 
 
 if __name__ == "__main__":
-    import draftwing.engine.engine
     from draftwing.engine.process import worker
 
     paused = functools.partial(FakeEngine, pause=float(os.environ.get("FAKE_ENGINE_PAUSE", "0.0005")))
-    draftwing.engine.engine.Engine = paused  # type: ignore[assignment,misc]
+    # In place of a module that imports torch, which takes longer than all that a test wants of this process.
+    sys.modules["draftwing.engine.engine"] = SimpleNamespace(Engine=paused)  # type: ignore[assignment]
     sys.exit(worker.main(sys.argv))
