@@ -66,7 +66,7 @@ def expected(smollm2_path: Path) -> Iterator[list[list[int]]]:
     [
         pytest.param({}, id="default"),
         pytest.param(CHAIN, id="chain", marks=FURTHER),
-        pytest.param(TREE, id="tree"),
+        pytest.param(TREE, id="tree", marks=FURTHER),
         pytest.param({"chunked_prefill_size": 7}, id="chunks", marks=FURTHER),
         pytest.param(
             {"max_total_tokens": 230, "speculative_num_steps": 2, "speculative_eagle_topk": 2, **FIXED},

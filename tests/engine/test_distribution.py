@@ -80,7 +80,7 @@ def draw_by_row(rig, monkeypatch):
     return steps
 
 
-@pytest.mark.further(verified=3)
+@pytest.mark.further(verified=[0, 3])
 @pytest.mark.slow
 @pytest.mark.parametrize("verified", [0, 3, "learnt"])
 def test_frequencies_of_the_tokens_of_a_tree_step(harness, verified, monkeypatch):

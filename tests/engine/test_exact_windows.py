@@ -78,6 +78,7 @@ def test_disturbed_drafts(harness, case, shape):
 
 
 @pytest.mark.further(harness="ranks", chunk=1)
+@pytest.mark.further(case=["gpt-oss", "gemma"], chunk=1)
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_prefill_chunks_and_the_best_nodes_of_a_batch(harness, case, chunk):
     policy = harness.Cycle(TreeShape(4, 3, 11, 4), TREE)
@@ -102,6 +103,7 @@ def test_prefix_hits(harness, case):
     assert sum(out.meta["cached_tokens"] for out in got.final.values()) == sum(len(prompt) - 1 for prompt in prompts)
 
 
+@pytest.mark.further(harness="ranks")
 def test_a_draft_model_with_windows(harness, case):
     """The target as its own draft: what it proposes greedily is what it draws, if both see the same."""
     model, prompts, _, _, _ = case

@@ -96,8 +96,9 @@ PARAMS = {
 
 
 @pytest.mark.further(drafter=["suffix", "STANDALONE", *FURTHER], shape=[PLAIN, SHAPES[1]])
-@pytest.mark.further(drafter=FURTHER, sampling="greedy")
-@pytest.mark.further(drafter=["suffix", *FURTHER], sampling="mixed")
+@pytest.mark.further(drafter=[*FURTHER, "suffix", "STANDALONE", "NEXTN 3"], sampling="greedy")
+@pytest.mark.further(drafter=["suffix", *FURTHER, "STANDALONE", "NEXTN 3"], sampling="mixed")
+@pytest.mark.further(drafter=["EAGLE3", "DSPARK"], shape=PLAIN)
 @pytest.mark.parametrize(
     ("drafter", "shape", "sampling"),
     [

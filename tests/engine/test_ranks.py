@@ -93,6 +93,7 @@ def test_with_chunks_preemption_prefix_hits_and_steps_that_do_not_draft(case: Ca
     assert rig.sched.retractions > 0
 
 
+@pytest.mark.further(case=["NEXTN 3 layers", "EAGLE3+NGRAM"])
 def test_a_large_head_is_spread(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "SPREAD", 0)
     rig = case.answer(lag=1)

@@ -107,6 +107,7 @@ def cases(harness):
     return model, every, expected, h.make_book(prompts, expected)
 
 
+@pytest.mark.further(harness="ranks", shape=CHAIN)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
@@ -173,6 +174,7 @@ def test_a_guided_request_beside_unguided_ones_with_overlap(harness, cases):
     assert rig.drafter.constrained
 
 
+@pytest.mark.further(harness="ranks")
 def test_forced_text_is_accepted_without_a_good_draft(harness):
     """The oracle is always wrong: what is accepted was put there by the host."""
     h = harness
@@ -262,6 +264,7 @@ def test_prompt_logprobs_are_those_of_the_answer(harness):
         assert a.top[0][0] == pytest.approx(b.value, abs=1e-4), "greedy text is the most probable"
 
 
+@pytest.mark.further(harness="ranks")
 def test_what_the_edits_do(harness):
     h = harness
     rig = h.Rig(h.tiny_model(seed=4), shapes=(PLAIN,))
@@ -352,6 +355,8 @@ def test_a_grammar_that_becomes_too_complex_at_a_commit_ends_its_request_alone(h
     assert len(got.tokens["good"]) == 20
 
 
+@pytest.mark.further(harness="ranks")
+@pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_grammars_that_are_slow_give_the_same_text(harness, monkeypatch, lag):
     """Their masks are worked out beside the steps, for rows without drafts; the others go on as they did."""
@@ -390,6 +395,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request_alone(harness, monkeypat
     assert len(got.tokens["good"]) == 20
 
 
+@pytest.mark.further(harness="ranks")
 def test_a_processor_fails_only_where_the_answer_gets_to(harness):
     """It is asked about drafts that are then not accepted, too: what it says of those must not matter."""
     h, prompt = harness, [1, 2, 3]

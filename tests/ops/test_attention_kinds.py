@@ -114,8 +114,8 @@ PREFIXES = [2, 41, 127, 128, 201]
 DEPTHS = [0, 1, 2, 2, 3, 4, 1, 2]
 
 
-@pytest.mark.further(ops="triton", exact=False, name=[name for name in KINDS if name != "all"])
-@pytest.mark.further(ops="triton", name=["longer than all", "sinks"])
+@pytest.mark.further(ops="triton", exact=False)
+@pytest.mark.further(ops="triton", name=["longer than all", "sinks", "window 1"])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
@@ -133,7 +133,7 @@ def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
 
 
 @pytest.mark.further(ops="triton", dtype=torch.float32, name=["window 40", "all"])
-@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name="window 3, less than a path")
+@pytest.mark.further(ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "all"])
 @pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtype, ops: TorchOps) -> None:

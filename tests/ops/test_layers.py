@@ -263,7 +263,7 @@ def test_share_rows(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
         assert torch.equal(found, torch.where(there, whole[index], torch.zeros_like(whole[index])))
 
 
-@pytest.mark.further(ops=triton_ops, dtype=torch.float16)
+@pytest.mark.further(ops=triton_ops, dtype=[torch.float16, torch.float32])
 @pytest.mark.further(ops=triton_ops, size=40)
 @pytest.mark.parametrize("size", [40, 1030])
 def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:

@@ -150,7 +150,7 @@ def live(pair: Pair, seed: int, steps: int, vocab: int, limit: int, copies: floa
     return drafts / steps
 
 
-@pytest.mark.further(ops="triton", high=[5, 7, 12])
+@pytest.mark.further(ops="triton", high=[1, 5, 7, 12])
 @pytest.mark.parametrize("low, high", WINDOWS)
 def test_lives_agree(ops: TorchOps, few: int, small_chunks: None, low: int, high: int) -> None:
     pair = Pair(ops, 5 if few == 1 else 3, 300, min_window=low, max_window=high, branch_length=9, capacity=10_000)

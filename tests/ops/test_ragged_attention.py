@@ -136,6 +136,7 @@ TILINGS: dict[str, dict[str, int]] = {  # of an interpreter's time: few keys rea
 
 
 @pytest.mark.further(name=["lanes", "one lane", "two launches, one lane"])
+@pytest.mark.further(exact=False)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", TILINGS)
 def test_triton_tilings(

@@ -81,6 +81,7 @@ def test_a_walk_goes_as_far_as_powers_of_the_chance_say(ops: TorchOps) -> None:
     assert torch.equal(count[kept], (1 + torch.minimum(deepest, wanted))[kept])
 
 
+@pytest.mark.further(ops="triton", mean=[1, 5])
 @pytest.mark.parametrize("mean", [1, 2.3, 5])
 def test_lengths_of_the_deepest_trees_and_of_others(ops: TorchOps, mean: float) -> None:
     batch = 200 if ops.name == "triton" else 4000  # interpreted rows take long

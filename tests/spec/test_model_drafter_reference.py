@@ -437,7 +437,7 @@ def test_engine_drafts_what_the_reference_drafts(name, shape, tmp_path):
 
 @pytest.mark.further(chunk=1, name=["eagle2 llama", "mtp", "standalone"])
 @pytest.mark.further(chunk=3, name=["eagle3 official", "mtp 3 layers"])
-@pytest.mark.further(name="mtp 2 layers")
+@pytest.mark.further(name=["mtp", "mtp 2 layers", "eagle2 llama"])
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("name", MAIN)
 def test_chunks_and_preemption_leave_the_same_draft_kv(name, chunk, tmp_path):
@@ -536,6 +536,7 @@ EXACT: dict[str, tuple[Callable[[], exact_heads.Exact], str]] = {
 }
 
 
+@pytest.mark.further(lag=0, name=["eagle2 zero bias", "eagle3 shared head", "mtp", "mtp 2 layers"])
 @pytest.mark.parametrize("shape, lag", [(TreeShape(4, 1, 5), 0), (TreeShape(4, 3, 12), 1)], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", EXACT)
 def test_constructed_heads_are_always_accepted(name, shape, lag, tmp_path):

@@ -77,6 +77,7 @@ def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: 
     assert pair.engine.accept_length > 1.0
 
 
+@pytest.mark.exhaustive  # the test of what is noticed on the way, at the end
 def test_ranks_that_drew_other_tokens_are_not_believed(folder: Path) -> None:
     with LLM(str(folder), tp_size=2, **SETTINGS) as llm:
         assert llm.generate("a", {"max_new_tokens": 4})
