@@ -16,8 +16,8 @@
 // each thread's part is 16 contiguous bytes.
 //
 // Weights are constants, so a block begins to read them while the kernel before it still runs, and only then waits for
-// it (programmatic dependent launch, Hopper and later). It reads what its registers hold and no more: asking for the next
-// 16 MB into the L2 cache made a step of 32 layers take 0.2 ms longer.
+// it (programmatic dependent launch, Hopper and later). It reads what its registers or its ring hold and no more: what is
+// asked for into the L2 cache keeps the kernels before it waiting, by 3 to 10% of a step.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
