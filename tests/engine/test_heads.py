@@ -13,7 +13,6 @@ from reference.exact_heads import MAKERS, disturbed
 from toy_grammar import ToyGrammar
 
 from draftwing.core import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
-from draftwing.engine import lag as lag_module
 from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
@@ -206,7 +205,6 @@ def test_prompts_from_graphs(harness, monkeypatch, tmp_path):
         pytest.skip("kernels run where the GPU is")
     paged = pytest.importorskip("draftwing.ops.triton.attention_backend")
     monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8))  # the interpreter is slow
-    monkeypatch.setattr(lag_module, "COUNTS", (1,))
     case = Case("EAGLE3", tmp_path, harness.device, harness, count=2, longest=10, tokens=4)
     attn = partial(paged.PagedAttention, exact=True)
     rig = case.rig(TreeShape(2, 1, 3), rows=2, attn=attn, graph_size=1, chunk=7, lag=1)

@@ -407,6 +407,40 @@ def test_to_begin_costs_a_step_or_two() -> None:
     assert tries[1] < 0.7 * tries[0]
 
 
+def test_drafts_that_prompts_interrupt_pay_for_each_time_that_they_begin() -> None:
+    """Behind each second step comes a prefill, and a step behind it has no time for drafts: the drafter catches up for
+    every step that drafts. Where nobody comes any more these are chosen again."""
+    menu, hits, a_pass = (TreeShape(1, 1, 2), PLAIN), [0.7] * 16, 0.004
+    world = MACHINES["gpu"](menu)
+    policy = MostTokens(menu, world.prices((16,)))
+    load, rates = Load([MAX_CONFIDENCE] * 16), list[float]()
+    for hurry in (True, False):
+        tokens = seconds = 0.0
+        before = PLAIN
+        for number in range(800):
+            now = load._replace(longer=0.0) if hurry and number % 2 else load
+            shape = policy.choose(now)
+            late = a_pass if shape.depth and before == PLAIN else 0.0
+            step = world.step(shape, hits)
+            policy.record(shape, now, replace(step, seconds=step.seconds + late, catching_up=late))
+            tokens, seconds, before = tokens + world.tokens(shape, hits), seconds + step.seconds + late, shape
+        rates.append(tokens / seconds / world.rate(PLAIN, hits))
+    assert rates[0] > 0.97 and rates[1] > 0.95 * world.rate(menu[0], hits) / world.rate(PLAIN, hits)
+
+
+def test_behind_a_prefill_drafts_begin_only_where_there_is_time_to_catch_up() -> None:
+    menu, hits = (TreeShape(1, 1, 2), PLAIN), [0.9] * 16
+    world = MACHINES["gpu"](menu)
+    policy, load = MostTokens(menu, world.prices((16,))), Load([MAX_CONFIDENCE] * 16)
+    late = replace(world.step(menu[0], hits), seconds=world.seconds(menu[0], 16) + 0.002, catching_up=0.002)
+    for _ in range(40):
+        policy.record(menu[0], load, late)
+    room = 1.1 * world.seconds(menu[0], 16) - world.seconds(PLAIN, 16)
+    assert policy.choose(load._replace(longer=room)) == PLAIN
+    assert policy.choose(load._replace(longer=room + 0.002)) == menu[0]
+    assert policy.choose(load._replace(longer=room)) == menu[0], "it has caught up"
+
+
 @pytest.mark.parametrize("rows", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_drafter_that_is_far_behind_is_tried_seldom_but_tried(rows: int) -> None:
     """Each pass that it needs costs what one took: it is not drawn into drafts that bring nothing, and begins what

@@ -98,6 +98,18 @@ def test_a_policy_tells_what_drafts_save(hit: float) -> None:
     assert policy.saving(load) == pytest.approx(expected, abs=0.1e-3), "0 where nothing is worth drafting"
 
 
+def test_drafts_save_nothing_in_steps_that_have_no_time_for_them() -> None:
+    world = World((TREE, PLAIN), 4.0, 0.02, 0.1)
+    policy = MostTokens(world.menu, world.prices((4,)))
+    world.run(policy, [0.9] * 4, 100)
+    load = Load([MAX_CONFIDENCE] * 4)
+    before = policy.saving(load)
+    for number in range(200):
+        policy.choose(load._replace(longer=0.0 if number % 4 else float("inf")))
+    after = policy.saving(load)
+    assert before is not None and after is not None and 0.15 * before < after < 0.4 * before
+
+
 class Saving(FixedShape):
     adapts = True
     worth: float | None = 0.0

@@ -192,7 +192,7 @@ class Executor:
             if self.prefills is not None:
                 self.prefills.capture(bar)
             if self._lag is not None:
-                self._lag.warm_up()
+                self._lag.warm_up(self.graphs.sizes)
             for key in todo:
                 seconds[key] = self._capture(key)
                 bar.update()

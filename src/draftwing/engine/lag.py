@@ -29,13 +29,12 @@ from draftwing.ops.types import Unseen
 from draftwing.spec.drafter import Drafter
 
 ROOM = LAG + 1  # page-table entries past those of a step that a pass over unseen text may name
-COUNTS = (1, 2, 16)  # of rows: kernels are compiled for one, for a multiple of 16 and for others
 WIDTHS = (2, 8, 16, LAG)  # positions of a row in one pass, where kernels are compiled for each
 MOST_QUERIES = 4096  # of one pass
 PROMPTS = 4  # of which parts may be deferred to a pass as long as any
 DEFERRED = 2048  # positions of a pass over a prompt through one layer, for which requests that decode wait
 LEAST = 1024  # the same through several: fewer are not worth what a pass takes at least
-PARTS = (1, 2, 16)  # of a pass over texts, as `COUNTS`
+PARTS = (1, 2, 16)  # of a pass over texts: kernels are compiled for one, for a multiple of 16 and for others
 
 
 class Lag:
@@ -113,13 +112,14 @@ class Lag:
             rows = who.rows[first : first + most]
             self._extend(upload(rows), upload(np.flatnonzero(np.isin(rows, noisy))), width, who.max_kv_len, drafts)
 
-    def warm_up(self) -> None:
-        """Runs everything that `catch_up` may run, on the dummy row."""
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Runs everything that `catch_up` may run, on the dummy row. sizes: of batches; how kernels cut their work, and
+        which of them a library takes, depends on the number of rows."""
         if self._deferral.places:
             most = min(self._deferral.most, self._table.length - 1)
             for parts in PARTS if self._deferral.from_tokens else PARTS[:1]:
                 self.see([Deferred(self._table.rows, 0, max(most // parts, 1), 0)] * parts)
-        for count, width in product(COUNTS, WIDTHS):
+        for count, width in product(sizes, WIDTHS):
             self.catch_up(CatchUp(np.full(count, self._table.rows, np.int64), width, 0), np.empty(0, np.int64), True)
 
     def see(self, parts: Sequence[Deferred]) -> None:

@@ -168,7 +168,8 @@ class MostTokens:
     KEPT = 4  # most steps that a choice of drafts is kept for
     REST = LAG - 2  # the same where nothing is drafted. Most drafters that lag have to catch up about as often anyway
     LATE = 4  # steps after which the result of a try that has not come never will
-    ENTRY = 8  # steps that drafting is taken to go on for once it has begun: they share what it costs to begin
+    ENTRY = 8  # most steps that drafting is taken to go on for once it has begun: they share what it costs to begin
+    RECENT = 1 / 32  # what a step counts for in how often there is no time for drafts
     NEWS = 0.1  # drafts of a row: a try that raises what an option is expected to bring by more is followed by another
     DRIFT = 1.01  # with each time that the drafter catches up: what it takes at least may change
 
@@ -187,18 +188,23 @@ class MostTokens:
         self._promising: int | None = None  # one that brought more than was expected when it was tried
         self._best_before = self._plain
         self._pause = 1  # steps that the next choice is kept for
+        self._hurried = 0.0  # share of late steps in which there was no time for drafts
         # Of the drafter's catching up, with about so many rows: seconds of the shortest pass, and of a position in the
         # cheapest. Short passes cost their launches, long ones their positions.
         self._catch_up: dict[int, float] = {}
         self._position: dict[int, float] = {}
 
     def choose(self, load: Load) -> TreeShape:
-        if not any(load.confidences):
-            return PLAIN
+        chosen = self._choose(load) if any(load.confidences) else self._plain
+        hurried = load.longer < math.inf and self._lags(chosen)
+        self._hurried += self.RECENT * (hurried - self._hurried)
+        return self.menu[chosen]
+
+    def _choose(self, load: Load) -> int:
         self._steps += 1
         if not self._holds(load):
             self._kept = self._look(load)
-        return self.menu[self._kept.option]
+        return self._kept.option
 
     def _holds(self, load: Load) -> bool:
         """Whether the last choice is good for this step, too. Where nothing is drafted for these rows nothing is for
@@ -240,7 +246,7 @@ class MostTokens:
         rates, *_ = self._rates(load)
         if self._plain not in rates or not self._gains.known:
             return None
-        return 1 / rates[self._plain] - 1 / rates[self._best(rates)]
+        return (1 - self._hurried) * (1 / rates[self._plain] - 1 / rates[self._best(rates)])
 
     def _entry(self, load: Load) -> float:
         """Seconds that it costs to begin to draft, where the drafter has to catch up first."""
@@ -251,6 +257,10 @@ class MostTokens:
             known.get(bucket) or min(known.values(), default=0.0) for known in (self._catch_up, self._position)
         )
         return max(load.passes * a_pass, load.positions * position)
+
+    def _shared_by(self) -> float:
+        """Steps that drafting goes on for once it has begun: as many as lie between two that have no time for it."""
+        return min(max(1 / max(self._hurried, 1e-9) - 1, 1.0), self.ENTRY)
 
     def _lags(self, index: int) -> bool:
         """Whether a drafter with a model may not see the steps of an option."""
@@ -267,7 +277,7 @@ class MostTokens:
         del counts[0]
         rates, prices, tokens = {}, {}, {}
         plain = self.prices.seconds(PLAIN, batch, context) or math.inf
-        longest, entry = plain + load.longer, entry / self.ENTRY
+        longest, begin = plain + load.longer, entry / self._shared_by()
         for i, shape in enumerate(self.menu):
             if not shape.depth:
                 price, brings = plain, float(batch)
@@ -277,9 +287,10 @@ class MostTokens:
                 if batch * shape.queries > self.MOST or (shape.verified and load.whole):
                     continue
                 seconds = self.prices.seconds(shape, batch, context)
-                if seconds is None or seconds > longest:
+                at_once, on_average = (0.0, 0.0) if self._lags(i) else (entry, begin)
+                if seconds is None or seconds + at_once > longest:
                     continue
-                price = seconds if self._lags(i) else seconds + entry
+                price = seconds + on_average
                 brings = batch + self._gains.expected(i, counts)
             tokens[i], prices[i], rates[i] = brings, price, brings / price
         return rates, prices, tokens
@@ -289,7 +300,7 @@ class MostTokens:
     ) -> int | None:
         """An option of which too little is known, if trying it is within the allowance: the one that looks best."""
         found, loss, urgency, bucket = None, 0.0, (False, 0.0), len(load.confidences).bit_length()
-        confidences, entry = {c for c in load.confidences if c}, self._entry(load) * (1 - 1 / self.ENTRY)
+        confidences, entry = {c for c in load.confidences if c}, self._entry(load) * (1 - 1 / self._shared_by())
         stale = max(self.STALE, self._pause)
         for i in rates:
             if i == best or i in self._tries:

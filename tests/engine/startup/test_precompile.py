@@ -68,6 +68,51 @@ def test_what_an_engine_launches(kv_dtype: torch.dtype, pool: str, job: precompi
     assert not list((tmp_path / "cache").glob("*/_rope_kernel.cubin")), "it was only asked for"
 
 
+WHILE_SERVING = """
+import json, pickle, random, sys
+import numpy as np
+import torch
+from triton import knobs
+from draftwing.core import LAG, CatchUp
+from draftwing.engine.startup import precompile
+run, late = precompile._run_without_data, []
+def serve(job):
+    parts = run(job)
+    begin, rng = knobs.runtime.jit_cache_hook, random.Random(1)
+    def note(**launch):
+        late.append(launch["fn"].name)
+        return begin(**launch)
+    knobs.runtime.jit_cache_hook = note
+    rows = parts.sched.config.max_rows
+    for count in range(1, rows + 1):
+        who = np.asarray(rng.sample(range(rows), count))
+        behind, longest = rng.randint(1, LAG), rng.randint(LAG, 100)
+        with torch.inference_mode():
+            parts.executor._lag.catch_up(CatchUp(who, behind, longest), np.arange(rng.randint(0, count)), True)
+precompile._run_without_data = serve
+launches = precompile.collect(pickle.load(sys.stdin.buffer))
+print(json.dumps([len(launches), late]))
+"""
+
+
+def test_no_kernel_is_compiled_for_another_number_of_rows_that_catch_up(job: precompile.Job, tmp_path: Path) -> None:
+    """How attention cuts its work depends on it."""
+    import pickle
+
+    options = Options(
+        model=str(tmp_path), load_format="dummy", speculative_algorithm="STANDALONE", cuda_graph_max_bs=70,
+        speculative_draft_model_path=str(tmp_path), max_running_requests=70, chunked_prefill_size=64,
+    ).resolve()  # fmt: skip
+    job = job._replace(options=options.for_engine("cuda", 80 << 30), draft_path=tmp_path)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_SERVING], input=pickle.dumps(job), env=env, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    count, late = json.loads(done.stdout.decode().splitlines()[-1])
+    assert count > 20 and not late
+
+
 OF_EXPERTS = """
 import pickle, sys
 from draftwing.engine.startup.precompile import collect

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from draftwing.engine.build import Parts
     from draftwing.engine.device import Device
     from draftwing.models.quantised.config import Quantization
     from draftwing.ops.cuda.gemm_groups import Width
@@ -245,7 +246,7 @@ class _Nothing:
         pass
 
 
-def _run_without_data(job: Job) -> None:
+def _run_without_data(job: Job) -> Parts:
     import torch
 
     from draftwing.engine import build
@@ -275,7 +276,7 @@ def _run_without_data(job: Job) -> None:
     draft_layers = list(drafter.kv_layers) if drafter is not None else []
     rig = sizing.Rig(model, drafter, [*model.kv_layers, *draft_layers], policy.menu, precision.kv_dtype, device)
     sizing.trial(options, rig, graph_size_of(options))
-    build.assemble(options, model, precision, device, drafter, policy)
+    return build.assemble(options, model, precision, device, drafter, policy)
 
 
 def _no_device() -> Device:

@@ -12,7 +12,6 @@ import torch
 
 from draftwing.core import NOBODY, NOT_FINITE, PLAIN, Admission, Chunk, Plan, TreeShape
 from draftwing.engine.executor import Executor
-from draftwing.engine.lag import COUNTS
 from draftwing.engine.startup.prices import experts_at_random, measure_steps
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVPool
@@ -25,6 +24,8 @@ log = logging.getLogger("draftwing")
 
 SECONDS = 0.6  # no step begins later; a large model is not kept from its first request
 PROMPT = 32  # tokens
+COUNTS = (1, 2, 4, 8, 16)  # of prompts at once: kernels are compiled for one, for a multiple of 16 and for others, and
+# loaded for about so many rows that draw
 # Tokens of prompts, from, to, and how far apart: a GPU's library has other kernels for other numbers of rows
 LENGTHS = ((48, 256, 16), (256, 1024, 64), (1024, 2048, 256), (2048, 1 << 16, 1024))
 LENGTHS_SECONDS = 3.0  # none of them begins later
