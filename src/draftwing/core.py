@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -73,12 +75,24 @@ TEXT_LAG = 512  # most that the KV of a drafter may lack which is made of tokens
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities of one position: its token's own, the best tokens' as (value, id) from the best down, and
-    those of further tokens."""
+    """Log probabilities of one position: its token's own, the best tokens' from the best down with their ids, and those
+    of further tokens. In arrays: there may be millions, and as many Python objects take twenty times the memory."""
 
     value: float
-    top: list[tuple[float, int]]
-    wanted: list[float]
+    best: array[float]
+    best_ids: array[int]
+    wanted: array[float]
+
+    @classmethod
+    def of(cls, value: float, top: Sequence[tuple[float, int]] = (), wanted: Sequence[float] = ()) -> TokenLogprobs:
+        """top: the best tokens as (value, id)."""
+        best, ids = array("d", [value for value, _ in top]), array("i", [id_ for _, id_ in top])
+        return cls(value, best, ids, array("d", wanted))
+
+    @property
+    def top(self) -> list[tuple[float, int]]:
+        """The best tokens as (value, id), from the best down."""
+        return list(zip(self.best, self.best_ids, strict=True))
 
 
 class Admission(NamedTuple):

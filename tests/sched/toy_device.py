@@ -128,14 +128,14 @@ class ToyDevice:
         for part in plan.prompt_parts:
             first = plan.chunks[part.chunk].start + part.first + 1  # a query tells of the token after it
             known = self._tokens[rows[part.chunk]]
-            prompt_logprobs.append([TokenLogprobs(known[p], [], []) for p in range(first, first + part.length)])
+            prompt_logprobs.append([TokenLogprobs.of(known[p]) for p in range(first, first + part.length)])
         return StepResult(
             tokens=padded,
             count=np.asarray([len(new) for new, _, _ in steps]),
             order=np.asarray([order for _, order, _ in steps]),
             mark=marks_of([depth for _, _, depth in steps]),
             confidence=np.asarray([mixed(self._tokens[row], 3) % 3 for row in rows]),
-            logprobs=tuple([TokenLogprobs(t, [], []) for t in steps[i][0]] for i, _ in plan.logprobs),
+            logprobs=tuple([TokenLogprobs.of(t) for t in steps[i][0]] for i, _ in plan.logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
         )
 

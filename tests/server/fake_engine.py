@@ -230,7 +230,7 @@ def traced(tokens: list[int], number: int, drafts: bool) -> TracedStep:
 def logprob(token: int, wanted: LogprobParams) -> TokenLogprobs:
     """Made up: the token's own is -token / 100, the best are the ids that follow it."""
     best = [(-0.5 * (rank + 1), (token + rank + 1) % (EOS + 1)) for rank in range(wanted.top)]
-    return TokenLogprobs(-token / 100, best, [-float(other) for other in wanted.token_ids])
+    return TokenLogprobs.of(-token / 100, best, [-float(other) for other in wanted.token_ids])
 
 
 class LocalWorker(Worker):

@@ -11,6 +11,8 @@ from starlette.testclient import TestClient
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import entries
+from draftwing.server import service as service_module
+from draftwing.server.http import Whole
 from draftwing.server.native.rendering import Generated
 from draftwing.server.service import Service
 
@@ -72,19 +74,74 @@ def test_a_response_is_ended_where_all_hold_too_many(
     path: str, stream: bool, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service: Service = client.app.state.service  # type: ignore[attr-defined]
-    monkeypatch.setattr(entries, "FEW_ENTRIES", 20)
-    monkeypatch.setattr(entries, "ALL_ENTRIES", 100)
-    service.engine.entries.held = 90  # somebody else's
+    held = service.engine.entries
+    held.add("other", 690)
+    monkeypatch.setattr(entries, "ALL_ENTRIES", 700)
+    refused = client.post(path, json=BODIES[path] | {"stream": stream})
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1, "it is known before"
+    monkeypatch.setattr(service_module, "least", lambda _: 0)
     full = client.post(path, json=BODIES[path] | {"stream": stream})
     assert full.status_code == (200 if stream else 503)
     assert "log probabilities, the most they may" in full.text
-    assert service.engine.entries.held == 90
-    small = client.post("/generate", json={"text": "ab", "return_logprob": True})
-    assert small.status_code == 200, "a response that holds few goes on"
-    service.engine.entries.held = 0
+    assert held.of == {"other": 690} and held.held == 690
     monkeypatch.setattr(entries, "ALL_ENTRIES", 5000)
     assert client.post(path, json=BODIES[path] | {"stream": stream}).text.count("the most they may") == 0
-    assert service.engine.entries.held == 0
+    assert held.held == 690
+
+
+def test_who_has_its_share_is_refused_and_who_has_little_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many responses it is spread over."""
+    monkeypatch.setattr(entries, "ALL_ENTRIES", 1000)
+    monkeypatch.setattr(entries, "FEW_ENTRIES", 20)
+    held = entries.Entries()
+    for _ in range(50):
+        held.add("alice", 10)
+    with pytest.raises(entries.EntriesFull, match="of this key hold 500") as refused:
+        held.add("alice", 10)
+    assert refused.value.own
+    held.add("bob", 480)
+    held.add("carol", 20)  # 1,010 with hers
+    with pytest.raises(entries.EntriesFull, match="to all requests hold 1000") as refused:
+        held.add("carol", 1)
+    assert not refused.value.own
+    held.give_back("alice", 510)
+    held.check("alice", 490)
+    held.give_back("bob", 480)
+    held.give_back("carol", 21)
+    assert not held.held and not held.of
+    for _ in range(100):
+        held.add("", 10)  # without keys all are one client, and have all of it
+    with pytest.raises(entries.EntriesFull):
+        held.add("", 10)
+
+
+def test_a_key_that_has_its_share_is_a_429_before_anything_is_made(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service: Service = client.app.state.service  # type: ignore[attr-defined]
+    monkeypatch.setattr(service_module, "client_name", lambda: "alice")
+    service.engine.entries.add("alice", entries.ALL_ENTRIES // entries.SHARE)
+    body = {"text": "ab", "return_logprob": True}
+    refused = client.post("/generate", json=body)
+    assert refused.status_code == 429 and "of this key" in refused.text and int(refused.headers["retry-after"]) >= 1
+    assert not engine.requests
+    assert client.post("/generate", json={"text": "ab"}).status_code == 200, "who asks for none of them is let in"
+
+
+def test_a_response_counts_until_it_is_sent(client: TestClient) -> None:
+    service: Service = client.app.state.service  # type: ignore[attr-defined]
+    seen: list[int] = []
+    send = Whole.__call__
+
+    async def spied(self: Whole, *args: Any) -> None:
+        seen.append(service.engine.entries.held)
+        await send(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Whole, "__call__", spied)
+        body = {"text": "abcd", "return_logprob": True, "logprob_start_len": 0}
+        assert client.post("/generate", json=body).status_code == 200
+    assert seen and seen[0] >= 4 and service.engine.entries.held == 0
 
 
 def test_answers_to_a_prompt_hold_its_log_probabilities_once(

@@ -11,9 +11,11 @@ is left of the error is at most 1 - m of one rounding, m the candidates' mass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from array import array
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -98,14 +100,18 @@ def unpack(packed: npt.NDArray[np.float64], top: int, params: LogprobParams) -> 
 
     packed [P, width(top, T)] float64 on the host; `top` and T are those of the whole batch and may be larger."""
     assert params.top <= top and width(top, len(params.token_ids)) <= packed.shape[-1]
-    found = []
-    for row in packed.tolist():
-        best = [
-            (value, int(id_)) for value, id_ in zip(row[1 : 1 + params.top], row[1 + top : 1 + 2 * top], strict=False)
-        ]
-        wanted = row[1 + 2 * top : 1 + 2 * top + len(params.token_ids)]
-        found.append(TokenLogprobs(row[0], best, wanted))
-    return found
+    first_id, first_wanted = 1 + top, 1 + 2 * top
+    best = _rows("d", packed[:, 1 : 1 + params.top])
+    ids = _rows("i", packed[:, first_id : first_id + params.top].astype(np.int32))
+    wanted = _rows("d", packed[:, first_wanted : first_wanted + len(params.token_ids)])
+    return list(map(TokenLogprobs, packed[:, 0].tolist(), best, ids, wanted))
+
+
+def _rows(kind: str, values: npt.NDArray[Any]) -> Iterable[array[Any]]:
+    """Returns an array for each row, of its own memory; one for all of them where rows are empty."""
+    if not values.shape[1]:
+        return itertools.repeat(array(kind), len(values))
+    return [array(kind, row.tobytes()) for row in values]
 
 
 def _ordered(x: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -41,7 +41,7 @@ class Stream:
         self._owner = owner
         self._news: dict[str, Output] = {}
         self._error: EngineDead | EntriesFull | None = None
-        self._held = 0  # log probabilities
+        self._client, self._held = requests[0].client, 0  # log probabilities
         self._woken = asyncio.Event()
 
     def put(self, output: Output) -> None:
@@ -51,7 +51,7 @@ class Stream:
         count = entries(output, self.open[output.uid])
         self._held += count
         try:
-            self._owner.entries.add(count, self._held)
+            self._owner.entries.add(self._client, count)
         except EntriesFull as error:
             self.fail(error)
             return
@@ -85,7 +85,7 @@ class Stream:
                 raise self._error
 
     def close(self) -> None:
-        self._owner.entries.held -= self._held
+        self._owner.entries.give_back(self._client, self._held)
         self._held = 0
         for uid in self.open:
             self._owner.forget(uid)

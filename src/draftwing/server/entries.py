@@ -1,7 +1,8 @@
-"""How many log probabilities requests may ask for, and all responses together may hold."""
+"""How many log probabilities requests may ask for, and the responses of a key and of all may hold."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from draftwing.core import Output
@@ -9,17 +10,19 @@ from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.waiting import QueueFull
 
-MOST_ENTRIES = 2**21  # of a request; each takes some 255 bytes until its response is sent
+MOST_ENTRIES = 2**21  # of a request; each takes 12 bytes until its response is made, and 120 for each position
 ALL_ENTRIES = 2**22
-FEW_ENTRIES = 2**14  # that a request may hold however many there are: who asks for the rest keeps nobody from asking
+SHARE = 2  # a key has a part of that: the most of one request
+FEW_ENTRIES = 2**14  # that a key may hold however many there are: who asks for the rest keeps nobody from asking
 
 
 class EntriesFull(QueueFull):
-    """Responses hold too many log probabilities (HTTP 503)."""
+    """Responses hold too many log probabilities (HTTP 429 where they are the client's own, else 503)."""
 
-    def __init__(self) -> None:
-        full = f"the responses to all requests hold {ALL_ENTRIES} log probabilities, the most they may"
-        super().__init__(full, own=False, when="later")
+    def __init__(self, own: bool) -> None:
+        whose, most = ("of this key", ALL_ENTRIES // SHARE) if own else ("to all requests", ALL_ENTRIES)
+        full = f"the responses {whose} hold {most} log probabilities, the most they may"
+        super().__init__(full, own=own, when="later")
 
 
 def fit_entries(requests: Sequence[GenerationRequest], chosen: bool, context: int) -> list[GenerationRequest]:
@@ -53,21 +56,41 @@ def fit_entries(requests: Sequence[GenerationRequest], chosen: bool, context: in
 
 
 class Entries:
-    """Log probabilities that the responses in the making hold."""
+    """Log probabilities that responses hold until they are sent, by client. Without keys all are one client, ""."""
 
     def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
         self.held = 0
 
-    def add(self, count: int, own: int) -> None:
-        """Of a response that has `own` with them. Raises EntriesFull where they are too many."""
+    def add(self, client: str, count: int) -> None:
+        """Counts them in any case. Raises EntriesFull where they are too many."""
         self.held += count
-        if self.held > ALL_ENTRIES and own > FEW_ENTRIES:
-            raise EntriesFull
+        self.of[client] += count
+        self.check(client)
+
+    def give_back(self, client: str, count: int) -> None:
+        self.held -= count
+        self.of[client] -= count
+        if not self.of[client]:
+            del self.of[client]
+
+    def check(self, client: str, more: int = 0) -> None:
+        """Raises EntriesFull where a client may hold no more than it does. more: that it asks for, at least."""
+        own = self.of[client] + more
+        if client and own > ALL_ENTRIES // SHARE:
+            raise EntriesFull(own=True)
+        if self.held + more > ALL_ENTRIES and (not client or own > FEW_ENTRIES):
+            raise EntriesFull(own=False)
 
 
 def entries(output: Output, request: GenerationRequest) -> int:
     """How many come with news of a request."""
     return _width(request) * (len(output.logprobs) + len(output.prompt_logprobs))
+
+
+def least(requests: Sequence[GenerationRequest]) -> int:
+    """How many come with the first tokens of requests."""
+    return sum(_width(request) * (1 + _told(request)) for request in requests)
 
 
 def _width(request: GenerationRequest) -> int:

@@ -95,7 +95,8 @@ def stream_error(path: str, error: Exception) -> str:
     """An error that comes when the response has begun, as an event of the stream."""
     told = isinstance(error, EngineDead | GenerationError | QueueFull)
     message = str(error) if told else "internal error; the server's log has the cause"
-    status, kind = 500 if isinstance(error, GenerationError) else 503, dialect(path)
+    own = isinstance(error, QueueFull) and error.own
+    status, kind = 500 if isinstance(error, GenerationError) else 429 if own else 503, dialect(path)
     if kind == "anthropic":
         return named_event("error", error_body(path, status, message))
     if kind == "responses":
@@ -307,6 +308,20 @@ class EventStream(StreamingResponse):
             self._close()
 
 
+class Whole(Response):
+    """JSON. `close` runs when it was sent, or cannot be: a client that reads slowly holds all of it until then."""
+
+    def __init__(self, content: bytes, close: Callable[[], None]) -> None:
+        super().__init__(content, media_type="application/json")
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
 async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     try:
         async for text in events:
@@ -341,9 +356,10 @@ async def respond(request: Request, rendering: Rendering, stream: bool | None) -
         response = EventStream(request.url.path, rendering.events(), generation.close)
     else:
         try:
-            response = json_response(await unless_disconnected(request, _whole(rendering)))
-        finally:
+            response = Whole(await unless_disconnected(request, _whole(rendering)), generation.close)
+        except BaseException:
             generation.close()
+            raise
     if generation.ignored:
         response.headers["draftwing-ignored"] = ", ".join(generation.ignored)
     return response

@@ -22,7 +22,7 @@ from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.border.keys import client, client_name
 from draftwing.server.engine_client import AsyncEngine
-from draftwing.server.entries import fit_entries
+from draftwing.server.entries import fit_entries, least
 from draftwing.server.lanes import Lanes
 from draftwing.server.schema import Asking, split_prompts
 from draftwing.text.answer import Answer
@@ -243,6 +243,8 @@ class Service:
             answers: list[Answer] = []
             try:
                 asked = fit_entries(asked, body.length is not None, info.context_length)
+                if any(one.logprobs is not None for one in asked):
+                    self.engine.entries.check(client_name(), least(asked))
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
                     if len(answers) % _AT_ONCE == 0:
