@@ -223,11 +223,14 @@ def endless(i: int, **more: object) -> dict[str, object]:
     return {"text": f"client {i}: ", "sampling_params": params, **more}
 
 
-async def streamed(client: httpx.AsyncClient, i: int, began: asyncio.Event) -> str:
+async def streamed(client: httpx.AsyncClient, i: int, began: asyncio.Event, grown: list[int] | None = None) -> str:
+    """grown: characters of each stream, which are kept up to date."""
     text = ""
     async with client.stream("POST", "/generate", json=endless(i, stream=True)) as response:
         async for part in response.aiter_text():
             text += part
+            if grown is not None:
+                grown[i] = len(text)
             began.set()
     return text
 
@@ -278,13 +281,18 @@ def test_streams_go_on_with_an_engine_that_was_stopped_for_a_while(tmp_path: Pat
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             alone = (await client.post("/generate", json=endless(0))).json()["text"]
             began = [asyncio.Event() for _ in range(4)]
-            streams = [asyncio.ensure_future(streamed(client, i, began[i])) for i in range(4)]
+            grown = [0] * 4
+            streams = [asyncio.ensure_future(streamed(client, i, began[i], grown)) for i in range(4)]
             for one in began:
                 await one.wait()
             os.kill(engine, signal.SIGSTOP)
             meanwhile = asyncio.ensure_future(client.post("/generate", json=endless(0)))
             await asyncio.sleep(3)
+            before = list(grown)
             os.kill(engine, signal.SIGCONT)
+            short = endless(0) | {"sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
+            assert (await client.post("/generate", json=short)).status_code == 200
+            assert all(now > then for now, then in zip(grown, before, strict=True)), "they get tokens in the same steps"
             after = asyncio.ensure_future(client.post("/generate", json=endless(0)))
             for text in await asyncio.gather(*streams):
                 assert '"type":"length"' in text and text.endswith("data: [DONE]\n\n")
