@@ -136,6 +136,11 @@ class Answer:
         return self._width * len(self.prompt_logprobs)
 
     @property
+    def logprob_entries(self) -> int:
+        """Those of `entries` that are log probabilities of the answer."""
+        return (self._width - 1) * len(self.logprobs)
+
+    @property
     def _width(self) -> int:
         return 1 if self.wanted is None else 2 + self.wanted.top + len(self.wanted.token_ids)
 
@@ -143,11 +148,13 @@ class Answer:
     def matched_stop(self) -> int | str | None:
         return (self.finish_reason or {}).get("matched")
 
-    def meta_info(self, texts: TokenTexts | None = None, of_prompt: bool = True) -> dict[str, Any]:
+    def meta_info(
+        self, texts: TokenTexts | None = None, of_prompt: bool = True, of_answer: bool = True
+    ) -> dict[str, Any]:
         """As in `/generate`'s response; what the engine counts (`spec_*` and others) is there once it is finished.
 
-        texts: None leaves texts out of log probabilities.  of_prompt: False leaves those of the
-        prompt empty.
+        texts: None leaves texts out of log probabilities.  of_prompt, of_answer: False leaves those of the prompt or of
+        the answer empty.
         """
         info = {
             "id": self.request.name or self.request.uid,
@@ -158,9 +165,9 @@ class Answer:
             "reasoning_tokens": self.reasoning_tokens,
         }
         drafted = {"speculative": dict(self.speculative)} if self.speculative is not None else {}
-        return info | self.label | self.meta | drafted | self._meta_logprobs(texts, of_prompt)
+        return info | self.label | self.meta | drafted | self._meta_logprobs(texts, of_prompt, of_answer)
 
-    def _meta_logprobs(self, texts: TokenTexts | None, of_prompt: bool) -> dict[str, Any]:
+    def _meta_logprobs(self, texts: TokenTexts | None, of_prompt: bool, of_answer: bool) -> dict[str, Any]:
         """An entry is [log probability, token id, text or None]; that of the prompt's first token has None."""
         wanted = self.wanted
         if wanted is None:
@@ -174,7 +181,7 @@ class Answer:
         # Nothing is known of the prompt before the first token has come.
         sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = [
             ("input", prompt[: len(before)], before),
-            ("output", self.token_ids, self.logprobs),
+            ("output", self.token_ids, self.logprobs) if of_answer else ("output", [], []),
         ]
         found: dict[str, Any] = {}
         for side, tokens, entries in sides:

@@ -11,6 +11,7 @@ from fake_engine import CONTEXT, EOS, FakeEngine
 from starlette.testclient import TestClient
 
 from draftwing.server.lanes import Lanes
+from draftwing.server.native import rendering
 
 KEYS = {
     "id", "finish_reason", "prompt_tokens", "weight_version", "num_retractions", "reasoning_tokens",
@@ -97,6 +98,24 @@ def test_streams_tell_of_the_prompt_first_and_last(
     of_output = [6 * chunk["meta_info"]["completion_tokens"] for chunk in news]
     of_prompt = [6 * len(chunk["meta_info"]["input_token_logprobs"]) for chunk in news]
     assert sizes == [a + b for a, b in zip(of_output, of_prompt, strict=True)]
+
+
+def test_many_log_probabilities_are_not_repeated_by_each_event(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that keeps the longest lists has all of them; the bytes of a stream grow as its answer."""
+    monkeypatch.setattr(rendering, "REPEATED", 40)
+    engine.burst, engine.pause = 1, 0.01
+    wanted = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1]}
+    told = [one["meta_info"] for one in chunks(client, {"text": "abcd" * 20, "stream": True} | wanted)]
+    names = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+    for one in told:
+        counts = {len(one[name]) for name in names}
+        assert counts in ({0}, {one["completion_tokens"]})
+        assert one["output_token_logprobs_length"] == one["completion_tokens"]
+        assert counts != {0} or one["completion_tokens"] > 8, "few are in each event"
+    assert len(told[-1][names[0]]) == 81
+    assert len(told) < 20 or sum(len(one[names[0]]) for one in told) < 6 * 81 + 8**2
 
 
 def test_stop_token_is_in_the_ids_but_not_in_the_text(client: TestClient, engine: FakeEngine) -> None:

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from draftwing.server.http import event
 from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 from draftwing.text.token_text import TokenTexts
 
+REPEATED: Final = 2048  # log probabilities of an answer that every event repeats
+GROWTH: Final = 1.25  # where there are more, they are in an event once they are so many times those told before
+
+
+class _Told:
+    """What events have told of an answer's log probabilities. They may be thousands of times an event's text: if each
+    event repeated them all, the bytes of a stream would grow as the square of its answer."""
+
+    def __init__(self) -> None:
+        self.prompt = False
+        self._answer = 0
+
+    def next(self, answer: Answer) -> tuple[bool, bool]:
+        """Whether the next event has those of the prompt, and those of the answer."""
+        ended, held = answer.finish_reason is not None, answer.logprob_entries
+        of_prompt = ended or not self.prompt
+        of_answer = ended or held <= REPEATED or held >= GROWTH * self._answer
+        self.prompt = True
+        if of_answer:
+            self._answer = held
+        return of_prompt, of_answer
+
 
 class Generated:
-    """The response to /generate: one answer, or a list of several. Events have the answer so far, and log probabilities
-    of the prompt in an answer's first and last one: they do not change, and may be thousands of times an event's text.
-    """
+    """The response to /generate: one answer, or a list of several. Events have the answer so far, log probabilities of
+    the prompt in an answer's first and last one, and those of the answer, where they are many, in some (`_Told`)."""
 
     def __init__(self, generation: Generation, batched: bool, texts: TokenTexts | None) -> None:
         """texts: None leaves texts out of log probabilities."""
@@ -27,17 +48,18 @@ class Generated:
         return every if self._many else every[0]
 
     async def events(self) -> AsyncIterator[str]:
-        begun: set[int] = set()  # indices of answers
+        told: dict[int, _Told] = {}  # by index of an answer
         async for answer, text in self.generation:
             if text or answer.finish_reason is not None:
-                of_prompt = answer.index not in begun or answer.finish_reason is not None
-                begun.add(answer.index)
-                size = answer.entries if of_prompt else answer.entries - answer.prompt_entries
-                yield await self.generation.render(size, partial(self._event, answer, of_prompt))
+                of_prompt, of_answer = told.setdefault(answer.index, _Told()).next(answer)
+                size = answer.entries - (0 if of_prompt else answer.prompt_entries)
+                size -= 0 if of_answer else answer.logprob_entries
+                yield await self.generation.render(size, partial(self._event, answer, of_prompt, of_answer))
 
-    def _event(self, answer: Answer, of_prompt: bool, large: bool) -> str:
-        return event(self._now(answer, of_prompt) | ({"index": answer.index} if self._many else {}), large)
+    def _event(self, answer: Answer, of_prompt: bool, of_answer: bool, large: bool) -> str:
+        now = self._now(answer, of_prompt, of_answer)
+        return event(now | ({"index": answer.index} if self._many else {}), large)
 
-    def _now(self, answer: Answer, of_prompt: bool = True) -> dict[str, Any]:
-        told = answer.meta_info(self._texts, of_prompt)
+    def _now(self, answer: Answer, of_prompt: bool = True, of_answer: bool = True) -> dict[str, Any]:
+        told = answer.meta_info(self._texts, of_prompt, of_answer)
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": told}
