@@ -26,7 +26,9 @@ from draftwing.text.continuation import render_continued
 
 MOST_TOOLS = 512
 MOST_NAME = 256  # characters
-MOST_VALUES = 16_384  # in further variables of a template: it is copied to another process, which holds all others up
+# Values in what a template is given: it is copied to another process, which holds all others up.
+MOST_VALUES = 16_384  # in further variables
+MOST_TOLD = 65_536  # in the definitions of all tools, lists of what a parameter may be included; in all messages
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "conversation", "self"})
 AUTO = ToolChoice()
 _NO_CALLS = ToolChoice("none")
@@ -124,9 +126,7 @@ class Chats:
         taken = _RESERVED & chat.template.keys()
         if taken:
             raise RequestError(f"chat_template_kwargs must not hold {min(taken)!r}", "chat_template_kwargs")
-        if _values(chat.template, MOST_VALUES) > MOST_VALUES:
-            message = f"chat_template_kwargs and documents may have {MOST_VALUES} values together; found more"
-            raise RequestError(message, "chat_template_kwargs")
+        _check_values(chat.template, MOST_VALUES, "chat_template_kwargs", "chat_template_kwargs and documents")
         variables = dict(chat.template)
         thinking = True if chat.effort in _REASONS and chat.thinking is None else chat.thinking
         if thinking is not None:  # as the templates of the families name it
@@ -145,6 +145,8 @@ class Chats:
             if not self._takes_tools:
                 raise RequestError(f"{names['tools']}: the model's chat template knows no tools", names["tools"])
             variables["tools"] = [template_tool(function, self.harmony) for function in chat.functions]
+            _check_values(variables["tools"], MOST_TOLD, names["tools"], f"all {names['tools']}")
+        _check_values(chat.messages, MOST_TOLD, "messages", "all messages")
         messages = harmony_messages(chat.messages) if self.harmony else chat.messages
         if chat.continued:
             return render_continued(tokenizer, messages, **variables)
@@ -349,6 +351,11 @@ def checked_choice(choice: ToolChoice, functions: Sequence[Function], param: str
     if choice.mode == "named" and choice.name not in {function.name for function in functions}:
         raise RequestError(f"{param}: there is no function {show(choice.name)}", param)
     return choice
+
+
+def _check_values(data: Any, most: int, field: str, called: str) -> None:
+    if _values(data, most) > most:
+        raise RequestError(f"{called} may have {most} values together; found more", field)
 
 
 def _values(data: Any, most: int) -> int:

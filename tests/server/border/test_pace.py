@@ -66,10 +66,49 @@ def test_refusals_wait_and_answers_do_not(status: int, monkeypatch: pytest.Monke
     asyncio.run(run())
     closed = [(b"connection", b"close") in message["headers"] for message in sent[::2]]
     if status in (400, 401, 403, 404, 413, 429, 503):
-        assert slept == [i / 64 for i in range(1, 33)]
+        assert slept == [*(i / 64 for i in range(1, 33)), 0.5, 0.5]
         assert closed == [False] * (8 + 33) + [True] * 2 + [False]
     else:
         assert not slept and not any(closed)
+
+
+def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever makes a new one for each request would be refused as fast as it can."""
+    monkeypatch.setattr(pace, "MOST_HELD", 3)
+    slept: list[float] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        go, turn = asyncio.Event(), asyncio.sleep
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if seconds == 0.5:
+                await go.wait()
+
+        monkeypatch.setattr(pace.asyncio, "sleep", sleep)
+        refusals = RefusalPace(app, lambda: 0.0)
+        for _ in range(8 + 33):
+            await refusals({"type": "http", "path": "/a"}, None, send)  # type: ignore[arg-type]
+        sent.clear()
+        slept.clear()
+        async with asyncio.TaskGroup() as together:
+            for _ in range(10):
+                together.create_task(refusals({"type": "http", "path": "/a"}, None, send))  # type: ignore[arg-type]
+            while len(sent) < 7:
+                await turn(0)
+            assert slept == [0.5] * 3 and len(sent) == 7, "so many are held, the others end at once"
+            go.set()
+        assert len(sent) == 10 and refusals._held == 0
+        assert all((b"connection", b"close") in message["headers"] for message in sent)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

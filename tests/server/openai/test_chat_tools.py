@@ -11,6 +11,8 @@ import openai
 import pytest
 from scripted import WITHOUT_TOOLS, ScriptedEngine, serving
 
+from draftwing.text import rendering
+
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -105,6 +107,18 @@ def test_reasoning_may_stay_in_the_text_or_come_at_once(client: openai.OpenAI, e
     assert [thought for thought in thoughts if thought] == ["the city"]
     ask(client, reasoning_effort="none")
     assert engine.prompt.endswith("<think>\n\n</think>\n\n")
+
+
+def test_lists_in_all_tools_are_bounded_together(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be as long as any, but all of them are copied to the process that renders templates."""
+    copied: list[Any] = []
+    dumps = rendering.pickle.dumps
+    monkeypatch.setattr(rendering.pickle, "dumps", lambda job: copied.append(job) or dumps(job))
+    schema = {"type": "object", "properties": {"code": {"enum": list(range(16_000))}}}
+    tools: list[Any] = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(5)]
+    with pytest.raises(openai.BadRequestError, match="all tools may have 65536 values together") as refused:
+        ask(client, tools=tools)
+    assert refused.value.param == "tools" and not copied
 
 
 def test_calls(client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -15,19 +15,22 @@ from draftwing.server.border.keys import FREE_PATHS, client_name
 A_SECOND = 50  # refusals of a client
 AT_ONCE = 100  # of them that do not wait, after a time without any
 MOST_SECONDS = 1.0  # that one waits
+MOST_HELD = 128  # refusals beyond these, of all clients, that are held for so long before they end their connections
 
 
 class RefusalPace:
     """Sends responses of status 4xx and 503 to a client, by the name of its key, no faster than so many a second.
 
     A refusal costs the event loop about what a token of a stream does, and whoever is refused may ask again at once, on
-    as many connections as it likes. One that would wait for longer than `MOST_SECONDS` is sent at once and ends its
-    connection, so few connections are held; so is one of a large body, which would be held as long. What a health check
-    says is no refusal, and neither is the status of a client that left. Everybody without a key is one client.
+    as many connections as it likes. One that would wait for longer than `MOST_SECONDS` is held for these and ends its
+    connection, so that who makes a new one for each request is no faster; `MOST_HELD` are held, further ones are sent
+    at once. So is one of a large body, which would be held as long. What a health check says is no refusal, and neither
+    is the status of a client that left. Everybody without a key is one client.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._clock = app, clock
+        self._held = 0
         self._due: dict[str, float] = {}  # when the next refusal of a client would come, were none let through at once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,6 +47,7 @@ class RefusalPace:
                 seconds = self.wait(client_name())
                 if seconds is None or (seconds and received > SMALL):
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                    await self._hold(received)
                 elif seconds:
                     await asyncio.sleep(seconds)
             await send(message)
@@ -52,6 +56,15 @@ class RefusalPace:
             await self._app(scope, receiving, paced)
         else:
             await self._app(scope, receive, send)
+
+    async def _hold(self, received: int) -> None:
+        if received > SMALL or self._held >= MOST_HELD:
+            return
+        self._held += 1
+        try:
+            await asyncio.sleep(MOST_SECONDS)
+        finally:
+            self._held -= 1
 
     def wait(self, name: str) -> float | None:
         """Seconds until this client may be refused once more; None: it would be too long."""
