@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from draftwing.core import MARK_SOURCE, PLAIN, Chunk, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.pace import Pace
-from draftwing.sched.planning import divided
-from draftwing.sched.policy import FixedShape
+from draftwing.sched.planning import divided, shared_step
+from draftwing.sched.policy import FixedShape, Load
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -149,6 +150,52 @@ def test_rows_are_shared_whoever_asks():
             ended += sum(out.finish_reason is not None for out in sched.take_outputs())
         assert ended == asked
     assert retracted > 10
+
+
+@pytest.mark.parametrize(("row", "expected"), [(0.0, 36), (0.01, 36), (0.5, 3), (2.0, 1), (100.0, 1)])
+def test_a_step_is_shared_between_clients(row, expected):
+    """A client's rows take no more than an equal share of its time, however many it has; all come to an end."""
+    sched = make(slots=4000, rows=40, chunk=400)
+    sched.choice.policy.seconds = lambda rows, context: 4.0 + row * rows
+    for name in "bcde":
+        sched.submit(req(name, length=4, new=60, first=10_000 + 100 * ord(name), client=name))
+    for i in range(80):
+        sched.submit(req(f"a{i}", length=4, new=5, first=100 * i, client="a"))
+    ended, most, by_row = [], 0, {}
+    while not sched.idle:
+        plan = turn(sched)
+        by_row |= sched.kv.by_row  # those of its rows may have ended with it
+        counts = Counter(by_row[row].request.client for row in plan.rows.tolist())
+        if plan.kind == "tree" and not {*"bcde"} & {*ended}:
+            assert {name: counts[name] for name in "bcde"} == dict.fromkeys("bcde", 1), "others are in each step"
+            assert counts["a"] <= 1 or 5 * row * counts["a"] <= 4.0 + row * sum(counts.values()) + 1e-9
+            most = max(most, counts["a"])
+        ended += [out.uid for out in sched.take_outputs() if out.finish_reason]
+    assert len(ended) == 84 and most == expected
+
+
+def test_a_client_alone_and_steps_of_unknown_cost_are_not_cut():
+    reqs = [req(f"a{i}", client="a") for i in range(30)]
+    assert shared_step(reqs, reqs, lambda rows, context: float(rows)) is reqs
+    both = [*reqs, req("b", client="b")]
+    assert shared_step(both, both, lambda rows, context: None) is both
+    assert len(shared_step(both, both, lambda rows, context: float(rows))) == 2
+    assert shared_step(reqs, both, lambda rows, context: float(rows)) is reqs, "nobody else is in this step"
+    equal = [req(f"{client}{i}", client=client) for i in range(9) for client in "ab"]
+    assert shared_step(equal, equal, lambda rows, context: float(rows)) is equal
+    # Of the other client's rows, which take 1 s each, 5 are half of the 10 s that a step with them takes.
+    found = shared_step(both, both, lambda rows, context: 4.0 + rows)
+    assert [one.uid for one in found] == [*(f"a{i}" for i in range(5)), "b"]
+
+
+def test_what_steps_take_is_learnt_where_it_is_asked_for():
+    policy = FixedShape(PLAIN)
+    plan = SimpleNamespace(seconds=3.0)
+    policy.record(PLAIN, Load([0] * 8), plan)
+    assert policy.seconds(8, 0) is None
+    for _ in range(5):
+        policy.record(PLAIN, Load([0] * 8), plan)
+    assert policy.seconds(8, 0) == 3.0
 
 
 def test_a_prefill_is_shared_between_clients():

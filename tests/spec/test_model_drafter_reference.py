@@ -480,6 +480,9 @@ class InTurn:
     def record(self, shape, confidences, accepted, seconds):
         pass
 
+    def seconds(self, rows, context):
+        return None
+
 
 @pytest.mark.further(name=["mtp", "mtp 2 layers"])
 @pytest.mark.parametrize("name", MAIN)

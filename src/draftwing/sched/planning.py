@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -96,6 +96,37 @@ def divided(most: int, todo: Sequence[Req], pace: Pace, decoding: bool) -> list[
                 given[req] += more
                 share -= more * prices[req]
     return [(req, length) for req, length in given.items() if length]
+
+
+def shared_step(ready: list[Req], running: Iterable[Req], seconds: Callable[[int, int], float | None]) -> list[Req]:
+    """Who takes part in a step. A client's rows take no more of it than an equal share of its time: where k clients
+    run, their rows make it longer for the others by 1 / (k - 1) at most. Of a client with more the first by rank take
+    part; the others keep their rows and wait. One row of each client always does.
+
+    running: all who run.  seconds: what a step takes of so many rows with so many tokens in their KV; None where that
+    is not known.
+    """
+    clients = len({req.request.client for req in running})
+    if clients < 2 or len(ready) < 3:
+        return ready
+    lines: dict[str, list[Req]] = {}
+    for req in ready:
+        lines.setdefault(req.request.client, []).append(req)
+    counts = [len(line) for line in lines.values()]
+    each = sum(req.kv for req in ready) / len(ready)
+
+    def fits(level: int) -> bool:
+        """Whether so many rows of each client, or all where it has fewer, are in nobody's way."""
+        rows = sum(min(count, level) for count in counts)
+        whole, without = (seconds(few, round(each * few)) for few in (rows, rows - level))
+        return whole is None or without is None or clients * (whole - without) <= whole
+
+    most = max(counts)
+    if len(counts) < 2 or most == 1 or fits(most):
+        return ready
+    level = next((level for level in range(2, most) if not fits(level)), most) - 1
+    first = {req for line in lines.values() for req in sorted(line, key=lambda req: req.rank)[:level]}
+    return [req for req in ready if req in first]
 
 
 def _shares(

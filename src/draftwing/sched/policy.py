@@ -62,6 +62,11 @@ class ShapePolicy(Protocol):
         """Returns the seconds that drafts save for each token of such rows, all together; None where it is unknown."""
         return None
 
+    def seconds(self, rows: int, context: int) -> float | None:
+        """Returns about what a step of so many rows takes, `context` tokens in the KV of all; None where it is
+        unknown."""
+        return None
+
     def explain(self, load: Load) -> list[dict[str, Any]]:
         """Returns for each option: `shape`, `price_ms`, `gain` (expected accepted drafts of the batch), `rate`
         (expected tokens per second) and whether it is `chosen`: runs next, tries aside."""
@@ -75,12 +80,19 @@ class FixedShape(ShapePolicy):
 
     def __init__(self, shape: TreeShape) -> None:
         self.menu: tuple[TreeShape, ...] = (shape,) if shape == PLAIN else (shape, PLAIN)
+        self._prices: Prices | None = None  # as long as nobody has asked for them
 
     def choose(self, load: Load) -> TreeShape:
         return self.menu[0] if any(load.confidences) else PLAIN
 
     def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
-        pass
+        if plain and self._prices is not None:
+            self._prices.record(shape, len(load.confidences), load.context, result.seconds)
+
+    def seconds(self, rows: int, context: int) -> float | None:
+        if self._prices is None:
+            self._prices = Prices(self.menu, stepwise=False)
+        return self._prices.seconds(self.menu[0], rows, context)
 
     def explain(self, load: Load) -> list[dict[str, Any]]:
         chosen = self.choose(load)
@@ -247,6 +259,9 @@ class MostTokens:
         if self._plain not in rates or not self._gains.known:
             return None
         return (1 - self._hurried) * (1 / rates[self._plain] - 1 / rates[self._best(rates)])
+
+    def seconds(self, rows: int, context: int) -> float | None:
+        return self.prices.seconds(PLAIN, rows, context)
 
     def _entry(self, load: Load) -> float:
         """Seconds that it costs to begin to draft, where the drafter has to catch up first."""

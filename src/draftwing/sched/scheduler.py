@@ -33,7 +33,7 @@ from draftwing.sched.guidance import Guidance, GuidedRow
 from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.lag import CatchUps
 from draftwing.sched.pace import Pace
-from draftwing.sched.planning import divided, make_plan
+from draftwing.sched.planning import divided, make_plan, shared_step
 from draftwing.sched.policy import Load, ShapePolicy
 from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
@@ -245,7 +245,7 @@ class Scheduler:
         return self._make_plan("prefill", PLAIN, chosen, max(r.bound for r in chosen), chunks)
 
     def _plan_tree(self) -> Plan | None:
-        ready = self._ready()
+        ready = shared_step(self._ready(), self.running, self.choice.policy.seconds)
         if not ready:
             return None
         waiting = any(req.state is ReqState.PREFILL for req in self.running)
