@@ -118,7 +118,7 @@ def test_lists_in_all_tools_are_bounded_together(client: openai.OpenAI, monkeypa
     tools: list[Any] = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(5)]
     with pytest.raises(openai.BadRequestError, match="all tools may have 65536 values together") as refused:
         ask(client, tools=tools)
-    assert refused.value.param == "tools" and not copied
+    assert refused.value.param == "tools" and not any("f0" in str(job.variables) for job in copied)
 
 
 def test_calls(client: openai.OpenAI, engine: ScriptedEngine) -> None:
