@@ -12,7 +12,7 @@ from step_marks import marks_of
 from test_tails import Load
 from world import H200
 
-from draftwing.core import PLAIN, Deferral, Plan, StepResult, TreeShape
+from draftwing.core import AT_ONCE, PLAIN, Deferral, Plan, StepResult, TreeShape
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy import FixedShape, MostTokens, tree_menu
@@ -53,7 +53,8 @@ class Clients(Load):
         policy = MostTokens(menu, self.world.prices(sizes), True, CONFIDENCE) if drafts else FixedShape(PLAIN)
         config = SchedulerConfig(
             330_000, 128, TREE.nodes, 8192, initial_confidence=CONFIDENCE if drafts else 0,
-            lagging=frozenset([PLAIN] if drafts else []), deferral=Deferral(32_768, 8192, True),
+            lagging=frozenset([PLAIN] if drafts else []),
+            deferral=Deferral(32_768, 8192, True) if drafts else AT_ONCE,
         )  # fmt: skip
         self.sched = Scheduler(config, policy, {shape: shape.nodes for shape in menu})
         self.rng, self.number, self.left = random.Random(1), 0, WAVES * count

@@ -425,7 +425,7 @@ def test_drafts_that_prompts_interrupt_pay_for_each_time_that_they_begin() -> No
             policy.record(shape, now, replace(step, seconds=step.seconds + late, catching_up=late))
             tokens, seconds, before = tokens + world.tokens(shape, hits), seconds + step.seconds + late, shape
         rates.append(tokens / seconds / world.rate(PLAIN, hits))
-    assert rates[0] > 0.97 and rates[1] > 0.95 * world.rate(menu[0], hits) / world.rate(PLAIN, hits)
+    assert rates[0] > 0.97 and rates[1] > 0.93 * world.rate(menu[0], hits) / world.rate(PLAIN, hits)
 
 
 def test_behind_a_prefill_drafts_begin_only_where_there_is_time_to_catch_up() -> None:
@@ -470,8 +470,8 @@ def test_requests_that_cannot_be_drafted_for() -> None:
     # One of many: the batch would pay for it.
     world = World(menu, 4.0, 0.5, 0.6)
     policy = MostTokens(menu, world.prices())
-    found = [policy.choose(Load([MAX_CONFIDENCE] + [0] * 63)) for _ in range(20)]
-    assert found.count(PLAIN) >= 18
+    found = [policy.choose(Load([MAX_CONFIDENCE] + [0] * 63)) for _ in range(400)]
+    assert found.count(PLAIN) >= 397, "a try could find out nothing but prices"
 
 
 def test_confidences_tell_steps_apart() -> None:

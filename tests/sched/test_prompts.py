@@ -59,6 +59,15 @@ def test_a_small_share_of_the_time_goes_into_what_does_not_seem_worth_it() -> No
     assert shown * A_PASS == pytest.approx(TRIED * seconds, rel=0.1)
 
 
+def test_nothing_is_found_out_where_not_even_the_best_drafts_would_bring_it_back() -> None:
+    for best, tried in ((A_PASS / 130, False), (A_PASS / 126, True)):
+        worth = known()
+        for _ in range(100):
+            worth.record(0.1, 0.0, 0, 0)
+        assert worth.are_worth([100], [1000], 0.0, best) is tried
+    assert known().are_worth([100] * 8, [1000] * 8, A_PASS / 800, A_PASS / 130), "together they share a pass"
+
+
 @pytest.mark.parametrize("tokens", [16_000, 40_000])
 def test_prompts_of_many_passes_are_tried_as_well(tokens: int) -> None:
     """Seldom, for one takes more than is usually saved up, and beside short ones, which take less."""
@@ -96,6 +105,8 @@ def test_a_policy_tells_what_drafts_save(hit: float) -> None:
     world.run(policy, hits, 300)
     expected = 1 / world.rate(PLAIN, hits) - 1 / max(world.rate(shape, hits) for shape in world.menu)
     assert policy.saving(load) == pytest.approx(expected, abs=0.1e-3), "0 where nothing is worth drafting"
+    best = 1 / world.rate(PLAIN, hits) - world.seconds(TREE, 4) / 16
+    assert policy.saving(load, at_best=True) == pytest.approx(best, abs=0.1e-3)
 
 
 def test_drafts_save_nothing_in_steps_that_have_no_time_for_them() -> None:
@@ -114,7 +125,7 @@ class Saving(FixedShape):
     adapts = True
     worth: float | None = 0.0
 
-    def saving(self, load: Load) -> float | None:
+    def saving(self, load: Load, at_best: bool = False) -> float | None:
         assert load.confidences == [7] * 2
         return self.worth
 

@@ -41,12 +41,15 @@ class ShapeChoice:
         confidence: of a request of which nothing is known."""
         if not admitted or self._worth is None or not self.policy.adapts:
             return
-        saving = self.policy.saving(Load([confidence] * len(running), _context(running)))
+        load = Load([confidence] * len(running), _context(running))
+        saving, at_best = self.policy.saving(load), self.policy.saving(load, at_best=True)
         limits = [req.max_total - len(req.tokens) for req in admitted]
         if len(running) == len(admitted):  # whoever waited before has been answered, or has gone
             self._pace.rest()
         # Where prompts wait all the time hardly anything will be drafted.
-        seen = not self._pace.pressed and self._worth.are_worth([req.unsent for req in admitted], limits, saving)
+        seen = not self._pace.pressed and self._worth.are_worth(
+            [req.unsent for req in admitted], limits, saving, at_best
+        )
         for req in admitted:
             req.skipped = not seen
 

@@ -58,8 +58,9 @@ class ShapePolicy(Protocol):
         """
         ...
 
-    def saving(self, load: Load) -> float | None:
-        """Returns the seconds that drafts save for each token of such rows, all together; None where it is unknown."""
+    def saving(self, load: Load, at_best: bool = False) -> float | None:
+        """Returns the seconds that drafts save for each token of such rows, all together; None where it is unknown.
+        at_best: if all of them were right."""
         return None
 
     def seconds(self, rows: int, context: int) -> float | None:
@@ -148,6 +149,11 @@ def half_menu(shape: TreeShape) -> tuple[TreeShape, ...]:
         nodes = menu[-1].nodes // 2
         menu.append(TreeShape(min(shape.depth, nodes - 1), min(shape.topk, nodes - 1), nodes))
     return (*menu, PLAIN)
+
+
+def _most(shape: TreeShape) -> int:
+    """Drafts of a row that are accepted if all are right."""
+    return min(shape.depth, shape.queries - 1)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -254,8 +260,8 @@ class MostTokens:
         self._best_before = best
         return once._replace(option=chosen, until=self._steps + self._pause - 1)
 
-    def saving(self, load: Load) -> float | None:
-        rates, *_ = self._rates(load)
+    def saving(self, load: Load, at_best: bool = False) -> float | None:
+        rates, *_ = self._rates(load, at_best=at_best)
         if self._plain not in rates or not self._gains.known:
             return None
         return (1 - self._hurried) * (1 / rates[self._plain] - 1 / rates[self._best(rates)])
@@ -285,8 +291,11 @@ class MostTokens:
         best, plain = max(rates, key=rates.__getitem__), self._plain
         return plain if plain in rates and rates[best] < self.MARGIN * rates[plain] else best
 
-    def _rates(self, load: Load, entry: float = 0.0) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-        """Tokens per second, seconds and tokens of each option that is possible. entry: seconds to begin to draft."""
+    def _rates(
+        self, load: Load, entry: float = 0.0, at_best: bool = False
+    ) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+        """Tokens per second, seconds and tokens of each option that is possible. entry: seconds to begin to draft.
+        at_best: if all drafts were right."""
         batch, context = len(load.confidences), load.context
         counts = Counter(load.confidences)
         del counts[0]
@@ -306,7 +315,7 @@ class MostTokens:
                 if seconds is None or seconds + at_once > longest:
                     continue
                 price = seconds + on_average
-                brings = batch + self._gains.expected(i, counts)
+                brings = batch + (_most(shape) * counts.total() if at_best else self._gains.expected(i, counts))
             tokens[i], prices[i], rates[i] = brings, price, brings / price
         return rates, prices, tokens
 
@@ -329,6 +338,8 @@ class MostTokens:
             )
             if priced and self._steps - told < stale and not outdated and i != self._promising:
                 continue
+            if priced and not outdated and i != self._plain and self._hopeless(i, load, prices[i], rates[best]):
+                continue
             seconds = prices[i] if self._lags(i) else prices[i] + entry
             lost = max(seconds - tokens[i] / rates[best], 0.0) * (1.0 if priced else self.UNPRICED)
             if lost <= self._allowance and (found is None or (outdated, rates[i]) > urgency):
@@ -339,6 +350,11 @@ class MostTokens:
             self._tries[found] = self._steps
             self._allowance -= loss
         return found
+
+    def _hopeless(self, index: int, load: Load, price: float, rate: float) -> bool:
+        """Whether an option would bring no more than `rate` if all its drafts were right."""
+        rows = sum(confidence > 0 for confidence in load.confidences)
+        return len(load.confidences) + _most(self.menu[index]) * rows <= rate * price
 
     # -- learning ------------------------------------------------------------------------------------------------------
 

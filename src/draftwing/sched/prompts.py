@@ -39,14 +39,20 @@ class PromptWorth:
         """An answer has so many, where it could have `limit`."""
         self._answers[limit.bit_length()].append(tokens)
 
-    def are_worth(self, tokens: Sequence[int], limits: Sequence[int], saving: float | None) -> bool:
+    def are_worth(
+        self, tokens: Sequence[int], limits: Sequence[int], saving: float | None, at_best: float | None = None
+    ) -> bool:
         """Whether prompts that are prefilled together are to be seen: the ends of all take one pass. tokens: of each,
         those that are not cached.  limits: tokens of their answers at most.  saving: seconds that drafts save for each
-        of these, None where that is not known."""
+        of these, None where that is not known.  at_best: the same if all drafts were right; where not even that brings
+        back what prompts cost, there is nothing to find out."""
         if saving is None or not self._passes or not self._answers:
             return True
         a_pass, parts = median(self._passes), [-(-length // self._most) for length in tokens if length > PART]
-        loss = (1 + sum(parts)) * a_pass - sum(map(self._usual, limits)) * saving
+        cost, answers = (1 + sum(parts)) * a_pass, sum(map(self._usual, limits))
+        loss = cost - answers * saving
+        if at_best is not None and cost > answers * max(at_best, saving):
+            return False
         if loss > self._allowance:  # of many together the longest alone: they would all take it in one step
             self._refused = max(self._refused, min(loss, (1 + max(parts, default=0)) * a_pass))
             return False
