@@ -36,8 +36,8 @@ MAX_ANSWERS = 2048  # prompts times n
 MOST_COMPILED = 64  # grammars that the engine need not be asked about; it keeps more
 MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
-_AT_ONCE = 32  # answers that are made in one turn of the event loop
-_PAUSE_SECONDS = 0.002  # until the next turn, for others; these take about one
+_AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
+_PAUSE_SECONDS = 0.01  # until the next turn: the processor is the engine's threads', too, which wait for each other
 _EXPRESSION = 100  # characters of a text are read while one of an expression is compiled
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
