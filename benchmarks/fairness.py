@@ -87,6 +87,12 @@ def thousands(rng: random.Random) -> Body:
     return {"text": [words(rng, 2) for _ in range(16)], "sampling_params": sampling, "stream": True}
 
 
+def dozens(rng: random.Random) -> Body:
+    """Answers that it waits for, many more than there are rows."""
+    sampling = {"n": 64, "max_new_tokens": 200, "ignore_eos": True}
+    return {"text": [words(rng, 8) for _ in range(4)], "sampling_params": sampling, "stream": True}
+
+
 def wrong(rng: random.Random) -> Body:
     return body(words(rng, 12), 48, rng, temperature="warm")
 
@@ -103,7 +109,7 @@ class Kind(NamedTuple):
 KINDS = {
     "plain": Kind(small), "ebnf": Kind(ambiguous), "stop": Kind(polynomial), "enum": Kind(enumeration),
     "prompt": Kind(long_prompt), "edits": Kind(edits), "logprobs": Kind(logprobs),
-    "thousands": Kind(thousands, 8, 0.3), "wrong": Kind(wrong, 8), "stranger": Kind(small, 8, key="no-key-of-the-file"),
+    "thousands": Kind(thousands, 8, 0.3), "dozens": Kind(dozens), "wrong": Kind(wrong, 8), "stranger": Kind(small, 8, key="no-key-of-the-file"),
 }  # fmt: skip
 CLIENTS = ("watched", "peer", "heavy")
 MOST_CLIENTS = 16
