@@ -267,8 +267,9 @@ def test_the_drain_ends_with_an_abort() -> None:
 
 @pytest.mark.slow
 def test_the_drain_ends_although_the_engine_is_slow() -> None:
-    """Neither a stream nor an answer waits for the end of a long step."""
-    with serving("--drain-timeout", "0.5", pause=3) as (process, url), ThreadPoolExecutor() as pool:
+    """Neither a stream nor an answer waits for the end of a step, which lasts longer than the connections are given
+    after the drain."""
+    with serving("--drain-timeout", "0.5", pause=4) as (process, url), ThreadPoolExecutor() as pool:
         client = Streamed(url, 1900)
         body = client.body | {"stream": False}
         whole = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
