@@ -109,7 +109,8 @@ class Kind(NamedTuple):
 KINDS = {
     "plain": Kind(small), "ebnf": Kind(ambiguous), "stop": Kind(polynomial), "enum": Kind(enumeration),
     "prompt": Kind(long_prompt), "edits": Kind(edits), "logprobs": Kind(logprobs),
-    "thousands": Kind(thousands, 8, 0.3), "dozens": Kind(dozens), "wrong": Kind(wrong, 8), "stranger": Kind(small, 8, key="no-key-of-the-file"),
+    "thousands": Kind(thousands, 8, 0.3), "dozens": Kind(dozens), "wrong": Kind(wrong, 8),
+    "stranger": Kind(small, 8, key="no-key-of-the-file"),
 }  # fmt: skip
 CLIENTS = ("watched", "peer", "heavy")
 MOST_CLIENTS = 16
