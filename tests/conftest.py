@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_interpreter import mend
+from triton_interpreter import mended
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test module is
@@ -105,8 +105,9 @@ def log_level(own_log: tuple[int, bool, list[logging.Handler]]) -> Iterator[None
 
 
 @pytest.fixture
-def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend(monkeypatch)
+def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with mended(monkeypatch):
+        yield
 
 
 @pytest.fixture

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 
-def mend(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def mended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With numpy 2.4 or later the interpreter cannot loop to a number that a kernel computed, for int() takes no array
     of one element; and its products take bfloat16 for integers, and float32 in any order."""
     triton = pytest.importorskip("triton.runtime.interpreter")
@@ -23,15 +27,20 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
         left, right = _widen(a), _widen(b)
         total = acc.data.copy()
         for first in range(0, left.shape[1], 16):  # a chunk is summed for itself, as a GPU does
-            chunk = np.zeros_like(total)
-            for k in range(first, first + 16):
-                chunk += left[:, k, None] * right[k]
-            total += chunk
+            columns, rows = left.T[first : first + 16, :, None], right[first : first + 16, None]
+            # [16, M, N], of which numpy adds one after the other: so it sums the outermost of several dimensions.
+            total += np.multiply(columns, rows, order="C").sum(0)
         return triton.TensorHandle(total, acc.dtype.scalar)
 
     monkeypatch.setattr(triton, "_patch_lang_tensor", patched)
     monkeypatch.setattr(triton.InterpreterBuilder, "create_dot", dot)
-    _speed_up(triton, monkeypatch)
+    scopes: list[Any] = []
+    _speed_up(triton, monkeypatch, scopes)
+    try:
+        yield
+    finally:
+        for scope in reversed(scopes):
+            scope.restore()
 
 
 def _widen(handle: Any) -> np.ndarray:
@@ -40,20 +49,31 @@ def _widen(handle: Any) -> np.ndarray:
     return handle.data.astype(np.float32)
 
 
-def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of its time goes to things that it makes again and again, always the same."""
+def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -> None:
+    """Most of its time goes to things that it makes again and again, always the same. scopes: grows by what replaces
+    the language."""
     core = pytest.importorskip("triton.language.core")
-    searched: set[int] = set()  # where a kernel calls a function it searches the language for what to replace
+    replaced: set[frozenset[int]] = set()  # which modules of the language, by the modules that a kernel knows
+    known: set[int] = set()
+    patch_lang, left = triton._patch_lang, SimpleNamespace(restore=lambda: None)
     types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     shapes: dict[str, tuple[Any, Any]] = {}
     dtypes: dict[str, np.dtype] = {}
     make_type, make_tensor, same = core.block_type.__init__, core.tensor.__init__, core.tuple.__eq__
     np_dtype = triton._get_np_dtype
 
+    def patch_once(fn: Any) -> Any:
+        """It searches the language for what to replace at each launch and where a kernel calls a function."""
+        if id(fn.__globals__) not in known:
+            known.add(id(fn.__globals__))
+            languages = frozenset(id(value) for value in fn.__globals__.values() if value is triton.tl or value is core)
+            if languages not in replaced:
+                scopes.append(patch_lang(fn))
+                replaced.add(languages)
+        return left
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self.fn.__globals__) not in searched:
-            triton._patch_lang(self.fn)
-            searched.add(id(self.fn.__globals__))
+        patch_once(self.fn)
         return self.rewrite()(*args, **kwargs)
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -85,6 +105,7 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             dtypes[name] = np_dtype(type)
         return dtypes[name]
 
+    monkeypatch.setattr(triton, "_patch_lang", patch_once)
     monkeypatch.setattr(triton.InterpretedFunction, "__call__", call)
     monkeypatch.setattr(core.block_type, "__init__", block_type)
     monkeypatch.setattr(core.tensor, "__init__", tensor)

@@ -269,7 +269,7 @@ def test_share_rows(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
 def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     weight = made(ops, dtype, 90, size)
     generator = torch.Generator().manual_seed(2)
-    for shape in ((4,), (2, 5)):
+    for shape in ((3,), (2, 2)):
         hidden = made(ops, dtype, *shape, 2 * size, seed=1)[..., :size]
         ids = torch.randint(0, 90, (*shape, 8), generator=generator).to(ops.device)
         found = ops.exact_logits(hidden, weight, ids)

@@ -19,11 +19,13 @@ LAUNCHING = """
 from draftwing.ops.attention import FULL, AttentionKind, Ragged
 from draftwing.ops.triton import attention
 from draftwing.ops.triton import attention_common
-cases = [(1, 1, 1, True), (1, 4, 4, True), (1, 32, 6, True), (1, 7, 4, False), (16, 32, 6, False)]
+every = sys.argv[4] == "every"
 windowed = AttentionKind(128, empty(32, dtype=torch.float32))
-kinds = [(*case, FULL) for case in cases]
+kinds = [(1, 32, 6, True, FULL)]
+if every:
+    kinds += [(*case, FULL) for case in ((1, 1, 1, True), (1, 4, 4, True), (1, 7, 4, False), (16, 32, 6, False))]
 if sys.argv[1:3] == ["90", "bfloat16"]:
-    kinds += [(*cases[i], windowed) for i in (0, 2)]
+    kinds += [(1, nodes, depth, True, windowed) for nodes, depth in [(32, 6), (1, 1)][: 1 + every]]
 for batch, nodes, depth, exact, kind in kinds:
     kv = empty(4096, 8, 2, 128, dtype=getattr(torch, sys.argv[2]))
     attention.tree_attention(
@@ -32,12 +34,13 @@ for batch, nodes, depth, exact, kind in kinds:
         attention.Workspace(torch.device("meta")), exact, nodes, getattr(attention_common, sys.argv[3]),
         kind=kind, settled=True,
     )
-attention.tree_attention(  # as drafters have it: nothing is read early
-    empty(32, 32, 128, dtype=half), kv, empty(2, 8192), empty(1), empty(1), empty(1, 32, 6), empty(1, 32),
-    empty(32, 4096, dtype=half), attention.Workspace(torch.device("meta")), True, 32,
-    getattr(attention_common, sys.argv[3]),
-)
-for exact in (True, False):  # 16 trees of 4 nodes on average
+if every:
+    attention.tree_attention(  # as drafters have it: nothing is read early
+        empty(32, 32, 128, dtype=half), kv, empty(2, 8192), empty(1), empty(1), empty(1, 32, 6), empty(1, 32),
+        empty(32, 4096, dtype=half), attention.Workspace(torch.device("meta")), True, 32,
+        getattr(attention_common, sys.argv[3]),
+    )
+for exact in (True, False)[: 1 + every]:  # 16 trees of 4 nodes on average
     ragged = Ragged(empty(16), empty(16), empty(17), 32, 4)
     attention.tree_attention(
         empty(64, 32, 128, dtype=half), kv, empty(17, 8192), empty(64), empty(64), empty(64, 1, 6), empty(64, 1),
@@ -49,12 +52,15 @@ for exact in (True, False):  # 16 trees of 4 nodes on average
 
 @pytest.mark.further(pool="float8_e4m3fn")
 @pytest.mark.further(capability=86)
+@pytest.mark.further(cases="every")
+@pytest.mark.parametrize("cases", ["largest", "every"])
 @pytest.mark.parametrize(("tiling", "pool", "capability", "limit"), TARGETS)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit: int) -> None:
-    launches = compiled(LAUNCHING, tmp_path, capability, pool, tiling)
-    windowed = 3 if (capability, pool) == (90, "bfloat16") else 0
-    assert len(launches) == 10 + windowed, "a large tree takes two launches"
+def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit: int, cases: str) -> None:
+    launches = compiled(LAUNCHING, tmp_path, capability, pool, tiling, cases)
+    windowed = (capability, pool) == (90, "bfloat16")
+    many = 10 + 3 * windowed if cases == "every" else 3 + 2 * windowed
+    assert len(launches) == many, "a large tree takes two launches"
     assert max(int(shared) for shared, *_ in launches) <= limit, launches
     # Neighbours along a product that a lane holds. With 4 two instructions have 32 keys between them, and a row's bits
     # would depend on what lies beside its own chunk of 16.

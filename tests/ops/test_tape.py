@@ -77,6 +77,7 @@ def test_what_torch_computes_is_not_recorded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", [False], indirect=True)  # of this process, not of the other
 def test_recording_does_not_import_the_compiler() -> None:
     code = (
         "import sys, torch; from draftwing.ops.cpu.tape import record; "

@@ -25,7 +25,7 @@ TREES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=TREES, piece=st.integers(1, 4))
 def test_pieces_are_the_whole(data: Any, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

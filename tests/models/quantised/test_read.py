@@ -195,7 +195,7 @@ def test_damaged_checkpoints_give_one_error(tmp_path: Path) -> None:
         file = folder / "model.safetensors"
         stored = load_file(file)
         of_matrices = sorted(key for key in stored if "_proj" in key and not key.endswith("g_idx"))
-        for key in generator.sample(of_matrices, 2):
+        for key in generator.sample(of_matrices, 1):
             save_file({other: tensor for other, tensor in stored.items() if other != key}, file)
             with pytest.raises(CheckpointError, match=key.rpartition(".")[0]):
                 load_model(folder, torch.float32, "cpu")
