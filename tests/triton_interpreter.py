@@ -60,7 +60,7 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
     shapes: dict[str, tuple[Any, Any]] = {}
     dtypes: dict[str, np.dtype] = {}
     make_type, make_tensor, same = core.block_type.__init__, core.tensor.__init__, core.tuple.__eq__
-    np_dtype = triton._get_np_dtype
+    np_dtype, make_alike = triton._get_np_dtype, triton.TritonSemantic.broadcast_impl_value
 
     def patch_once(fn: Any) -> Any:
         """It searches the language for what to replace at each launch and where a kernel calls a function."""
@@ -92,6 +92,11 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
             self.handle, self.type, self.dtype = handle, type, type.scalar
             self.shape, self.numel = shapes[type.name]
 
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.name == rhs.type.name:  # most are of one type and shape
+            return lhs, rhs
+        return make_alike(self, lhs, rhs)
+
     def equal(self: Any, other: Any) -> Any:
         if type(other) is core.tuple:
             return core.constexpr(self.values == other.values)
@@ -107,6 +112,7 @@ def _speed_up(triton: Any, monkeypatch: pytest.MonkeyPatch, scopes: list[Any]) -
 
     monkeypatch.setattr(triton, "_patch_lang", patch_once)
     monkeypatch.setattr(triton.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(triton.TritonSemantic, "broadcast_impl_value", broadcast)
     monkeypatch.setattr(core.block_type, "__init__", block_type)
     monkeypatch.setattr(core.tensor, "__init__", tensor)
     monkeypatch.setattr(core.tuple, "__eq__", equal)

@@ -98,7 +98,8 @@ def cases(harness):
     prompts = h.prompts_for(24, seed=2)
     every = [(prompt, random_request(h, draw, i)) for i, prompt in enumerate(prompts)]
     model = h.tiny_model(seed=4)
-    plain = h.Rig(model, rows=1, radix=False)
+    whole = getattr(model, "whole", None)  # of a model that is spread over ranks
+    plain = h.one_rank(*whole, rows=1, radix=False) if whole else h.Rig(model, rows=1, radix=False)
     for i, case in enumerate(every):
         submit(h, plain, case, i)
     expected = plain.run()
