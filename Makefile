@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/draftwing/ops/cpu/csrc/*) src/draftwing/ops/cpu/isa.py
 
-.PHONY: serve check test test-all test-cluster static style lint sanitize neon soak build setup clean
+.PHONY: serve check test test-all test-cluster style lint sanitize neon soak build setup clean
 
 serve: $(VENV)/.installed
 	$(BIN)/draftwing serve --port $(PORT) $(ARGS)
@@ -32,11 +32,8 @@ test-all: style
 test-cluster: $(VENV)/.installed-cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 0 tests/cluster tests/test_kubernetes.py $(ARGS)
 
-check: static
-	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
-
-static: style
-	$(BIN)/mypy
+check: style
+	$(call WITH_TYPES,"not slow and not exhaustive")
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

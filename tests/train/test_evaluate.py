@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = {"one": [f"prompt {i}" for i in range(5)], "two": ["another", "and more"]}
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 9)
-TRIAL = Trial((CHAIN, TREE), (0.0, 1.0), max_tokens=16, concurrency=3)
+TRIAL = Trial((CHAIN, TREE), (0.0, 1.0), max_tokens=24, concurrency=3)
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,13 @@ def test_the_same_numbers_as_bench(
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"]
     flags += ["--speculative-fixed-shape"]
-    own = ["--prompts", str(file), "--num-prompts", "5", "--max-tokens", "16", "--concurrency", "3"]
+    own = ["--prompts", str(file), "--num-prompts", "5", "--max-tokens", "24", "--concurrency", "3"]
     assert main(["bench", *flags, *own]) == 0
     found = json.loads(capsys.readouterr().out)
     (ours,) = [r for r in records if (tuple(r["shape"]), r["temperature"], r["set"]) == (CHAIN.tree, 0.0, "one")]
     names = ("accept_length", "accept_rate", "completion_tokens", "prompt_tokens")
     assert {name: found[name] for name in names} == pytest.approx({name: ours[name] for name in names}, abs=1e-4)
-    (drawn,) = evaluate(options, {"one": PROMPTS["one"]}, Trial((CHAIN,), (1.0,), 16, 3), tmp_path / "eval.json")
+    (drawn,) = evaluate(options, {"one": PROMPTS["one"]}, Trial((CHAIN,), (1.0,), 24, 3), tmp_path / "eval.json")
     assert main(["bench", *flags, *own, "--temperature", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {name: found[name] for name in names} == pytest.approx({name: drawn[name] for name in names}, abs=1e-4)
