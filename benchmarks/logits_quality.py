@@ -34,11 +34,12 @@ TEXT = Path(__file__).parent / "data" / "mt_bench.jsonl"
 PIECE = 512  # tokens; the second half counts
 
 
-def load(model: str, options: str) -> LLM:
-    """options: as on the command line of `draftwing serve`."""
+def load(model: str, options: str, **drafts: Any) -> LLM:
+    """options: as on the command line of `draftwing serve`; without drafts, if none are given."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return LLM(model, speculative_algorithm="none", **vars(parser.parse_args(shlex.split(options))))
+    drafts = drafts or {"speculative_algorithm": "none"}
+    return LLM(model, **drafts, **vars(parser.parse_args(shlex.split(options))))
 
 
 def distributions(llm: LLM, ids: list[int]) -> tuple[Tensor, list[int]]:
