@@ -188,6 +188,22 @@ def test_a_client_alone_and_steps_of_unknown_cost_are_not_cut():
     assert [one.uid for one in found] == [*(f"a{i}" for i in range(5)), "b"]
 
 
+def test_nobody_waits_for_who_has_a_lower_priority():
+    high = [req(f"a{i}", client="a", priority=10) for i in range(16)]
+    low = [req(f"b{i}", client="b") for i in range(8)]
+
+    def taking_part(ready: list[Req]) -> Counter[str]:
+        return Counter(one.request.client for one in shared_step(ready, ready, lambda rows, context: 5.0 + rows))
+
+    assert taking_part([*high, low[0]]) == {"a": 16, "b": 1}
+    # 24 rows take 29 s, of which each of two may have a half.
+    assert taking_part([*low, *high]) == {"a": 16, "b": 8}
+    assert taking_part([*low, *high, req("c", client="c")]) == {"a": 16, "b": 8, "c": 1}
+    many = [req(f"d{i}", client="d") for i in range(30)]
+    assert taking_part([*high, *many]) == {"a": 16, "d": 21}, "of 42 s a half"
+    assert taking_part([*high, *many, low[0]]) == {"a": 16, "d": 11, "b": 1}, "of 33 s a third"
+
+
 def test_what_steps_take_is_learnt_where_it_is_asked_for():
     policy = FixedShape(PLAIN)
     plan = SimpleNamespace(seconds=3.0)

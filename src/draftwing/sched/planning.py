@@ -99,34 +99,52 @@ def divided(most: int, todo: Sequence[Req], pace: Pace, decoding: bool) -> list[
 
 
 def shared_step(ready: list[Req], running: Iterable[Req], seconds: Callable[[int, int], float | None]) -> list[Req]:
-    """Who takes part in a step. A client's rows take no more of it than an equal share of its time: where k clients
-    run, their rows make it longer for the others by 1 / (k - 1) at most. Of a client with more the first by rank take
-    part; the others keep their rows and wait. One row of each client always does.
+    """Who takes part in a step. Of a priority a client's rows take no more of it than an equal share of its time: where
+    k clients of that priority or a higher one run, their rows make it longer for the others by 1 / (k - 1) at most. Of
+    a client with more the first by rank take part; the others keep their rows and wait. One row of each client always
+    does.
 
     running: all who run.  seconds: what a step takes of so many rows with so many tokens in their KV; None where that
     is not known.
     """
-    clients = len({req.request.client for req in running})
-    if clients < 2 or len(ready) < 3:
+    everybody = {(req.request.client, req.request.priority) for req in running}
+    if len(ready) < 3 or len({client for client, _ in everybody}) < 2:
         return ready
-    lines: dict[str, list[Req]] = {}
-    for req in ready:
-        lines.setdefault(req.request.client, []).append(req)
-    counts = [len(line) for line in lines.values()]
     each = sum(req.kv for req in ready) / len(ready)
+    first: set[Req] = set()
+    for priority in sorted({req.request.priority for req in ready}, reverse=True):
+        lines: dict[str, list[Req]] = {}
+        for req in ready:
+            if req.request.priority == priority:
+                lines.setdefault(req.request.client, []).append(req)
+        others = {req.request.client for req in first} - lines.keys()
+        clients = len({client for client, its in everybody if its >= priority})
+        level = max(map(len, lines.values()))
+        if clients > 1 and (len(lines) > 1 or others):
+            level = _level([len(line) for line in lines.values()], len(first), clients, each, seconds)
+        first.update(req for line in lines.values() for req in sorted(line, key=lambda req: req.rank)[:level])
+    return ready if len(first) == len(ready) else [req for req in ready if req in first]
+
+
+def _level(
+    counts: Sequence[int], before: int, clients: int, each: float, seconds: Callable[[int, int], float | None]
+) -> int:
+    """How many rows of a client take part, of clients that have `counts`; in a step with `before` others and `each`
+    tokens in the KV of a row."""
 
     def fits(level: int) -> bool:
-        """Whether so many rows of each client, or all where it has fewer, are in nobody's way."""
-        rows = sum(min(count, level) for count in counts)
+        rows = before + sum(min(count, level) for count in counts)
         whole, without = (seconds(few, round(each * few)) for few in (rows, rows - level))
-        return whole is None or without is None or clients * (whole - without) <= whole
+        return whole is None or without is None or clients * (whole - without) <= whole * (1 + 1e-9)
 
     most = max(counts)
-    if len(counts) < 2 or most == 1 or fits(most):
-        return ready
-    level = next((level for level in range(2, most) if not fits(level)), most) - 1
-    first = {req for line in lines.values() for req in sorted(line, key=lambda req: req.rank)[:level]}
-    return [req for req in ready if req in first]
+    if fits(most):
+        return most
+    low, high = 1, most  # one always takes part; `high` is too many
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _shares(

@@ -37,7 +37,10 @@ MOST_COMPILED = 64  # grammars that the engine need not be asked about; it keeps
 MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, though the context be shorter
 _MAX_LOGGED_MODELS = 100
 _AT_ONCE = 32  # answers that are made in one turn of the event loop, which takes about a millisecond
-_PAUSE_SECONDS = 0.01  # until the next turn: the processor is the engine's threads', too, which wait for each other
+_PAUSE_SECONDS = (
+    0.01  # until the next, where somebody is served: its processor is one of the engine's, whose threads wait
+)
+# for each other
 _EXPRESSION = 100  # characters of a text are read while one of an expression is compiled
 _INLINE_CHARACTERS = 4096  # of all texts of a request; fewer are tokenized at once: a thread costs more than it frees
 
@@ -247,8 +250,8 @@ class Service:
                     self.engine.entries.check(client_name(), least(asked))
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
-                    if len(answers) % _AT_ONCE == 0:
-                        await asyncio.sleep(_PAUSE_SECONDS)
+                    if len(answers) % _AT_ONCE == 0 and len(answers) < count:
+                        await asyncio.sleep(_PAUSE_SECONDS if self.engine.active else 0)
             except RequestError as error:
                 raise body.renamed(error) from None
             tokens = sum(len(request.prompt_ids) for request in requests)
