@@ -89,10 +89,23 @@ class TokenLogprobs(NamedTuple):
         best, ids = array("d", [value for value, _ in top]), array("i", [id_ for _, id_ in top])
         return cls(value, best, ids, array("d", wanted))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # They come one by one from another process, and there an array of nothing would take 80 bytes each time.
+        return _restored, (self.value, self.best or None, self.best_ids or None, self.wanted or None)
+
     @property
     def top(self) -> list[tuple[float, int]]:
         """The best tokens as (value, id), from the best down."""
         return list(zip(self.best, self.best_ids, strict=True))
+
+
+_NO_VALUES, _NO_IDS = array("d"), array("i")  # of all positions without them; nobody changes those of a position
+
+
+def _restored(
+    value: float, best: array[float] | None, best_ids: array[int] | None, wanted: array[float] | None
+) -> TokenLogprobs:
+    return TokenLogprobs(value, best or _NO_VALUES, best_ids or _NO_IDS, wanted or _NO_VALUES)
 
 
 class Admission(NamedTuple):

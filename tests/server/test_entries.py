@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import tracemalloc
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from draftwing.core import TokenLogprobs
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server import entries
@@ -75,7 +78,8 @@ def test_a_response_is_ended_where_all_hold_too_many(
 ) -> None:
     service: Service = client.app.state.service  # type: ignore[attr-defined]
     held = service.engine.entries
-    held.add("other", 690)
+    held.add("other", 690, 690)
+    monkeypatch.setattr(entries, "FEW_ENTRIES", 0)
     monkeypatch.setattr(entries, "ALL_ENTRIES", 700)
     refused = client.post(path, json=BODIES[path] | {"stream": stream})
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1, "it is known before"
@@ -95,24 +99,57 @@ def test_who_has_its_share_is_refused_and_who_has_little_goes_on(monkeypatch: py
     monkeypatch.setattr(entries, "FEW_ENTRIES", 20)
     held = entries.Entries()
     for _ in range(50):
-        held.add("alice", 10)
+        held.add("alice", 10, 500)
     with pytest.raises(entries.EntriesFull, match="of this key hold 500") as refused:
-        held.add("alice", 10)
+        held.add("alice", 10, 500)
     assert refused.value.own
-    held.add("bob", 480)
-    held.add("carol", 20)  # 1,010 with hers
+    held.add("bob", 480, 500)
+    held.add("carol", 20, 500)  # 1,010 with hers
     with pytest.raises(entries.EntriesFull, match="to all requests hold 1000") as refused:
-        held.add("carol", 1)
+        held.add("carol", 1, 500)
     assert not refused.value.own
     held.give_back("alice", 510)
-    held.check("alice", 490)
+    held.check("alice", 490, 490)
     held.give_back("bob", 480)
     held.give_back("carol", 21)
     assert not held.held and not held.of
     for _ in range(100):
-        held.add("", 10)  # without keys all are one client, and have all of it
+        held.add("", 10, 500)  # without keys all are one client, and have all of it
     with pytest.raises(entries.EntriesFull):
-        held.add("", 10)
+        held.add("", 10, 500)
+
+
+@pytest.mark.parametrize("client", ["", "alice"])
+def test_the_large_response_is_the_one_to_fail(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a small one that has the next token; without keys, too. What small ones may add is bounded."""
+    monkeypatch.setattr(entries, "ALL_ENTRIES", 1000)
+    monkeypatch.setattr(entries, "FEW_ENTRIES", 20)
+    held, sum_ = entries.Entries(), 500 if client else 1000
+    held.add(client, sum_, sum_)
+    held.check(client, 20, 20)
+    held.add(client, 1, 20)
+    with pytest.raises(entries.EntriesFull):
+        held.check(client, sum_ + 1, 1)
+    with pytest.raises(entries.EntriesFull):
+        held.check(client, 21, 1)
+    held.add(client, sum_ // 4 - 1, 20)
+    with pytest.raises(entries.EntriesFull):
+        held.add(client, 1, 20)
+
+
+@pytest.mark.parametrize(("top", "wanted", "most"), [(0, 0, 132), (1, 0, 352), (5, 2, 520), (20, 0, 640)])
+def test_what_a_position_takes_that_came_from_the_engine(top: int, wanted: int, most: int) -> None:
+    """docs/security.md names it. Each comes in a message of its own."""
+    one = TokenLogprobs.of(-1.5, [(-0.5 * k, k) for k in range(top)], [-2.0] * wanted)
+    message = pickle.dumps(one)
+    assert pickle.loads(message) == one
+    tracemalloc.start()
+    try:
+        kept = [pickle.loads(message) for _ in range(2000)]
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken / len(kept) < most
 
 
 def test_a_key_that_has_its_share_is_a_429_before_anything_is_made(
@@ -120,7 +157,8 @@ def test_a_key_that_has_its_share_is_a_429_before_anything_is_made(
 ) -> None:
     service: Service = client.app.state.service  # type: ignore[attr-defined]
     monkeypatch.setattr(service_module, "client_name", lambda: "alice")
-    service.engine.entries.add("alice", entries.ALL_ENTRIES // entries.SHARE)
+    service.engine.entries.add("alice", entries.ALL_ENTRIES // entries.SHARE, 1)
+    monkeypatch.setattr(entries, "FEW_ENTRIES", 0)
     body = {"text": "ab", "return_logprob": True}
     refused = client.post("/generate", json=body)
     assert refused.status_code == 429 and "of this key" in refused.text and int(refused.headers["retry-after"]) >= 1

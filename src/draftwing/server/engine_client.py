@@ -51,7 +51,7 @@ class Stream:
         count = entries(output, self.open[output.uid])
         self._held += count
         try:
-            self._owner.entries.add(self._client, count)
+            self._owner.entries.add(self._client, count, self._held)
         except EntriesFull as error:
             self.fail(error)
             return

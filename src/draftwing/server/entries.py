@@ -10,10 +10,15 @@ from draftwing.errors import RequestError
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.waiting import QueueFull
 
-MOST_ENTRIES = 2**21  # of a request; each takes 12 bytes until its response is made, and 120 for each position
+# Each takes 12 bytes until its response is made, and its position 115, or up to 410 with other tokens than its own: of
+# all that may be held the most is 0.7 GB (of the token's own and the best), and a quarter more with `LEEWAY`.
+MOST_ENTRIES = 2**21  # of a request
 ALL_ENTRIES = 2**22
 SHARE = 2  # a key has a part of that: the most of one request
 FEW_ENTRIES = 2**14  # that a key may hold however many there are: who asks for the rest keeps nobody from asking
+# A response with no more than those may go beyond a sum by a part of it: what fills the sum is a large one, and that is
+# the one to fail, not whichever has the next token.
+LEEWAY = 4
 
 
 class EntriesFull(QueueFull):
@@ -62,11 +67,11 @@ class Entries:
         self.of: Counter[str] = Counter()
         self.held = 0
 
-    def add(self, client: str, count: int) -> None:
-        """Counts them in any case. Raises EntriesFull where they are too many."""
+    def add(self, client: str, count: int, response: int) -> None:
+        """Counts them in any case. Raises EntriesFull where they are too many. response: all that it holds now."""
         self.held += count
         self.of[client] += count
-        self.check(client)
+        self.check(client, response)
 
     def give_back(self, client: str, count: int) -> None:
         self.held -= count
@@ -74,12 +79,17 @@ class Entries:
         if not self.of[client]:
             del self.of[client]
 
-    def check(self, client: str, more: int = 0) -> None:
-        """Raises EntriesFull where a client may hold no more than it does. more: that it asks for, at least."""
+    def check(self, client: str, response: int, more: int = 0) -> None:
+        """Raises EntriesFull where a client may hold no more than it does.
+
+        response: what the one that asks holds, with `more`.  more: that it asks for, at least; they are not held yet.
+        """
         own = self.of[client] + more
-        if client and own > ALL_ENTRIES // SHARE:
+        room = ALL_ENTRIES + (ALL_ENTRIES // LEEWAY if response <= FEW_ENTRIES else 0)
+        # Shares are between keys: without one there is nobody to keep the rest for.
+        if client and own > room // SHARE:
             raise EntriesFull(own=True)
-        if self.held + more > ALL_ENTRIES and (not client or own > FEW_ENTRIES):
+        if self.held + more > room and (not client or own > FEW_ENTRIES):
             raise EntriesFull(own=False)
 
 

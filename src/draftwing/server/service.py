@@ -247,7 +247,8 @@ class Service:
             try:
                 asked = fit_entries(asked, body.length is not None, info.context_length)
                 if any(one.logprobs is not None for one in asked):
-                    self.engine.entries.check(client_name(), least(asked))
+                    first = least(asked)
+                    self.engine.entries.check(client_name(), first, first)
                 for answer in prepare(info, self.tokenizer, asked, body.speculative, self._draw):
                     answers.append(answer)
                     if len(answers) % _AT_ONCE == 0 and len(answers) < count:

@@ -153,8 +153,8 @@ class Answer:
     ) -> dict[str, Any]:
         """As in `/generate`'s response; what the engine counts (`spec_*` and others) is there once it is finished.
 
-        texts: None leaves texts out of log probabilities.  of_prompt, of_answer: False leaves those of the prompt or of
-        the answer empty.
+        texts: None leaves texts out of log probabilities.  of_prompt, of_answer: False leaves out the lists of the
+        prompt or of the answer: an empty one would say that there are none.
         """
         info = {
             "id": self.request.name or self.request.uid,
@@ -177,12 +177,12 @@ class Answer:
             return [None if value is None else finite(value), token, None if texts is None else texts.text(token)]
 
         prompt = self.request.prompt_ids[wanted.start :] if wanted.start >= 0 else []
-        before = self.prompt_logprobs if of_prompt else []
-        # Nothing is known of the prompt before the first token has come.
-        sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = [
-            ("input", prompt[: len(before)], before),
-            ("output", self.token_ids, self.logprobs) if of_answer else ("output", [], []),
-        ]
+        sides: list[tuple[str, list[int], Sequence[TokenLogprobs | None]]] = []
+        if of_prompt or not prompt:
+            # Nothing is known of the prompt before the first token has come.
+            sides.append(("input", prompt[: len(self.prompt_logprobs)], self.prompt_logprobs))
+        if of_answer:
+            sides.append(("output", self.token_ids, self.logprobs))
         found: dict[str, Any] = {}
         for side, tokens, entries in sides:
             known = list(zip(tokens, entries, strict=True))

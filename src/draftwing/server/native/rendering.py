@@ -11,7 +11,7 @@ from draftwing.server.service import Generation
 from draftwing.text.answer import Answer
 from draftwing.text.token_text import TokenTexts
 
-REPEATED: Final = 2048  # log probabilities of an answer that every event repeats
+REPEATED: Final = 2048  # log probabilities that every event repeats; all answers of a request have equal parts of it
 GROWTH: Final = 1.25  # where there are more, they are in an event once they are so many times those told before
 
 
@@ -19,7 +19,9 @@ class _Told:
     """What events have told of an answer's log probabilities. They may be thousands of times an event's text: if each
     event repeated them all, the bytes of a stream would grow as the square of its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: int) -> None:
+        """answers: of the request."""
+        self._few = REPEATED // answers
         self.prompt = False
         self._answer = 0
 
@@ -27,7 +29,7 @@ class _Told:
         """Whether the next event has those of the prompt, and those of the answer."""
         ended, held = answer.finish_reason is not None, answer.logprob_entries
         of_prompt = ended or not self.prompt
-        of_answer = ended or held <= REPEATED or held >= GROWTH * self._answer
+        of_answer = ended or held <= self._few or held >= GROWTH * self._answer
         self.prompt = True
         if of_answer:
             self._answer = held
@@ -36,7 +38,8 @@ class _Told:
 
 class Generated:
     """The response to /generate: one answer, or a list of several. Events have the answer so far, log probabilities of
-    the prompt in an answer's first and last one, and those of the answer, where they are many, in some (`_Told`)."""
+    the prompt in an answer's first and last one, and those of the answer, where they are many, in some (`_Told`). In
+    others the lists are left out: an empty one would be a new start to a client that takes what is behind its own."""
 
     def __init__(self, generation: Generation, batched: bool, texts: TokenTexts | None) -> None:
         """texts: None leaves texts out of log probabilities."""
@@ -48,10 +51,11 @@ class Generated:
         return every if self._many else every[0]
 
     async def events(self) -> AsyncIterator[str]:
-        told: dict[int, _Told] = {}  # by index of an answer
+        answers = self.generation.answers
+        told = {answer.index: _Told(len(answers)) for answer in answers}
         async for answer, text in self.generation:
             if text or answer.finish_reason is not None:
-                of_prompt, of_answer = told.setdefault(answer.index, _Told()).next(answer)
+                of_prompt, of_answer = told[answer.index].next(answer)
                 size = answer.entries - (0 if of_prompt else answer.prompt_entries)
                 size -= 0 if of_answer else answer.logprob_entries
                 yield await self.generation.render(size, partial(self._event, answer, of_prompt, of_answer))
