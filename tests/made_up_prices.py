@@ -20,11 +20,11 @@ class OnMadeUpMachine(MostTokens):
         prices = Prices(menu, False)
         for shape in menu:
             for rows in (1, 2, 3, 4, 6, 8, 16, 32):
-                prices.measured(shape, rows, 0, self.seconds(shape, rows))
+                prices.measured(shape, rows, 0, self._takes(shape, rows))
         super().__init__(menu, prices, sees_predictions=True, least=1)
         self.chosen = dict.fromkeys(menu, 0)
 
-    def seconds(self, shape: TreeShape, rows: int) -> float:
+    def _takes(self, shape: TreeShape, rows: int) -> float:
         levels = 0 if shape.by == LOOKUP_ALONE else shape.depth
         return 1e-3 * (2.0 + 0.2 * levels + (self._query if rows <= self._few else 3.0) * rows * (shape.queries - 1))
 
@@ -35,5 +35,5 @@ class OnMadeUpMachine(MostTokens):
 
     def record(self, shape: TreeShape, load: Load, result: StepResult, plain: bool = True) -> None:
         late = 1e-4 if result.catching_up else 0.0
-        seconds = self.seconds(shape, len(load.confidences)) + late
+        seconds = self._takes(shape, len(load.confidences)) + late
         super().record(shape, load, replace(result, seconds=seconds, catching_up=late), plain)

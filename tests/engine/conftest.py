@@ -27,7 +27,7 @@ from draftwing.models.weight_map import checkpoint_names, checkpoint_tensors
 from draftwing.ops.torch.attention import TorchAttention
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.policy import FixedShape
+from draftwing.sched.policy import FixedShape, ShapePolicy
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 from draftwing.spec.drafter import Draft
@@ -170,7 +170,7 @@ class Answers:
     final: dict[str, Output] = field(default_factory=dict)
 
 
-class Cycle:
+class Cycle(ShapePolicy):
     """Another shape each step, plain decoding included."""
 
     sees_predictions = adapts = True
@@ -184,9 +184,6 @@ class Cycle:
 
     def record(self, *step):
         pass
-
-    def saving(self, load):
-        return None
 
 
 class Rig:

@@ -17,6 +17,7 @@ from draftwing.engine.graphs import prefill as prefill_graphs
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
+from draftwing.sched.policy import ShapePolicy
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.spec.ngram_drafter import NGramDrafter
 from draftwing.spec.pair_drafter import PairDrafter
@@ -97,7 +98,7 @@ def test_with_chunks_preemption_and_prefix_hits(case, lag):
     assert rig.accept_length > 1.5
 
 
-class Turns:
+class Turns(ShapePolicy):
     """Both of a pair draft, then the lookup alone, deeper, then the model alone, then nobody."""
 
     sees_predictions = True

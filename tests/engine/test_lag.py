@@ -16,6 +16,7 @@ from draftwing.engine.device import Device
 from draftwing.engine.lag import ROOM, Lag
 from draftwing.engine.row_table import RowTable
 from draftwing.ops import make_ops
+from draftwing.sched.policy import ShapePolicy
 from draftwing.spec.heads import DraftLM
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head, new_eagle_head
@@ -24,7 +25,7 @@ TREE = TreeShape(3, 2, 5)
 WIDTH = 6
 
 
-class Scripted:
+class Scripted(ShapePolicy):
     """Plain steps, and from time to time one that drafts."""
 
     sees_predictions, adapts = True, False

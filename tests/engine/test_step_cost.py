@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftwing.core import PLAIN, TreeShape
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.sched.policy import ShapePolicy
 from draftwing.spec.mtp_drafter import make_model_drafter
 from draftwing.train.heads import new_eagle3_head
 
@@ -31,7 +32,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Chosen:
+class Chosen(ShapePolicy):
     """The shape that the test wants, whatever the confidence."""
 
     menu = (TREE, PLAIN)

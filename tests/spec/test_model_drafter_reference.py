@@ -465,7 +465,7 @@ def test_several_layers_with_chunks_of_any_length(layers, chunk, tmp_path):
     check_some(case, rig, 16)
 
 
-class InTurn:
+class InTurn(ShapePolicy):
     """Every shape of the menu in turn."""
 
     sees_predictions = True
@@ -479,9 +479,6 @@ class InTurn:
 
     def record(self, shape, confidences, accepted, seconds):
         pass
-
-    def seconds(self, rows, context):
-        return None
 
 
 @pytest.mark.further(name=["mtp", "mtp 2 layers"])

@@ -12,6 +12,7 @@ import torch
 from draftwing.core import PLAIN, TreeShape
 from draftwing.engine.startup import prices as measuring
 from draftwing.engine.startup.prices import filled, measure_graphs, measure_steps
+from draftwing.sched.policy import ShapePolicy
 from draftwing.sched.prices import Prices
 
 TREE = TreeShape(3, 2, 6)
@@ -19,7 +20,7 @@ MENU = (TREE, PLAIN)
 LONG = 40  # tokens
 
 
-class Both:
+class Both(ShapePolicy):
     """A menu of two."""
 
     menu = MENU
