@@ -294,32 +294,32 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. `close` runs however the response ends, even when it never began."""
+class Closing(Response):
+    """A response whose `close` runs however it ends, even when it never began."""
+
+    close: Callable[[], None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.close()
+
+
+class EventStream(Closing, StreamingResponse):
+    """Server-sent events."""
 
     def __init__(self, path: str, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(_guarded(path, events), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
+        self.close = close
 
 
-class Whole(Response):
-    """JSON. `close` runs when it was sent, or cannot be: a client that reads slowly holds all of it until then."""
+class Whole(Closing):
+    """JSON: a client that reads slowly holds all of it until it was sent, or cannot be."""
 
     def __init__(self, content: bytes, close: Callable[[], None]) -> None:
         super().__init__(content, media_type="application/json")
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()
+        self.close = close
 
 
 async def _guarded(path: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
