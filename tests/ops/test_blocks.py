@@ -123,6 +123,22 @@ def test_parts_that_threads_cannot_share(ops: CpuOps) -> None:
     assert torch.equal(gemm.dense(), torch.cat([ops.block_gemm([part], torch.float32).dense() for part in parts]))
 
 
+@pytest.mark.parametrize("outputs", [1, 37, 38, 48, 60, 101])
+def test_the_last_outputs_alone(ops: CpuOps, outputs: int) -> None:
+    """Of parts of several types; some more where they do not begin with a panel."""
+    parts = [blocks("Q4_1", 48, 256, 1), blocks("Q6_K", 16, 256, 2), blocks("Q8_0", 37, 256, 3)]
+    x, bias = torch.randn(40, 256, generator=torch.Generator().manual_seed(4)), torch.arange(101.0)
+    weight = np.concatenate([dequantized(part) for part in parts])[-outputs:].astype(np.float64)
+    whole = ops.block_gemm(parts, torch.float32)
+    gemm = whole.last(outputs)
+    assert outputs <= gemm.outputs < outputs + 16
+    found = gemm(x, bias[-gemm.outputs :], None)
+    assert torch.equal(found, whole(x, bias, None)[:, -gemm.outputs :])
+    exact, terms = rounded(x) @ weight.T + bias[-outputs:].numpy(), np.abs(rounded(x)) @ np.abs(weight).T
+    assert (np.abs(found[:, -outputs:].numpy() - exact) <= 4e-6 * terms + 1e-5).all()
+    assert np.array_equal(gemm.dense()[-outputs:].numpy(), weight.astype(np.float32))
+
+
 def test_what_is_no_number_is_not_lost(ops: CpuOps) -> None:
     gemm = ops.block_gemm([blocks("Q4_0", 32, 128)], torch.float32)
     for bad in (float("nan"), float("inf"), -float("inf")):

@@ -45,7 +45,8 @@ class Attention(nn.Module):
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """What `forward` leaves for later queries: keys and values of x [M, in_size]."""
-        self.write_heads(self.qkv(x).view(x.shape[0], -1, self.head_dim), cos, sin, attend)
+        kv = self.qkv.last(x, 2 * self.kv_heads * self.head_dim)
+        self.write_heads(kv.view(x.shape[0], -1, self.head_dim), cos, sin, attend)
 
     def write_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """The same of what `qkv` makes, [M, heads + 2 * kv_heads, head_dim], where queries may be missing."""

@@ -61,6 +61,10 @@ class Linear(nn.Module):
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
+    def last(self, x: Tensor, outputs: int) -> Tensor:
+        """x [M, in_features] -> the last so many outputs, [M, outputs], or all of them."""
+        return self.op.last(x, self.bias, outputs)
+
     def gated(self, x: Tensor, gelu: bool = False) -> Tensor:
         """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups. gelu: by
         GELU instead."""

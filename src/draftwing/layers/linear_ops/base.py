@@ -89,6 +89,11 @@ class LinearOp:
         y = F.linear(x, self.dense_weight(), bias)
         return y if residual is None else y + residual
 
+    def last(self, x: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """x [M, in] -> the last so many outputs, [M, outputs], or all of them where it takes hardly longer to compute
+        these, too."""
+        return self(x, bias)
+
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """silu(gate) * up [M, out / 2] of a weight whose first half makes the gates, or None: then the caller does it
         with what a call gives."""

@@ -29,6 +29,7 @@ class PackedBlocks(LinearOp):
         super().__init__(layer)
         self._sizes = sizes_of(parts)
         self.few_rows = ops.block_gemm(parts, dtype)
+        self._last: dict[int, BlockGemm] = {}  # of the outputs that were asked for alone
 
     @property
     def sizes(self) -> Counter[str]:
@@ -38,6 +39,12 @@ class PackedBlocks(LinearOp):
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         return self.few_rows(x, bias, residual)
+
+    def last(self, x: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        part = self._last.get(outputs)
+        if part is None:
+            part = self._last[outputs] = self.few_rows.last(outputs)
+        return part(x, None if bias is None else bias[-part.outputs :], None)[:, -outputs:]
 
     def dense_weight(self) -> Tensor:
         return self.few_rows.dense()

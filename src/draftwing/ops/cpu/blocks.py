@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ _PANEL = 16  # outputs that are stored together
 _SLICE = 1 << 22  # values that are quantised at a time
 
 
+class _Panels(NamedTuple):
+    """Rows of a weight of one kind, packed."""
+
+    data: Tensor  # [panels, bytes]
+    kind: int
+    rows: int
+
+
 class BlockedGemm:
     """Implements `BlockGemm`: x @ weight.T + bias + residual. Rows are rounded to 8 bits in blocks of 32."""
 
@@ -27,18 +36,34 @@ class BlockedGemm:
         self.raw: Any = load_extension()
         self.dtype, self.inputs = dtype, parts[0].columns
         self.rounded = self.inputs + self.inputs // 32 * 16  # bytes of a row in 8 bits, as C's `rounded_size` has it
-        self._panels, numbers, first = [], [len(parts)], 0
+        self._take([_Panels(self._packed(part), TYPES[part.kind], part.data.shape[0]) for part in parts])
+
+    def _take(self, parts: Sequence[_Panels]) -> None:
+        """Its outputs are those of the parts, in their order."""
+        self._panels, numbers, first = parts, [len(parts)], 0
         for part in parts:
-            panels = self._packed(part)
-            numbers += [panels.data_ptr(), TYPES[part.kind], first, part.data.shape[0]]
-            self._panels.append(panels)
-            first += part.data.shape[0]
+            numbers += [part.data.data_ptr(), part.kind, first, part.rows]
+            first += part.rows
         self.outputs = first
-        self.nbytes = sum(panels.nbytes for panels in self._panels)
+        self.nbytes = sum(part.data.nbytes for part in parts)
         self._numbers = torch.tensor(numbers)
         self.address, self.parts = 0, self._numbers.data_ptr()
         # Whether threads share outputs, which they do in panels, if these are the same for all parts.
-        self.shared = all(part.data.shape[0] % _PANEL == 0 for part in parts[:-1])
+        self.shared = all(part.rows % _PANEL == 0 for part in parts[:-1])
+
+    def last(self, outputs: int) -> BlockedGemm:
+        """The GEMM of the last so many outputs, or of some more where they do not begin with a panel, on the same
+        memory; with the same bits."""
+        parts: list[_Panels] = []
+        for part in reversed(self._panels):
+            if outputs <= 0:
+                break
+            skipped = max(part.rows - outputs, 0) // _PANEL
+            parts.insert(0, _Panels(part.data[skipped:], part.kind, part.rows - skipped * _PANEL))
+            outputs -= part.rows
+        found = copy(self)
+        found._take(parts)
+        return found
 
     def _packed(self, part: BlockRows) -> Tensor:
         """Returns panels [panels, bytes]."""

@@ -99,6 +99,10 @@ class BlockGemm(FewRowsGemm, Protocol):
         """Returns the weight, [outputs, inputs]."""
         ...
 
+    def last(self, outputs: int) -> BlockGemm:
+        """The GEMM of the last so many outputs, perhaps of some before them, too: the same bits, in the same memory."""
+        ...
+
 
 class PeerSums(Protocol):
     """Sums of few rows over ranks whose devices read each other's memory."""
