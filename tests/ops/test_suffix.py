@@ -142,7 +142,8 @@ class World:
         self.dictionary.insert(row, salt, prompt, 1, shared=False)
 
     def step(self, new: dict[int, list[int]], limit: int, padding: int = 0) -> Tensor:
-        """A step that generated `new`; checks the next trees and returns the confidences."""
+        """A step that generated `new`; checks the next trees, which are whole when they are proposed, and returns the
+        confidences."""
         rows = [*new, *[self.rows] * padding]
         before = [len(self.text[row]) - 1 for row in new] + [0] * padding
         counts = [len(tokens) for tokens in new.values()] + [1] * padding
@@ -153,6 +154,7 @@ class World:
         bound = max(len(text) for text in self.text)
         found = self.index.confidence(self.slots, self.ids(rows), bound).cpu()
         assert not found[len(new) :].any()  # the dummy row proposes nothing
+        self.index.propose(self.slots, self.ids(list(new)), TreeShape(self.dictionary.depth, 1, self.dictionary.nodes))
         for b, row in enumerate(new):
             self.check(row, int(found[b]))
         return found
@@ -241,6 +243,32 @@ def test_long_copies(ops: TorchOps, few: int) -> None:
     found = [int(world.step({0: [token]}, 17)) for token in text[1 : max(20 // few, 4)]]
     assert found == sorted(found) and found[0] >= 1 and (few > 1 or found[-1] >= 12)
     assert world.check_draft([0], TreeShape(depth, 1, depth + 1)) == depth
+
+
+def test_a_tree_grows_whole_where_it_is_proposed(ops: TorchOps) -> None:
+    """On a CPU no further than its confidence needs before; the confidence is that of the whole tree."""
+    if not hasattr(ops.suffix_index(2), "whole"):
+        pytest.skip("trees grow whole at once here")
+    world, rng, early = World(ops, 4, 300, capacity=1 << 16), random.Random(1), 0
+    for row in range(4):
+        world.begin(row, [rng.randrange(12) for _ in range(40)])
+    for _ in range(20):
+        for row, text in enumerate(world.text):
+            world._write(row, [*text, rng.randrange(12)])
+            world.dictionary.insert(row, 0, world.text[row], len(world.text[row]) - 1, shared=True)
+        rows, before = world.ids([0, 1, 2, 3]), world.slots.kv_len[:4] - 1
+        world.index.insert(world.slots, rows, before, torch.ones_like(before), 1)
+        found = world.index.confidence(world.slots, rows, 300).tolist()
+        nodes = (world.index.grown[2, :4] > 0).sum(1).tolist()
+        for row in range(4):
+            early += nodes[row] < len(world.dictionary.grow(row, 0, world.text[row]))
+        world.index.propose(world.slots, rows[:2], TreeShape(2, 2, 3))
+        for row in (0, 1):
+            world.check(row, found[row])
+        world.index.propose(world.slots, rows, TreeShape(16, 4, 17))
+        for row in range(4):
+            world.check(row, found[row])
+    assert early > 40
 
 
 def test_salts_are_kept_apart(ops: TorchOps) -> None:

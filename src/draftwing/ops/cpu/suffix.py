@@ -1,5 +1,9 @@
 """The suffix drafter in C (ops/cpu/csrc/suffix.c): the same table, confidences and trees as in torch. Lengths are read
-from the tensors: no bounds of the host."""
+from the tensors: no bounds of the host.
+
+A tree grows whole when it is proposed. Before, it has as many nodes as the confidence needs: in most steps nothing is
+drafted, and many nodes that are improbable together take longer than those that count.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,18 @@ class CpuSuffixIndex(SuffixIndex):
 
     raw: Any = None  # the extension module
 
+    def _constants(self, device: torch.device) -> None:
+        super()._constants(device)
+        self.whole = torch.ones(self.rows + 1, dtype=torch.int64)  # whether `grown` is the row's whole tree
+
+    def flush(self) -> None:
+        super().flush()
+        self.whole.fill_(1)
+
+    def begin(self, table: RowTensors, rows: Tensor, longest: int) -> None:
+        super().begin(table, rows, longest)
+        self.whole.index_fill_(0, rows, 1)
+
     def insert(
         self, table: RowTensors, rows: Tensor, prefix_len: Tensor, count: Tensor, limit: int, shared: bool = True
     ) -> None:
@@ -33,16 +49,22 @@ class CpuSuffixIndex(SuffixIndex):
 
     def confidence(self, table: RowTensors, rows: Tensor, max_kv_len: int, out: Tensor | None = None) -> Tensor:
         out = torch.empty_like(rows) if out is None else out
-        rows, kv_len = rows.contiguous(), table.kv_len.contiguous()
+        self._grow_rows(table, rows.contiguous(), out.data_ptr(), out.stride(0))
+        return out
+
+    def _grow_rows(self, table: RowTensors, rows: Tensor, out: int = 0, stride: int = 0) -> None:
+        """As much as their confidences need, which are written to the address `out`; without it those trees whole that
+        are not."""
+        kv_len = table.kv_len.contiguous()
         self.raw.suffix_grow(
             *self._trie(table), rows.data_ptr(), rows.shape[0], *addresses((kv_len, self.escape, self.starts)),
-            self.depth, self.nodes, self.width, self.least.data_ptr(), MAX_CONFIDENCE, self.grown.data_ptr(),
-            out.data_ptr(), out.stride(0),
+            self.depth, self.nodes, self.width, self.least.data_ptr(), MAX_CONFIDENCE,
+            *addresses((self.grown, self.whole)), out, stride,
         )  # fmt: skip
-        return out
 
     def emit(self, table: RowTensors, rows: Tensor, depth: int, nodes: int) -> Draft:
         rows, last, batch = rows.contiguous(), table.last.contiguous(), rows.shape[0]
+        self._grow_rows(table, rows)
         alive = torch.empty(batch, nodes, dtype=torch.bool)
         draft = Draft(ints(batch, nodes), ints(batch, nodes), alive, ints(batch, nodes))
         self.raw.suffix_emit(

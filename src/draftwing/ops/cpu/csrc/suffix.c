@@ -145,13 +145,20 @@ typedef struct {
     int64_t pair, check; /* pair: 2 * length + 1 for the row's own; of the bucket that was found last */
 } Search;
 
-static Search search_from(const Trie *t, const Growth *g, int64_t behind, int64_t most, const Node *node) {
+static Search search_from(const Trie *t, const Growth *g, const int64_t *owner, int64_t behind, int64_t most,
+                          const Node *node) {
     Search s;
     uint64_t hash = 0, factor = 1;
     int64_t lengths = 0;
-    for (int64_t k = 0; lengths < most && t->lengths[lengths] <= behind; factor *= BASE) {
+    for (int64_t k = 0; lengths < most && t->lengths[lengths] <= behind;) {
         hash += (uint64_t)node->context[g->width - 1 - k] * factor;
-        if (++k == t->lengths[lengths]) s.hashes[lengths++] = hash;
+        factor *= BASE;
+        if (++k < t->lengths[lengths]) continue;
+        for (int64_t i = 0; i < 2; i++) { /* all that may be looked at; each is a line somewhere else */
+            int64_t check;
+            __builtin_prefetch(bucket_of(t, lengths, hash + (uint64_t)owner[i], &check), 0, 2);
+        }
+        s.hashes[lengths++] = hash;
     }
     s.pair = 2 * lengths;
     return s;
@@ -183,7 +190,7 @@ static float unseen(const int64_t *ways, int64_t check, const int64_t *seen, int
 static void open_node(const Trie *t, Growth *g, const int64_t *owner, int64_t behind, int64_t most, int64_t n) {
     Node *node = g->node + n;
     if (node->depth >= g->depth) return;
-    Search search = search_from(t, g, behind + node->depth, most, node);
+    Search search = search_from(t, g, owner, behind + node->depth, most, node);
     int64_t seen[BACK * WAYS], count = 0;
     float left = 1; /* of the probability, for what the contexts so far have not seen */
     for (int64_t b = 0; b < BACK && node->path * left >= g->min_prob; b++) {
@@ -208,9 +215,19 @@ static void open_node(const Trie *t, Growth *g, const int64_t *owner, int64_t be
     }
 }
 
-/* Writes the row's token, parent, depth and grade, which lie `pitch` apart; returns the confidence. */
+/* total: probabilities of the nodes; found: whether there is any. */
+INLINE int64_t confidence_of(int64_t total, int64_t found, int64_t max_confidence) {
+    const int64_t score = (total + (1 << (SCORE_BITS - 1))) >> SCORE_BITS;
+    return score < found ? found : score < max_confidence ? score : max_confidence;
+}
+
+/* Writes the row's token, parent, depth and grade, which lie `pitch` apart; returns the confidence. *whole: whether all
+   of the tree is wanted; else it grows no further than to where no more nodes could change the confidence, for most
+   trees are never proposed. Says whether it is the whole tree then. */
 static int64_t grow_row(const Trie *t, Growth *g, int64_t row, int64_t newest, int64_t max_confidence, int64_t *grown,
-                        int64_t pitch) {
+                        int64_t pitch, int64_t *whole) {
+    const int64_t wanted = *whole;
+    *whole = 1;
     const int64_t *text = t->tokens + row * t->context, *owner = t->owner + 2 * row, behind = newest + 1;
     for (int64_t i = 0; i < 4; i++) memset(grown + i * pitch, 0, (size_t)g->nodes * sizeof *grown);
     if (row >= t->rows) return 0;
@@ -219,9 +236,16 @@ static int64_t grow_row(const Trie *t, Growth *g, int64_t row, int64_t newest, i
     for (int64_t k = 0; k < g->width; k++)
         g->node[0].context[g->width - 1 - k] = text[newest - k < 0 ? 0 : newest - k] + 1;
     open_node(t, g, owner, behind, t->count, 0);
+    const int64_t found = g->waiting > 0;
     int64_t total = 0;
     for (int64_t n = 1; n < g->nodes && g->waiting; n++) {
         const Child child = g->children[0];
+        const int64_t most = total + (g->nodes - n) * (int64_t)(child.path * (1 << SCORE_BITS)); /* none is better */
+        if (!wanted &&
+            confidence_of(total, found, max_confidence) == confidence_of(most, found, max_confidence)) {
+            *whole = 0;
+            break;
+        }
         memmove(g->children, g->children + 1, (size_t)--g->waiting * sizeof child);
         const Node *parent = g->node + child.parent;
         Node *node = g->node + n;
@@ -233,9 +257,7 @@ static int64_t grow_row(const Trie *t, Growth *g, int64_t row, int64_t newest, i
         total += (int64_t)(child.path * (1 << SCORE_BITS));
         open_node(t, g, owner, behind, parent->reach, n);
     }
-    int64_t score = (total + (1 << (SCORE_BITS - 1))) >> SCORE_BITS;
-    if (score < 1) score = grown[2 * pitch + 1] > 0;
-    return score < max_confidence ? score : max_confidence;
+    return confidence_of(total, found, max_confidence);
 }
 
 /* -- emit: SuffixIndex.emit ------------------------------------------------------------------------------------------ */
@@ -283,11 +305,11 @@ static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-/* trie; rows, B, kv_len, escape, starts, depth, nodes, width, address of min_prob, most confidence, grown, out, its
-   stride */
+/* trie; rows, B, kv_len, escape, starts, depth, nodes, width, address of min_prob, most confidence, grown, whole, out, its
+   stride. Without `out` it grows those trees whole that are not. */
 static PyObject *py_grow(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[TRIE + 13];
-    if (!numbers(args, given, TRIE + 13, n)) return NULL;
+    int64_t n[TRIE + 14];
+    if (!numbers(args, given, TRIE + 14, n)) return NULL;
     const Trie t = trie_of(n);
     const int64_t *m = n + TRIE, *rows = POINTER(m[0]), *kv_len = POINTER(m[2]);
     Growth g = {.escape = POINTER(m[3]),
@@ -300,10 +322,15 @@ static PyObject *py_grow(PyObject *self, PyObject *const *args, Py_ssize_t given
     char *scratch = PyMem_Malloc(nodes + (size_t)(g.nodes + 1) * sizeof *g.children);
     if (!scratch) return PyErr_NoMemory();
     g.node = (void *)scratch, g.children = (void *)(scratch + nodes);
-    int64_t *grown = POINTER(m[10]), *out = POINTER(m[11]);
+    int64_t *grown = POINTER(m[10]), *whole = POINTER(m[11]), *out = POINTER(m[12]);
     const int64_t pitch = (t.rows + 1) * g.nodes;
-    for (int64_t b = 0; b < m[1]; b++)
-        out[b * m[12]] = grow_row(&t, &g, rows[b], kv_len[rows[b]], m[9], grown + rows[b] * g.nodes, pitch);
+    for (int64_t b = 0; b < m[1]; b++) {
+        const int64_t row = rows[b];
+        if (!out && whole[row]) continue;
+        whole[row] = !out;
+        const int64_t confidence = grow_row(&t, &g, row, kv_len[row], m[9], grown + row * g.nodes, pitch, whole + row);
+        if (out) out[b * m[13]] = confidence;
+    }
     PyMem_Free(scratch);
     Py_RETURN_NONE;
 }
